@@ -27,7 +27,8 @@ from knobwise.agents.controller.settings import PolicyConfig
 from knobwise.agents.training.settings import OptimiserConfig
 from knobwise.agents.training.trainer import Trainer
 from knobwise.envs import builtin_profile
-from knobwise.losses.functional import regression_losses, reward_weighted_cross_entropy
+from knobwise.losses.functional import reward_weighted_cross_entropy
+from knobwise.losses.regression import regression_losses
 from knobwise.losses.settings import LossConfig
 
 TABLE = builtin_profile()

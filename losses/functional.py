@@ -8,7 +8,7 @@ difference between sampled and exact GRPO.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -437,67 +437,3 @@ def reward_weighted_cross_entropy(
         scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
         log_probs = log_probs.masked_fill(~mask, 0.0)
     return -(torch.softmax(scores, -1) * log_probs).sum(-1)
-
-
-def regression_losses(
-    predicted: Sequence[Tensor], accuracy: Tensor, log_latency: Tensor, variance: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Compute the losses of predicted outcomes: a cross-entropy of accuracies, and of log-latencies
-    −ln N(log-latency | mean, spread²) but for a constant.
-
-    Args:
-        predicted: logits of accuracies, means of ln ms and their spreads, [*, C] each.
-        accuracy: [*, C], measured, NaN where not profiled.
-        log_latency: [*, C], measured, ln ms, NaN where not profiled.
-        variance: [*, C], of a cell's measured log-latencies, of which `log_latency` is the mean;
-            NaN counts 0.
-
-    Returns:
-        [*] each, means over the profiled configurations; 0 where there is none.
-    """
-    logits, mean, spread = predicted
-    profiled = ~accuracy.isnan()
-    complete = bool(profiled.all())
-    # finite numbers in the place of NaN, which is left out below
-    if not complete:
-        accuracy = accuracy.nan_to_num()
-        log_latency = log_latency.nan_to_num()
-    wrong = functional.binary_cross_entropy_with_logits(logits, accuracy, reduction="none")
-    # E(x − mean)² = (E x − mean)² + Var x
-    square = (log_latency - mean).square() + variance.nan_to_num()
-    off = 0.5 * square / spread.square() + spread.log()
-    if complete:
-        return wrong.mean(-1), off.mean(-1)
-    count = profiled.sum(-1).clamp_min(1)
-    wrong, off = (torch.where(profiled, loss, 0.0).sum(-1) / count for loss in (wrong, off))
-    return wrong, off
-
-
-# -- from a log ------------------------------------------------------------------------------------
-
-
-def doubly_robust(
-    expected: Tensor, chosen: Tensor, reward: Tensor, probability: Tensor, clip: float
-) -> Tensor:
-    """Estimate the reward of every alternative c from the outcome of a single one, a.
-
-    The estimate is q̂(c) + 1[c = a]·min(1/p, clip)·(r − q̂(a)): Dudík, Langford and Li 2011,
-    "Doubly Robust Policy Evaluation and Learning", equation 2. The mean over contexts of
-    Σ_c π(c)·estimate is the value of a policy π. It is unbiased if either q̂ or the probabilities
-    are right, no weight is clipped, and all that π chooses could have been drawn.
-
-    Args:
-        expected: q̂, what a model that has not seen the outcomes expects, [n, C].
-        chosen: a, int64 [n].
-        reward: r, [n].
-        probability: p > 0, of a under the policy that drew it, [n].
-        clip: the largest weight.
-
-    Returns:
-        [n, C].
-    """
-    column = chosen.unsqueeze(1)
-    weight = (1 / probability).clamp_max(clip).unsqueeze(1)
-    # what the model got wrong about the chosen one, [n, 1]
-    error = reward.unsqueeze(1) - expected.gather(1, column)
-    return expected.scatter_add(1, column, weight * error)

@@ -23,7 +23,6 @@ from torch import Tensor
 from knobwise.agents.deployed.controller import NumpyController
 from knobwise.agents.learning.logged import Logged, of_choices
 from knobwise.common.paired import lower_bound
-from knobwise.losses.functional import doubly_robust
 
 LEAST_DIFFERENT = 10
 """Fewest requests with different decisions, as far as the log can tell, that can show a gain."""
@@ -51,6 +50,33 @@ class Judgement(NamedTuple):
     """The one-sided lower bound of the gain."""
     better: bool
     """True if the bound is above 0 and enough requests differ."""
+
+
+def doubly_robust(
+    expected: Tensor, chosen: Tensor, reward: Tensor, probability: Tensor, clip: float
+) -> Tensor:
+    """Estimate the reward of every alternative c from the outcome of a single one, a.
+
+    The estimate is q̂(c) + 1[c = a]·min(1/p, clip)·(r − q̂(a)): Dudík, Langford and Li 2011,
+    "Doubly Robust Policy Evaluation and Learning", equation 2. The mean over contexts of
+    Σ_c π(c)·estimate is the value of a policy π. It is unbiased if either q̂ or the probabilities
+    are right, no weight is clipped, and all that π chooses could have been drawn.
+
+    Args:
+        expected: q̂, what a model that has not seen the outcomes expects, [n, C].
+        chosen: a, int64 [n].
+        reward: r, [n].
+        probability: p > 0, of a under the policy that drew it, [n].
+        clip: the largest weight.
+
+    Returns:
+        [n, C].
+    """
+    column = chosen.unsqueeze(1)
+    weight = (1 / probability).clamp_max(clip).unsqueeze(1)
+    # what the model got wrong about the chosen one, [n, 1]
+    error = reward.unsqueeze(1) - expected.gather(1, column)
+    return expected.scatter_add(1, column, weight * error)
 
 
 def decisions(controller: NumpyController, logged: Logged) -> Tensor:

@@ -21,6 +21,7 @@ from knobwise.agents.selector.evaluation import choose, judged_choices, recorded
 from knobwise.agents.selector.reward_model import REWARD, RewardModel
 from knobwise.agents.selector.selector import Selector
 from knobwise.agents.selector.stages import STAGES, SelectorStage, spread_of, taught
+from knobwise.agents.training.checkpoint import Provenance
 from knobwise.agents.training.seeding import seeded, weight_sums
 from knobwise.agents.training.settings import StageConfig
 from knobwise.agents.training.stage import Validation
@@ -278,7 +279,7 @@ def selector_trainer(
         )
 
 
-def provenance(trainer: Trainer) -> dict[str, Any]:
+def provenance(trainer: Trainer) -> Provenance:
     """Return how the selector came about: from which queries, how good on validation."""
     setup: SelectorSetup = trainer.setup
     rows = [*setup.split.train.tolist(), *setup.split.validation.tolist()]

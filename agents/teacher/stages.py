@@ -19,7 +19,8 @@ from knobwise.agents.training.stage import Validation
 from knobwise.agents.training.state import Best
 from knobwise.agents.training.trainer import Trainer
 from knobwise.envs.bandit.budgets import log_moments
-from knobwise.losses.functional import regression_losses, reward_weighted_cross_entropy
+from knobwise.losses.functional import reward_weighted_cross_entropy
+from knobwise.losses.regression import regression_losses
 
 if TYPE_CHECKING:
     from knobwise.agents.teacher.teacher import Teacher

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from importlib import import_module
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypedDict, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from knobwise.common.errors import Damaged, InputError
 from knobwise.common.files import is_damaged, written_whole
@@ -33,6 +33,47 @@ class Table(Protocol):
     def digest(self) -> str: ...
 
 
+class Provenance(TypedDict, total=False):
+    """How an agent came about; which keys there are depends on the agent and on the file."""
+
+    training: dict[str, Any]
+    """In `last.pt` alone: a `TrainingState` as plain values."""
+    reward_spread: float | None
+
+    # of a controller
+    validation_utility: float
+    iteration: int
+    grpo: dict[str, float]
+    """The validation utility where GRPO starts."""
+    grpo_held_out: dict[str, Tensor]
+    """Scores by held-out sample, before GRPO and of the kept weights."""
+    before_grpo: dict[str, Tensor] | None
+    """The weights before GRPO."""
+    seen: list[str]
+    """Fingerprints of the samples that it was trained on."""
+    fold_seed: int
+    train_rows: Tensor
+    validation_rows: Tensor
+    test_rows: Tensor
+    judged: Any
+    """How it did on test samples, as in `results.json`."""
+    versions: list[str]
+    """Digests of the versions that `knobwise update` made it of."""
+    loss: float
+    """What those updates may have cost, in utility."""
+    adapted: dict[str, Any]
+    """The timed cells that it was adapted to other hardware by."""
+
+    # of a selector
+    validation: float
+    epoch: int
+    shots: int
+    policy: str | None
+    """The name of its variant."""
+    fitted: list[str]
+    """The ids of the queries that it was trained on."""
+
+
 class Loaded(NamedTuple):
     """The content of a checkpoint."""
 
@@ -42,8 +83,8 @@ class Loaded(NamedTuple):
     """The name of the profile that it was trained on."""
     profile_digest: str
     """The digest of that profile."""
-    extra: dict[str, Any]
-    """What the writer added, such as the trainer's state and the run's settings."""
+    extra: Provenance
+    """How it came about."""
 
     @property
     def kind(self) -> str:
@@ -121,16 +162,14 @@ def class_of(kind: str) -> Any:
     return getattr(import_module(KINDS[kind]), kind)
 
 
-def save_checkpoint(
-    path: str | Path, agent: nn.Module, table: Table, extra: dict[str, Any]
-) -> None:
+def save_checkpoint(path: str | Path, agent: nn.Module, table: Table, extra: Provenance) -> None:
     """Write an agent with everything that is needed to decide with it.
 
     Args:
         path: the file to write.
         agent: the agent.
         table: the profile or beams that it was trained on.
-        extra: tensors and plain values to add.
+        extra: how it came about.
     """
     Loaded(agent, table.name, table.digest, extra).save(path)
 

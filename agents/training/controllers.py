@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from knobwise.agents.controller.actor import make_actor, make_critic
 from knobwise.agents.controller.controller import Controller
 from knobwise.agents.controller.settings import PolicyConfig
-from knobwise.agents.training.checkpoint import load_checkpoint, started_from
+from knobwise.agents.training.checkpoint import Provenance, load_checkpoint, started_from
 from knobwise.agents.training.controller_stages import RCE, ControllerStage, grpo_stage
 from knobwise.agents.training.held_out import HeldOut, divided
 from knobwise.agents.training.seeding import seeded, weight_sums
@@ -238,9 +238,7 @@ class ControllerSetup:
         rewards = self.env.rewards.all(row.flatten(), limit.flatten(0, row.ndim - 1))
         return minibatch.copy().set("reward_per_configuration", rewards.view(*row.shape, -1))
 
-    def _note_samples_of(
-        self, extra: dict[str, Any], profile_digest: str, path: str | Path
-    ) -> None:
+    def _note_samples_of(self, extra: Provenance, profile_digest: str, path: str | Path) -> None:
         """Note the samples that a checkpoint was trained on, and take over its folds.
 
         The folds are taken over if profile and split are the same, so that samples held out of a
@@ -321,7 +319,7 @@ def trainer_of(
     )
 
 
-def provenance(trainer: Trainer) -> dict[str, Any]:
+def provenance(trainer: Trainer) -> Provenance:
     """Return how the controller came about: from which samples, how good on held-out ones."""
     setup: ControllerSetup = trainer.setup
     best = trainer.state.best
@@ -334,7 +332,9 @@ def provenance(trainer: Trainer) -> dict[str, Any]:
         "seen": setup.seen,
         "fold_seed": setup.fold_seed,
         "grpo_held_out": gained_by_sample(trainer),
-        **{f"{part}_rows": rows for part, rows in setup.split._asdict().items()},
+        "train_rows": setup.split.train,
+        "validation_rows": setup.split.validation,
+        "test_rows": setup.split.test,
     }
 
 

@@ -22,7 +22,13 @@ from torchrl.collectors import Collector
 from torchrl.data import LazyTensorStorage, ReplayBuffer, SamplerWithoutReplacement
 from torchrl.envs import EnvBase
 
-from knobwise.agents.training.checkpoint import Loaded, Table, load_if_whole, save_checkpoint
+from knobwise.agents.training.checkpoint import (
+    Loaded,
+    Provenance,
+    Table,
+    load_if_whole,
+    save_checkpoint,
+)
 from knobwise.agents.training.seeding import random_state, seeded, set_random_state
 from knobwise.agents.training.settings import OptimiserConfig
 from knobwise.agents.training.stage import LOGGED, Log, Stage, StagePolicy, Validation
@@ -81,7 +87,7 @@ class Trainer:
         judged_by: str,
         identity: object,
         trained_on: str,
-        provenance: Callable[[Trainer], dict[str, Any]],
+        provenance: Callable[[Trainer], Provenance],
         setup: Any = None,
         kept: nn.Module | None = None,
         keeps_epochs: bool = False,
@@ -329,7 +335,7 @@ class Trainer:
         with self._held.undisturbed():
             for name in kept:
                 save_checkpoint(self.folder / name, self.kept, self.table, self.provenance(self))
-            training = {"training": self.training_state().plain()}
+            training: Provenance = {"training": self.training_state().plain()}
             loaded = Loaded(self.kept, self.table.name, self.table.digest, training)
             loaded.save(self.folder / "last.pt", self.folder / PREVIOUS)
             self.saved = self.state.iteration

@@ -146,7 +146,8 @@ def _split_for(loaded: Loaded, table: ProfileTable, config: EvaluateRun) -> Spli
     # the split of the training, if this is its profile
     split = divide(table, **asdict(config.split))
     if loaded.profile_digest == table.digest:
-        return Split(*(loaded.extra[f"{part}_rows"] for part in Split._fields))
+        extra = loaded.extra
+        return Split(extra["train_rows"], extra["validation_rows"], extra["test_rows"])
     # samples are recognised by their features, or by their ids where there are none
     seen = set(loaded.extra["seen"])
     new = torch.tensor([fingerprint not in seen for fingerprint in table.fingerprints(split.test)])
@@ -181,7 +182,7 @@ def evaluate_selector(loaded: Loaded, config: EvaluateRun) -> RunResults:
         rows = torch.tensor([row for row, query in ids if query not in seen])
     if not len(rows):
         raise InputError(f"{config.checkpoint}: was trained on every query of {data.test.name!r}")
-    policy = loaded.extra.get("policy", loaded.selector.stage)
+    policy = loaded.extra.get("policy") or loaded.selector.stage
     shots = loaded.extra.get("shots", config.judged_shots[0])
     request = data._replace(test_rows=rows), {policy: [loaded]}, config.judged_shots, [0], shots
     return judge_selectors(*request, {policy: []}, config.baselines)[0]

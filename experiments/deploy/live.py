@@ -93,7 +93,7 @@ def run_live(
             f"{checkpoint}: live needs a run that was trained on profile {table.name!r}"
         )
     test = loaded.extra["test_rows"]
-    fitted = torch.cat([loaded.extra[f"{part}_rows"] for part in ("train", "validation")])
+    fitted = torch.cat([loaded.extra["train_rows"], loaded.extra["validation_rows"]])
     if isinstance(requests, ElasticRequests):
         requests.soft = bool(((table.accuracy > 0) & (table.accuracy < 1)).any())
     budgets = judged_budgets(table, config.budgets_ms)

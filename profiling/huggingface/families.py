@@ -15,9 +15,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
 from math import ceil, isqrt
-from typing import Any
+from typing import Any, NamedTuple
 
-from knobwise.profiling.measuring.adaptive_model import KNOBS, KnobSupport
+from knobwise.profiling.measuring.adaptive_model import KnobSupport
 
 Assignment = tuple[Any, str, Any]
 """An object, the name of an attribute of it, the value to give it."""
@@ -33,17 +33,21 @@ ARIA_SIDES = (490, 980)
 """The only sides of a crop that Aria takes, in pixels."""
 
 
-ImageKnob = tuple[KnobSupport, Callable[[int], list[Assignment]]]
-"""`max_crops` of one model and processor, and a function from a value to the assignments that set
-it."""
+class ModelKnob(NamedTuple):
+    """A knob of one model and processor."""
 
-Family = Callable[[Any, Any, Any], ImageKnob]
+    support: KnobSupport
+    assignments: Callable[[int], list[Assignment]]
+    """Returns what must be assigned, for a while, to set a value."""
+
+
+Family = Callable[[Any, Any, Any], ModelKnob]
 """A function of a model, its image processor and its processor, which returns their knob."""
 
 _TILES = "image tiles, at most, beside the overview of the whole image"
 
 
-def image_knob(model: Any, processor: Any) -> ImageKnob:
+def crops_knob(model: Any, processor: Any) -> ModelKnob:
     """Return `max_crops` of a model, and what sets it. The knob has one value if it cannot be
     set."""
     family = model.config.model_type
@@ -57,11 +61,11 @@ def image_knob(model: Any, processor: Any) -> ImageKnob:
             f"{', '.join(FAMILIES)}. Implement "
             "knobwise.profiling.measuring.adaptive_model.AdaptiveVLM to set them"
         )
-    return KnobSupport(KNOBS[0], 0, note=note), lambda value: []
+    return ModelKnob(KnobSupport("max_crops", 0, note=note), lambda value: [])
 
 
 def _cap(default: int, most: int, sets: str = _TILES) -> KnobSupport:
-    return KnobSupport(KNOBS[0], default, 1, most, sets)
+    return KnobSupport("max_crops", default, 1, most, sets)
 
 
 def _count_tiles(sizes: Iterable[Any], side: int) -> dict[tuple[int, ...], int]:
@@ -69,15 +73,15 @@ def _count_tiles(sizes: Iterable[Any], side: int) -> dict[tuple[int, ...], int]:
     return {tuple(size): ceil(size[0] / side) * ceil(size[1] / side) for size in sizes}
 
 
-def _tiles(model: Any, image_processor: Any, processor: Any, name: str) -> ImageKnob:
+def _tiles(model: Any, image_processor: Any, processor: Any, name: str) -> ModelKnob:
     """Set the cap where the image processor holds it in an attribute (Llama4, Molmo2).
 
     `name` is that of the attribute."""
     most = int(getattr(image_processor, name))
-    return _cap(most, most), lambda value: [(image_processor, name, value)]
+    return ModelKnob(_cap(most, most), lambda value: [(image_processor, name, value)])
 
 
-def _llava_next(model: Any, image_processor: Any, processor: Any) -> ImageKnob:
+def _llava_next(model: Any, image_processor: Any, processor: Any) -> ModelKnob:
     """Keep only the grids with no more tiles than the cap. The model and its image processor hold
     a list of grids each."""
     size = image_processor.crop_size or image_processor.size
@@ -93,10 +97,10 @@ def _llava_next(model: Any, image_processor: Any, processor: Any) -> ImageKnob:
         return [(owner, "image_grid_pinpoints", grids) for owner in owners]
 
     most = max(tiles.values())
-    return _cap(most, most), assign
+    return ModelKnob(_cap(most, most), assign)
 
 
-def _idefics3(model: Any, image_processor: Any, processor: Any) -> ImageKnob:
+def _idefics3(model: Any, image_processor: Any, processor: Any) -> ModelKnob:
     """Scale every image to k tiles along its longer side. It then has up to k² tiles, so the cap
     takes effect at squares: between two it counts as the lower."""
     side = int(image_processor.max_image_size["longest_edge"])
@@ -111,10 +115,11 @@ def _idefics3(model: Any, image_processor: Any, processor: Any) -> ImageKnob:
         ]
 
     most = along**2
-    return _cap(most if image_processor.do_image_splitting else 1, most), assign
+    default = most if image_processor.do_image_splitting else 1
+    return ModelKnob(_cap(default, most), assign)
 
 
-def _aria(model: Any, image_processor: Any, processor: Any) -> ImageKnob:
+def _aria(model: Any, image_processor: Any, processor: Any) -> ModelKnob:
     """Cut crops of 490 or 980 pixels, counted by area: one of 980 is four of 490. There is no
     overview. The family's processor takes images of one call only if it cuts them into equally many
     crops."""
@@ -141,10 +146,10 @@ def _aria(model: Any, image_processor: Any, processor: Any) -> ImageKnob:
     if passed.get("split_image", image_processor.split_image):
         default = most
     sets = f"image area that is encoded, at most, in squares of {ARIA_SIDES[0]} pixels"
-    return _cap(default, most, sets), assign
+    return ModelKnob(_cap(default, most, sets), assign)
 
 
-def _pixels(model: Any, image_processor: Any, processor: Any, frames: bool = False) -> ImageKnob:
+def _pixels(model: Any, image_processor: Any, processor: Any, frames: bool = False) -> ModelKnob:
     """Cap the pixels of an image (Qwen-VL, GLM-V).
 
     With `frames` an image counts as all frames of one step in time."""
@@ -165,10 +170,10 @@ def _pixels(model: Any, image_processor: Any, processor: Any, frames: bool = Fal
         return [(image_processor, "size", size)]
 
     most = max(1, ceil(int(image_processor.size["longest_edge"]) / unit))
-    return _cap(most, most, sets), assign
+    return ModelKnob(_cap(most, most, sets), assign)
 
 
-def _gemma4(model: Any, image_processor: Any, processor: Any) -> ImageKnob:
+def _gemma4(model: Any, image_processor: Any, processor: Any) -> ModelKnob:
     """Scale every image to as many vision tokens as its shape can use of the cap, which counts as
     the highest of `GEMMA_SOFT_TOKENS` below it."""
     unit = GEMMA_SOFT_TOKENS[0]
@@ -180,7 +185,7 @@ def _gemma4(model: Any, image_processor: Any, processor: Any) -> ImageKnob:
 
     default = int(image_processor.max_soft_tokens) // unit
     sets = f"vision tokens of the image, at most, in units of {unit}"
-    return _cap(default, counts[-1], sets), assign
+    return ModelKnob(_cap(default, counts[-1], sets), assign)
 
 
 FAMILIES: dict[str, Family] = {

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from threading import Lock
@@ -17,9 +17,8 @@ from torch import Tensor, nn
 
 from knobwise.common.errors import InputError
 from knobwise.common.json_text import read_json
-from knobwise.profiling.huggingface.families import FAMILIES, Assignment, image_knob
+from knobwise.profiling.huggingface.families import FAMILIES, Assignment, ModelKnob, crops_knob
 from knobwise.profiling.measuring.adaptive_model import (
-    KNOBS,
     Configuration,
     KnobSupport,
     check_configuration,
@@ -70,14 +69,9 @@ class HuggingFaceKnobs:
         self.always_active = _read_by_others(self._language, self._blocks)
         """Blocks that cannot be left out, in ascending order, from block 0 on."""
         self._leaving = self._order_of_leaving(importance)
-        crops, self._assign_crops = image_knob(model, processor)
-        self._top_k = self._top_k_owners()
-        self.knobs: tuple[KnobSupport, ...] = (
-            crops,
-            self._top_k_support(),
-            self._blocks_support(),
-        )
-        """The three knobs, in the order of `KNOBS`."""
+        # a knob more is a line here: its values, and what to assign to set one
+        self._knobs = (crops_knob(model, processor), self._experts_knob(), self._blocks_knob())
+        self.knobs = tuple(knob.support for knob in self._knobs)
 
     @contextmanager
     def set(self, configuration: Configuration) -> Iterator[None]:
@@ -90,29 +84,18 @@ class HuggingFaceKnobs:
             InputError: a value cannot be set, or another context of this model has not ended.
         """
         values = check_configuration(self.knobs, configuration)
-        crops, top_k, blocks = (values[name] for name in KNOBS)
         if not self._in_use.acquire(blocking=False):
             raise InputError(
                 "this model's knobs are set already; leave that context before setting them again"
             )
         with ExitStack() as stack:
             stack.callback(self._in_use.release)
-            # a knob at its default is left alone
-            assignments: list[Assignment] = []
-            if crops != self.knobs[0].default:
-                assignments += self._assign_crops(crops)
-            if top_k != self.knobs[1].default:
-                assignments += [(owner, name, top_k) for owner, name in self._top_k]
-            active = self.active_blocks(blocks)
-            if len(active) < len(self._blocks):
-                identity = _Identity()
-                # the first block always runs, and shows what kind of output the decoder expects
-                stack.callback(self._blocks[0].register_forward_hook(identity.note_form).remove)
-                for index, block in enumerate(self._blocks):
-                    if index not in active:
-                        assignments.append((block, "forward", identity))
-            for owner, name, value in assignments:
-                assign(stack, owner, name, value)
+            for knob in self._knobs:
+                value = values[knob.support.name]
+                # a knob at its default is left alone
+                if value != knob.support.default:
+                    for owner, name, changed in knob.assignments(value):
+                        assign(stack, owner, name, changed)
             yield
 
     def active_blocks(self, count: int) -> tuple[int, ...]:
@@ -136,40 +119,55 @@ class HuggingFaceKnobs:
             )
         return sorted(free, key=lambda block: importance[block])  # of equals the deeper first
 
-    def _top_k_owners(self) -> list[tuple[Any, str]]:
-        """Find where the number of experts is stored: objects, each with the attribute's name."""
+    def _experts_knob(self) -> ModelKnob:
+        # the routers, or the configuration, hold the number
         name = TOP_K_IN_CONFIGURATION.get(self._language.model_type, "top_k")
         parts = self._blocks.modules()
         if name != "top_k":
             parts = iter([self._language])
-        return [(part, name) for part in parts if isinstance(vars(part).get(name), int)]
-
-    def _top_k_support(self) -> KnobSupport:
-        if not self._top_k:
+        owners = [part for part in parts if isinstance(vars(part).get(name), int)]
+        if not owners:
             note = "this model has no experts: its feed-forward layers are dense"
-            return KnobSupport(KNOBS[1], 0, note=note)
+            return ModelKnob(KnobSupport("top_k", 0, note=note), lambda value: [])
         # the most that every router can choose
-        most = min(_choosable(owner, self._language) for owner, _ in self._top_k)
-        default = max(int(getattr(owner, name)) for owner, name in self._top_k)
-        return KnobSupport(KNOBS[1], default, 1, most, "experts for each token")
+        most = min(_choosable(owner, self._language) for owner in owners)
+        default = max(int(getattr(owner, name)) for owner in owners)
+        support = KnobSupport("top_k", default, 1, most, "experts for each token")
+        return ModelKnob(support, lambda value: [(owner, name, value) for owner in owners])
 
-    def _blocks_support(self) -> KnobSupport:
+    def _blocks_knob(self) -> ModelKnob:
         total = len(self._blocks)
+
+        def assignments(count: int) -> list[Assignment]:
+            # the first block always runs, and shows what kind of output the decoder expects
+            first = self._blocks[0]
+            identity = _Identity(first.forward)
+            changed: list[Assignment] = [(first, "forward", identity.run_first)]
+            active = self.active_blocks(count)
+            for index, block in enumerate(self._blocks):
+                if index not in active:
+                    changed.append((block, "forward", identity))
+            return changed
+
         sets = f"decoder blocks that run, always {', '.join(map(str, self.always_active))}"
-        return KnobSupport(KNOBS[2], total, len(self.always_active), total, sets)
+        support = KnobSupport("num_active_blocks", total, len(self.always_active), total, sets)
+        return ModelKnob(support, assignments)
 
 
 class _Identity:
     """It replaces the forward pass of a block that is left out, and passes the input on in the form
     in which the other blocks return their output."""
 
-    def __init__(self) -> None:
+    def __init__(self, first: Callable[..., Any]) -> None:
+        self._first = first
         self._others: tuple[None, ...] | None = None
 
-    def note_form(self, block: nn.Module, inputs: Any, output: Any) -> None:
-        """Note how many outputs the first block has besides the hidden states."""
+    def run_first(self, *inputs: Any, **named: Any) -> Any:
+        """Run the first block, and note how many outputs it has besides the hidden states."""
+        output = self._first(*inputs, **named)
         if isinstance(output, tuple):
             self._others = (None,) * (len(output) - 1)
+        return output
 
     def __call__(self, hidden_states: Tensor, *inputs: Any, **named: Any) -> Any:
         if self._others is None:

@@ -257,7 +257,7 @@ class HuggingFaceModel(PromptedModel):
 
     def _overview_crops(self) -> int:
         """Return the number of crops at which the processor makes the overview."""
-        crops = self.knobs[0]
+        crops = next(knob for knob in self.knobs if knob.name == "max_crops")
         if not crops.available:
             return crops.default
         # a single crop of Llama4 keeps the image's shape, the overview beside several does not

@@ -9,7 +9,7 @@ from actors import certain_actor
 from tensordict import TensorDict
 
 from knobwise.losses import RCELoss
-from knobwise.losses.functional import regression_losses
+from knobwise.losses.regression import regression_losses
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 from knobwise.losses import ADVANTAGES
 from knobwise.losses.functional import (
     clipped_surrogate,
-    doubly_robust,
     effective_sample_size,
     entropy,
     expectation,
@@ -231,14 +230,6 @@ def test_rank_advantages_count_the_worse_and_the_better(values):
     worse, better = values < values[:, None], values > values[:, None]
     wanted = (worse.sum(1) - better.sum(1)) / max(len(values) - 1, 1)
     assert group_advantage(values, "rank").tolist() == pytest.approx(wanted.tolist())
-
-
-def test_doubly_robust_rewards_by_hand():
-    expected = torch.tensor([[0.5, 0.2, 0.1], [0.4, 0.3, 0.9]])
-    reward, probability = torch.tensor([[1.0, 0.0], [0.5, 0.1]])
-    rewards = doubly_robust(expected, torch.tensor([1, 2]), reward, probability, 5.0)
-    # 0.2 + (1 − 0.2)/0.5; 0.9 + min(10, 5)·(0 − 0.9)
-    assert rewards.flatten().tolist() == rounded([0.5, 1.8, 0.1, 0.4, 0.3, -3.6])
 
 
 def test_an_advantage_of_ones_own_and_what_is_refused():

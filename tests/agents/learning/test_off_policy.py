@@ -6,7 +6,7 @@ from replayed import logged_outcomes
 
 from knobwise.agents.learning import off_policy
 from knobwise.agents.learning.logged import of_choices
-from knobwise.agents.learning.off_policy import judge
+from knobwise.agents.learning.off_policy import doubly_robust, judge
 from knobwise.envs import default_budgets
 from knobwise.testbeds.simulated.calibrated import SimulatedConfig, simulate
 
@@ -93,3 +93,11 @@ def test_a_model_that_is_wrong_where_the_log_is_thin_shows_nothing():
         logged = logged_outcomes((torch.rand(n) < 0.006).long(), [[0.994, 0.006]] * n, old)
         better += judge(logged, expected, old, new).better
     assert better <= 5
+
+
+def test_doubly_robust_rewards_by_hand():
+    expected = torch.tensor([[0.5, 0.2, 0.1], [0.4, 0.3, 0.9]])
+    reward, probability = torch.tensor([[1.0, 0.0], [0.5, 0.1]])
+    rewards = doubly_robust(expected, torch.tensor([1, 2]), reward, probability, 5.0)
+    # 0.2 + (1 − 0.2)/0.5; 0.9 + min(10, 5)·(0 − 0.9)
+    assert rewards.flatten().tolist() == pytest.approx([0.5, 1.8, 0.1, 0.4, 0.3, -3.6])
