@@ -35,7 +35,7 @@ from torch import Tensor
 
 from knobwise.common.paired import is_better, standard_error
 from knobwise.envs.bandit.budgets import LEAST_LATENCY_MS
-from knobwise.envs.bandit.reward import share_in_time
+from knobwise.envs.bandit.reward import share_on_time
 from knobwise.envs.tables.profile_table import ProfileTable
 
 CONFIDENCE = 0.8
@@ -115,12 +115,12 @@ def calibrate(
         latency_ms[:, :-1] += cost_ms
         if table.first_look_ms is not None:
             latency_ms[:, -1] -= table.first_look_ms[rows, by_static].unsqueeze(1)
-        in_time = share_in_time(latency_ms, budget)
+        on_time = share_on_time(latency_ms, budget)
         # only requests that some configuration answers in time count for the level
         feasible = (quickest_ms <= budget).any(1)
-        utilities = table.accuracy[cells].double() * in_time
+        utilities = table.accuracy[cells].double() * on_time
         count = int(feasible.sum())
-        misses = count - in_time[feasible].sum(0)
+        misses = count - on_time[feasible].sum(0)
         rulings.append(_calibrated(float(budget), utilities, misses, count, level, margins))
     return rulings
 

@@ -23,7 +23,7 @@ from knobwise.agents.teacher.regressors import FAMILIES, KINDS, Regressor, Trees
 from knobwise.agents.teacher.targets import Targets
 from knobwise.common.progress import progress
 from knobwise.envs.bandit.budgets import log_measured
-from knobwise.envs.bandit.reward import share_in_time
+from knobwise.envs.bandit.reward import share_on_time
 from knobwise.envs.tables.profile_table import ProfileTable
 from knobwise.envs.tables.splits import FOLDS, Fold, Rows, folds_of
 
@@ -72,8 +72,8 @@ class Measured(NamedTuple):
         # what the best score would have got at each budget
         for budget, score in zip(self.budgets_ms, scores, strict=True):
             chosen = torch.arange(len(score)), pick(score, latency, self.mask)
-            in_time = share_in_time(self.measurements_ms[chosen], budget)
-            total += float((self.accuracy[chosen] * in_time).mean())
+            on_time = share_on_time(self.measurements_ms[chosen], budget)
+            total += float((self.accuracy[chosen] * on_time).mean())
         return total / len(self.budgets_ms)
 
     def residual_spread(self, log_latency: Tensor) -> Tensor:

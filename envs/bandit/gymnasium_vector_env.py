@@ -21,7 +21,7 @@ from torch import Tensor
 from knobwise.common.errors import InputError
 from knobwise.envs.bandit.contexts import LIMIT_KEYS, ContextSampler, chosen_context
 from knobwise.envs.bandit.replay import Replay
-from knobwise.envs.bandit.reward import RewardTable, share_in_time
+from knobwise.envs.bandit.reward import RewardTable, share_on_time
 from knobwise.envs.bandit.settings import BudgetConfig, RewardConfig
 from knobwise.envs.tables.profile_table import ProfileTable
 
@@ -347,7 +347,7 @@ def oracle(rewards: RewardTable, rows: Tensor, limits: Tensor) -> Tensor:
         if isinstance(count, Tensor):
             count = count.index_select(0, rows).clamp_min(1)
         # the expected utility, in place
-        gain = share_in_time(measured, limits, count).mul_(accuracy)
+        gain = share_on_time(measured, limits, count).mul_(accuracy)
     beaten = gain.lt_(gain.amax(1, keepdim=True))  # as numbers, which is faster than a conversion
     slowest = torch.finfo(latency.dtype).max
     # NumPy's argmin is five times as fast

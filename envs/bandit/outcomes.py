@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from knobwise.envs.bandit.budgets import LEAST_LATENCY_MS
-from knobwise.envs.bandit.reward import RewardTable, share_in_time
+from knobwise.envs.bandit.reward import RewardTable, share_on_time
 from knobwise.envs.bandit.settings import TRAINING_REWARD
 from knobwise.envs.tables.profile_table import ProfileTable
 
@@ -24,14 +24,14 @@ class Outcomes:
     latency_ms: Tensor
     """float [n, B], with the policy's own cost; of several measurements the median."""
     utility: Tensor
-    """float [n, B]: accuracy · in_time; under mean budgets the accuracy."""
+    """float [n, B]: accuracy · on_time; under mean budgets the accuracy."""
 
 
 @dataclass(frozen=True)
 class Judged(Outcomes):
     """The outcomes of decisions under deadlines."""
 
-    in_time: Tensor
+    on_time: Tensor
     """float [n, B]: the share of the measurements that, with the policy's own cost, meet the
     deadline."""
     reward: Tensor
@@ -42,10 +42,10 @@ class Judged(Outcomes):
     def metrics(self) -> dict[str, float]:
         """Return means over samples and deadlines, under the logged names (without `Val/`)."""
         # where no deadline can be met, all that can be are
-        satisfaction = self.in_time[self.feasible].mean().nan_to_num(1.0)
+        satisfaction = self.on_time[self.feasible].mean().nan_to_num(1.0)
         numbers = {"Reward": self.reward, "Accuracy": self.accuracy, "Latency": self.latency_ms}
         return moments(numbers) | {
-            "Budget_Violation_Rate": 1 - float(self.in_time.mean()),
+            "Budget_Violation_Rate": 1 - float(self.on_time.mean()),
             "Utility": float(self.utility.mean()),
             "Satisfaction_Feasible": float(satisfaction),
         }
@@ -100,13 +100,13 @@ def outcomes_of(
     fastest = quick.latency_ms[rows].masked_fill(~table.mask[rows], torch.inf).amin(1)
     accuracy = table.accuracy[cells]
     # a cell may have been measured several times
-    in_time = share_in_time(table.measurements_ms[cells] + added_ms[..., None], budgets_ms)
+    on_time = share_on_time(table.measurements_ms[cells] + added_ms[..., None], budgets_ms)
     return Judged(
         chosen=chosen,
         accuracy=accuracy,
         latency_ms=table.latency_ms[cells] + added_ms,
-        utility=accuracy * in_time,
-        in_time=in_time,
+        utility=accuracy * on_time,
+        on_time=on_time,
         reward=reward.squeeze(2).cpu(),
         feasible=fastest.unsqueeze(1) <= budgets_ms,
     )

@@ -22,7 +22,7 @@ FEW = 16
 """So many measurements of a cell are few."""
 
 
-def share_in_time(
+def share_on_time(
     measurements_ms: Tensor, budget_ms: Tensor, count: Tensor | int | None = None
 ) -> Tensor:
     """Compute the share of a cell's measurements that are within the budget; 0 if there are none.
@@ -35,10 +35,10 @@ def share_in_time(
     met = (measurements_ms <= budget_ms.unsqueeze(-1)).view(torch.int8)
     if met.shape[-1] <= FEW:
         # to add bytes up is much faster than torch.sum
-        in_time = functools.reduce(torch.add, met.unbind(-1))
+        on_time = functools.reduce(torch.add, met.unbind(-1))
     else:
-        in_time = met.sum(-1, dtype=torch.int32)
-    return in_time.to(measurements_ms.dtype).div_(count)
+        on_time = met.sum(-1, dtype=torch.int32)
+    return on_time.to(measurements_ms.dtype).div_(count)
 
 
 def expected_utility(
@@ -50,10 +50,10 @@ def expected_utility(
     """Compute accuracy · share in time: a policy is judged by accuracy on time, and 0 if late.
 
     Accuracy [*], measurements [*, R], budgets [*] → [*]. Shapes broadcast. NaN cells give 0. For
-    `count` see `share_in_time`.
+    `count` see `share_on_time`.
     """
     # much faster than torch.where; what was not profiled is never in time
-    return share_in_time(measurements_ms, budget_ms, count) * accuracy.nan_to_num()
+    return share_on_time(measurements_ms, budget_ms, count) * accuracy.nan_to_num()
 
 
 def reward(

@@ -7,8 +7,8 @@ import polars as pl
 
 from knobwise.envs.tables.cost_words import in_words
 from knobwise.experiments.compare.comparison import Comparison
-from knobwise.experiments.evidence.problem import FEASIBLE
 from knobwise.experiments.evidence.results import grpo_begins
+from knobwise.experiments.evidence.task import FEASIBLE
 from knobwise.experiments.report import charts
 from knobwise.experiments.report.page import HUES, Figure, colours_of, unchecked
 from knobwise.experiments.report.result_charts import Figures, numbers, on_time
@@ -26,7 +26,7 @@ from knobwise.experiments.wording.words import (
 @unchecked
 def comparison_charts(comparison: Comparison) -> Figures:
     """Draw all figures that the runs have numbers for, of the runs in `comparison.drawn`."""
-    problem = comparison.problem
+    task = comparison.task
     unit = comparison.unit
     # label, policy and run, then the reference policies of the first run
     sides = [(run.label, run.policy, run) for run in comparison.drawn]
@@ -34,31 +34,31 @@ def comparison_charts(comparison: Comparison) -> Figures:
         sides.append((policy_name(row["policy"]), row["policy"], comparison.reference))
     rows = []
     for label, policy, run in sides:
-        for row in run.rows_at(policy, comparison.places):
-            rows.append(numbers(problem, row, label))
+        for row in run.rows_at(policy, comparison.conditions):
+            rows.append(numbers(task, row, label))
     frame = pl.DataFrame(rows, infer_schema_length=None)
     drawn = {}
-    metric = next(metric for metric in problem.metrics if metric.key == problem.ranked_by)
-    heading = f"{metric.name.capitalize()} by {problem.place_words[0]}"
+    metric = next(metric for metric in task.metrics if metric.key == task.ranked_by)
+    heading = f"{metric.name.capitalize()} by {task.condition_words[0]}"
     some = ""
     if left_out := len(comparison.runs) - len(comparison.drawn):
         some = f" The first run and the best others; {left_out} more are in the tables."
-    if problem.averaged:
+    if task.averaged:
         title = in_words(metric.name, unit)
         chart = charts.by_budget(frame, metric.key, title, unit=unit)
         drawn[heading] = Figure(chart, f"Shaded: 95% intervals.{some}")
-    elif len(comparison.places) > 1:
+    elif len(comparison.conditions) > 1:
         shots = int(comparison.main or 0)
         caption = f"Dashed: {shots_words(shots)}, compared above. Shaded: 95% intervals.{some}"
         drawn[heading] = Figure(charts.by_shots(frame, shots), caption)
-    if FEASIBLE in problem.metrics:
+    if FEASIBLE in task.metrics:
         drawn["On time"] = on_time(frame, comparison.reference.results)
     columns = [(run.label, run.policy, run.results) for run in comparison.drawn]
     if usage := charts.knob_usage(columns, unit):
         caption = f"Share of the test requests that get each value of a knob, per budget.{some}"
         drawn["Which settings are used"] = Figure(usage, caption, len(columns))
     if training := _training(comparison):
-        drawn[f"Training, on validation {problem.samples}"] = Figure(
+        drawn[f"Training, on validation {task.samples}"] = Figure(
             training,
             "Means over the seeds, shaded from the lowest to the highest; a curve ends where its "
             "first seed ends. Dashed: where GRPO begins, if it follows a warm-up. The curves of "
@@ -69,14 +69,14 @@ def comparison_charts(comparison: Comparison) -> Figures:
 
 @unchecked
 def forest(comparison: Comparison) -> Figure:
-    """Draw the differences at the main place, in points as in the tables."""
+    """Draw the differences at the main condition, in points as in the tables."""
     rows = []
     for difference in comparison.differences:
         points = [100 * value for value in (difference.difference, *difference.ci95)]
         rows.append([difference.run, *points, shown_by(difference)])
     frame = pl.DataFrame(rows, schema=["name", "value", "low", "high", "shown"], orient="row")
     reference = comparison.reference.label
-    title = f"difference in {comparison.problem.score} to {reference}, in points"
+    title = f"difference in {comparison.task.score} to {reference}, in points"
     hues = dict(zip(SIGN_WORDS.values(), (HUES["blue"], HUES["orange"], HUES["grey"]), strict=True))
     hues |= dict.fromkeys(LEANING_WORDS.values(), HUES["grey"])
     colour = charts.colour_of(hues, "shown")
@@ -99,7 +99,7 @@ def _training(comparison: Comparison) -> list[alt.LayerChart]:
     if not frames:
         return []
     # the score on validation, and the rewards of stages
-    scores = ("Val/Utility", comparison.problem.validation)
+    scores = ("Val/Utility", comparison.task.validation)
     logged = pl.concat(frames).with_columns(pl.col("seed").fill_null(""))
     drawn = pl.col("variable").is_in(scores) | (pl.col("of_stage") & (pl.col("part") != "train"))
     # steps that only some seeds reached have no mean over the seeds

@@ -68,19 +68,19 @@ def write_comparison(comparison: Comparison, path: str | Path) -> Path:
     from knobwise.experiments.report.page import render_page
 
     runs = comparison.runs
-    problem = comparison.problem
+    task = comparison.task
     # the first sentence stands at the head of the page
     lead, *sentences = words.verdict(comparison)
-    main = words.place_name(comparison, comparison.main)
+    main = words.condition_name(comparison, comparison.main)
     corrected = "p is corrected for the number of comparisons in this table."
-    about_places = (
-        f"{problem.score.capitalize()} with its interval; below it the difference to the first run "
+    about_conditions = (
+        f"{task.score.capitalize()} with its interval; below it the difference to the first run "
         f"in points, with its interval. {corrected}"
     )
-    every_run = [ABOUT[problem.name], words.results_cells(comparison), words.method(comparison)]
+    every_run = [ABOUT[task.name], words.results_cells(comparison), words.method(comparison)]
     tables: dict[str, list[Any]] = {
         f"Every run, {main}": every_run,
-        f"Per {problem.place_words[0]}": [about_places, words.scores_by_place(comparison)],
+        f"Per {task.condition_words[0]}": [about_conditions, words.scores_by_condition(comparison)],
     }
     if comparison.by_policy:
         about = f"The same for every policy that both runs trained, {main}. {corrected}"
@@ -113,19 +113,21 @@ ABOUT = {
     "selector": "Share of held-out queries answered right, by the policy that was best on "
     "validation.",
 }
-"""Kind of problem → what the table of runs holds."""
+"""Kind of task → what the table of runs holds."""
 
 
 def _facts(comparison: Comparison) -> str:
     """Say what the runs were judged on."""
     reference = comparison.reference
-    samples = comparison.problem.samples
+    samples = comparison.task.samples
     profile = (reference.results.get("profile") or {}).get("name", "unnamed")
     judged = number(reference.results.get(f"test_{samples}"), ",.0f")
-    places = ", ".join(words.place_name(comparison, place) for place in comparison.places)
+    conditions = ", ".join(
+        words.condition_name(comparison, condition) for condition in comparison.conditions
+    )
     facts = (
         f"compared with {reference.label} · profile {profile} · judged on {judged} test {samples} "
-        f"at {places}"
+        f"at {conditions}"
     )
     alike = len(comparison.comparable)
     if alike < len(comparison.runs):
@@ -134,8 +136,8 @@ def _facts(comparison: Comparison) -> str:
 
 
 def numbers(comparison: Comparison) -> dict[str, Any]:
-    """Return the content of the JSON file. Differences are `run` − `against`; `place` is a budget
-    in ms or a number of shots, None for the mean over budgets."""
+    """Return the content of the JSON file. Differences are `run` − `against`; `condition` is a
+    budget in ms or a number of shots, None for the mean over budgets."""
     runs = []
     for run, row in zip(comparison.runs, comparison.rows, strict=True):
         about = {
@@ -149,15 +151,15 @@ def numbers(comparison: Comparison) -> dict[str, Any]:
         }
         runs.append(about)
     return {
-        "kind": comparison.problem.name,
+        "kind": comparison.task.name,
         "reference": comparison.reference.label,
-        "places": comparison.places,
-        "main_place": comparison.main,
+        "conditions": comparison.conditions,
+        "main_condition": comparison.main,
         "runs": runs,
         "settings": comparison.settings,
         "comparable": [comparison.runs[i].label for i in comparison.comparable],
         "differences": _plain(comparison.differences),
-        "differences_per_place": _plain(comparison.by_place),
+        "differences_per_condition": _plain(comparison.by_condition),
         "differences_of_policies": _plain(comparison.by_policy),
         "notes": comparison.notes,
     }

@@ -1,5 +1,5 @@
-"""Compare several finished runs: the settings and places they share, and the differences in their
-scores."""
+"""Compare several finished runs: the settings and conditions they share, and the differences in
+their scores."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from knobwise.common.errors import InputError
 from knobwise.experiments.compare.paired import differences, judged_alike
 from knobwise.experiments.compare.runs import ComparedRun, differing, find_runs, read_runs
-from knobwise.experiments.evidence.problem import place_of
 from knobwise.experiments.evidence.results import kept_before_grpo, unit_of, value_of
 from knobwise.experiments.evidence.schema import PolicyRow
 from knobwise.experiments.evidence.statistics import holm
+from knobwise.experiments.evidence.task import condition_of
 
 MOST_DRAWN = 4
 """So many lines can be told apart in a chart; the tables hold all runs."""
@@ -27,12 +27,12 @@ class Comparison:
     Attributes:
         runs: the finished runs; `reference` is the first one.
         settings: those that differ: key → the value in every run.
-        places: the budgets in ms, or the numbers of shots, that are compared.
+        conditions: the budgets in ms, or the numbers of shots, that are compared.
         main: where the main numbers are taken: None for the mean over the budgets, or a number of
             shots.
         rows: the row at `main` of the policy that stands for the run, for each run.
         differences: those at `main`.
-        by_place: the differences at every place.
+        by_condition: the differences at every condition.
         by_policy: the differences at `main` for every other policy that both runs trained
             (selectors).
         comparable: the indices of the first run and of those judged like it (see `judged_alike`):
@@ -41,23 +41,23 @@ class Comparison:
 
     Raises:
         InputError: if folders hold no runs, fewer than two runs are finished, or runs are about
-            different problems.
+            different tasks.
     """
 
     def __init__(self, folders: Sequence[str]) -> None:
         self.runs, self.notes = _read(folders)
         reference = self.reference = self.runs[0]
-        self.problem = reference.problem
+        self.task = reference.task
         self.unit = unit_of(reference.results)
         self.settings = differing([run.settings for run in self.runs])
-        places = self.places = reference.places
-        main = self.main = place_of(self.problem.main_place(reference.results))
+        conditions = self.conditions = reference.conditions
+        main = self.main = condition_of(self.task.main_condition(reference.results))
         self.rows = [run.row(run.policy, main) for run in self.runs]
         every = []
         by_policy = []
         # every run against the first one
         for run in self.runs[1:]:
-            tested, note = differences(reference, run, (reference.policy, run.policy), places)
+            tested, note = differences(reference, run, (reference.policy, run.policy), conditions)
             every += tested
             if note and f"{note}." not in self.notes:
                 self.notes.append(f"{note}.")
@@ -66,15 +66,21 @@ class Comparison:
                 for name in reference.trained:
                     if name in run.trained and (name, name) != (reference.policy, run.policy):
                         by_policy += differences(reference, run, (name, name), [main])[0]
-        self.differences = holm([difference for difference in every if difference.place == main])
-        self.by_place = holm([difference for difference in every if difference.place is not None])
+        self.differences = holm(
+            [difference for difference in every if difference.condition == main]
+        )
+        self.by_condition = holm(
+            [difference for difference in every if difference.condition is not None]
+        )
         self.by_policy = holm(by_policy)
         # a highest needs means over the same samples
         self.comparable = [0]
         for i, run in enumerate(self.runs[1:], 1):
-            if judged_alike(reference, run, [*places, *run.places] if main is None else [main]):
+            if judged_alike(
+                reference, run, [*conditions, *run.conditions] if main is None else [main]
+            ):
                 self.comparable.append(i)
-        elsewhere = [run.label for run in self.runs if run.places != places]
+        elsewhere = [run.label for run in self.runs if run.conditions != conditions]
         if main is None and elsewhere:
             self.notes.append(
                 f"{', '.join(elsewhere)}: means are over other budgets than those of "
@@ -84,15 +90,15 @@ class Comparison:
 
     def ranking(self) -> list[int]:
         """Return the indices of the comparable runs, the highest score first."""
-        scores = [value_of(row, self.problem.ranked_by) for row in self.rows]
+        scores = [value_of(row, self.task.ranked_by) for row in self.rows]
         return sorted(self.comparable, key=lambda i: -scores[i])
 
     def reference_rows(self) -> list[PolicyRow]:
         """Return the rows of the policies that controllers are judged against, from the first
         run."""
-        if not self.problem.averaged:
+        if not self.task.averaged:
             return []
-        names = (self.problem.low, self.problem.high)
+        names = (self.task.low, self.task.high)
         return [row for name in names if (row := self.reference.row(name, None))]
 
     @property

@@ -1,4 +1,4 @@
-"""Differences between two runs on the same samples and at the same places, which are budgets or
+"""Differences between two runs on the same samples and at the same conditions, which are budgets or
 numbers of shots."""
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ import polars as pl
 from knobwise.experiments.compare.runs import ComparedRun
 from knobwise.experiments.evidence.statistics import FEWEST, Difference, paired
 
-KEYS = ("seed", "sample", "place")
+KEYS = ("seed", "sample", "condition")
 """The columns that tell the decisions of a policy apart."""
-COLUMNS = ("score", "accuracy", "latency_ms")
+COLUMNS = ("utility", "accuracy", "latency_ms")
 """The columns that are compared."""
 
 
 def decisions_of(run: ComparedRun, policy: str) -> pl.DataFrame | None:
     """Return a policy's `COLUMNS`, with `KEYS` and sorted by them; None if the run has no
-    decisions, or not for every seed, sample and place."""
+    decisions, or not for every seed, sample and condition."""
     if run.decisions is None:
         return None
     part = run.decisions.filter(policy=policy)
@@ -31,34 +31,34 @@ def decisions_of(run: ComparedRun, policy: str) -> pl.DataFrame | None:
     return None
 
 
-def judged_alike(reference: ComparedRun, run: ComparedRun, places: Sequence[float]) -> bool:
-    """Return whether the numbers of two runs at these places are means over the same samples, with
-    the same measurements; False if that is unknown. A mean is over the samples of which every
+def judged_alike(reference: ComparedRun, run: ComparedRun, conditions: Sequence[float]) -> bool:
+    """Return whether the numbers of two runs at these conditions are means over the same samples,
+    with the same measurements; False if that is unknown. A mean is over the samples of which every
     policy's accuracy is known."""
     if not same_measurements(reference, run):
         return False
     known = pl.col("accuracy").is_not_null().all()
-    keys = ("place", "sample")
+    keys = ("condition", "sample")
     samples = []
     for side in (reference, run):
         if side.decisions is None:
             return False
-        decisions = side.decisions.filter(pl.col("place").is_in(list(places)))
+        decisions = side.decisions.filter(pl.col("condition").is_in(list(conditions)))
         samples.append(decisions.group_by(keys).agg(known).filter("accuracy").sort(keys))
     return samples[0].equals(samples[1])
 
 
 def differences(
-    reference: ComparedRun, run: ComparedRun, policies: tuple[str, str], places: Sequence[float]
+    reference: ComparedRun, run: ComparedRun, policies: tuple[str, str], conditions: Sequence[float]
 ) -> tuple[list[Difference], str]:
-    """Compare a policy of `run` with one of `reference`, a run of the same problem: the mean over
-    `places` where that has a meaning, then each place.
+    """Compare a policy of `run` with one of `reference`, a run of the same task: the mean over
+    `conditions` where that has a meaning, then each condition.
 
     Args:
         reference: what is compared with.
         run: what is compared.
         policies: that of the reference, that of the run.
-        places: sorted; only those that both runs were judged at count.
+        conditions: sorted; only those that both runs were judged at count.
 
     Returns:
         the differences, and in words what is restricted, or why there are none.
@@ -77,20 +77,20 @@ def differences(
         measured = f"judged on other measurements than {reference.label}"
         return [], f"{run.label} was {measured}, so it is not tested"
     seeds, samples, shared = (set(sides[0][key]) & set(sides[1][key]) for key in KEYS)
-    common = [place for place in places if place in shared]
-    place_words = run.problem.place_words[1]
+    common = [condition for condition in conditions if condition in shared]
+    condition_words = run.task.condition_words[1]
     if len(samples) < FEWEST or not common:
         return [], (
-            f"{run.label} has {len(samples)} test samples and {len(common)} {place_words} in "
+            f"{run.label} has {len(samples)} test samples and {len(common)} {condition_words} in "
             f"common with {reference.label}, so it is not tested"
         )
-    # the same samples and places of both, in the same order
-    both = pl.col("sample").is_in(samples) & pl.col("place").is_in(common)
+    # the same samples and conditions of both, in the same order
+    both = pl.col("sample").is_in(samples) & pl.col("condition").is_in(common)
     pair = [side.filter(both) for side in sides]
     same_seeds = all(set(side["seed"]) == seeds for side in sides)
     scores = _scores(reference, pair)
     columns: list[float | None] = list(common)
-    if run.problem.averaged:
+    if run.task.averaged:
         scores = [np.concatenate([side.mean(2, keepdims=True), side], 2) for side in scores]
         columns.insert(0, None)
     names = (run.label, reference.label, policies[1], policies[0])
@@ -103,8 +103,10 @@ def differences(
     if len(samples) < max(judged):
         counts = f"{reference.label}: {judged[0]:,}, {run.label}: {judged[1]:,}"
         restrictions.append(f"tested on {len(samples):,} samples that both share ({counts})")
-    if left_out := len(places) - len(common):
-        restrictions.append(f"not judged at {left_out} of the {place_words}, which do not count")
+    if left_out := len(conditions) - len(common):
+        restrictions.append(
+            f"not judged at {left_out} of the {condition_words}, which do not count"
+        )
     if not same_seeds:
         restrictions.append("trained with other seeds, so seeds are not paired")
     return tested, f"{run.label}: {'; '.join(restrictions)}" * bool(restrictions)
@@ -153,7 +155,7 @@ def _scores(reference: ComparedRun, pair: Sequence[pl.DataFrame]) -> list[np.nda
     latency that was spent."""
     hull = reference.results.get("static_hull")
     if hull is None:
-        return [_cube(side, "score") for side in pair]
+        return [_cube(side, reference.task.score) for side in pair]
     costs = np.maximum.accumulate([corner["latency_ms"] for corner in hull])
     gains = [corner["accuracy"] for corner in hull]
     latency = [_cube(side, "latency_ms") for side in pair]
@@ -170,7 +172,7 @@ def _scores(reference: ComparedRun, pair: Sequence[pl.DataFrame]) -> list[np.nda
 def _cube(decisions: pl.DataFrame, column: str) -> np.ndarray:
     """Return a column as float64 [S, n, P], NaN where it is unknown."""
     values = decisions[column].cast(pl.Float64).fill_null(math.nan).to_numpy()
-    return values.reshape(decisions["seed"].n_unique(), -1, decisions["place"].n_unique())
+    return values.reshape(decisions["seed"].n_unique(), -1, decisions["condition"].n_unique())
 
 
 def same_measurements(reference: ComparedRun, run: ComparedRun) -> bool:
@@ -189,8 +191,10 @@ def same_measurements(reference: ComparedRun, run: ComparedRun) -> bool:
     first, second = oracles
     if len(digests) == 1 or first is None or second is None:
         return len(digests) == 1
-    common = set(first["place"]) & set(second["place"])
-    shared = pl.col("place").is_in(common)
-    first = first.filter(shared).drop("seed")
+    common = set(first["condition"]) & set(second["condition"])
+    shared = pl.col("condition").is_in(common)
+    columns = ("sample", "condition", reference.task.score, "accuracy", "latency_ms")
+    first = first.filter(shared).select(dict.fromkeys(columns))
+    second = second.filter(shared).select(dict.fromkeys(columns))
     # unknown latencies are not equal: accuracy alone proves nothing
-    return bool(common) and first.equals(second.filter(shared).drop("seed"), null_equal=False)
+    return bool(common) and first.equals(second, null_equal=False)

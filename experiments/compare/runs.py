@@ -14,10 +14,10 @@ import polars as pl
 
 from knobwise.common.errors import InputError
 from knobwise.experiments.evidence.decisions import FILE, SAMPLE, read_decisions
-from knobwise.experiments.evidence.problem import place_of, problem_of
 from knobwise.experiments.evidence.results import read_results
 from knobwise.experiments.evidence.run_folder import UNFINISHED
 from knobwise.experiments.evidence.schema import PolicyRow
+from knobwise.experiments.evidence.task import condition_of, task_of
 from knobwise.experiments.settings.config_file import dotted, read_settings_file
 
 NOT_COMPARED = ("name", "runs", "jobs", "tracking")
@@ -32,7 +32,7 @@ class ComparedRun:
     Attributes:
         label: see `labels_of`; different from that of every other run.
         settings: from `config.yaml`, by dotted key; empty without that file.
-        places: the budgets in ms, or the numbers of shots, that the run was judged at.
+        conditions: the budgets in ms, or the numbers of shots, that the run was judged at.
         decisions: the rows of `decisions.parquet`, see `_with_keys`, or None.
         missing: why there are no decisions.
 
@@ -44,9 +44,9 @@ class ComparedRun:
         self.folder = folder
         self.label = label
         self.results = read_results(folder)
-        self.problem = problem_of(self.results)
+        self.task = task_of(self.results)
         self.settings = read_settings_of(folder)
-        self.places = self.problem.judged_at(self.results)
+        self.conditions = self.task.conditions(self.results)
         self.decisions: pl.DataFrame | None = None
         self.missing = ""
         try:
@@ -62,7 +62,7 @@ class ComparedRun:
         Raises:
             InputError: no learned policy was judged.
         """
-        policy = self.problem.main_policy(self.results)
+        policy = self.task.main_policy(self.results)
         if policy is None:
             raise InputError(f"{self.folder}: no learned policy was judged in it; leave it out")
         return policy
@@ -71,26 +71,29 @@ class ComparedRun:
     def trained(self) -> list[str]:
         """All trained policies, in the order of the results."""
         variants = self.results.get("variants") or ()
-        names = {*self.problem.trained, *self.problem.controls, *variants}
-        judged = dict.fromkeys(row["policy"] for row in self.problem.rows(self.results))
+        names = {*self.task.trained, *self.task.controls, *variants}
+        judged = dict.fromkeys(row["policy"] for row in self.task.rows(self.results))
         return [name for name in judged if name in names]
 
-    def row(self, policy: str, place: float | None) -> PolicyRow:
-        """Return the row of a policy at a place, or its mean over the places (None); {} if there is
-        none."""
-        return self.problem.row(self.results, policy, place)
+    def row(self, policy: str, condition: float | None) -> PolicyRow:
+        """Return the row of a policy at a condition, or its mean over the conditions (None); {} if
+        there is none."""
+        return self.task.row(self.results, policy, condition)
 
-    def rows_at(self, policy: str, places: Sequence[float]) -> list[PolicyRow]:
-        """Return the rows of a policy at these places, where it has any."""
-        return [row for place in places if (row := self.row(policy, place))]
+    def rows_at(self, policy: str, conditions: Sequence[float]) -> list[PolicyRow]:
+        """Return the rows of a policy at these conditions, where it has any."""
+        return [row for condition in conditions if (row := self.row(policy, condition))]
 
 
 def _with_keys(decisions: pl.DataFrame) -> pl.DataFrame:
-    """Add the column `sample`, and round places so that those of both runs are equal."""
+    """Add split and data set to `sample`, and round conditions so that those of both runs are
+    equal."""
     # an id is unique only together with split and data set
     sample = pl.concat_str(*SAMPLE, separator="\t", ignore_nulls=True).alias("sample")
-    places = {place: place_of(place) for place in decisions["place"].unique()}
-    return decisions.with_columns(sample, pl.col("place").replace_strict(places))
+    conditions = {
+        condition: condition_of(condition) for condition in decisions["condition"].unique()
+    }
+    return decisions.with_columns(sample, pl.col("condition").replace_strict(conditions))
 
 
 # -- finding ---------------------------------------------------------------------------------------
@@ -154,15 +157,15 @@ def read_runs(folders: Sequence[Path]) -> list[ComparedRun]:
     """Read the results, settings and decisions of every run.
 
     Raises:
-        InputError: if files cannot be read, or the runs are about different problems.
+        InputError: if files cannot be read, or the runs are about different tasks.
     """
     runs = list(map(ComparedRun, folders, labels_of(folders)))
     first = runs[0]
     for run in runs:
-        if run.problem is not first.problem:
+        if run.task is not first.task:
             raise InputError(
-                f"{run.folder}: is a run of {run.problem.agents}, {first.folder} one of "
-                f"{first.problem.agents}; their numbers mean different things; compare runs of "
+                f"{run.folder}: is a run of {run.task.agents}, {first.folder} one of "
+                f"{first.task.agents}; their numbers mean different things; compare runs of "
                 "one kind"
             )
     return runs

@@ -8,30 +8,30 @@ from dataclasses import asdict
 from rich.console import Console
 
 from knobwise.experiments.compare.comparison import Comparison
-from knobwise.experiments.evidence.problem import ATTAINED, DECISION, OVER_SINGLE, Metric, Row
 from knobwise.experiments.evidence.statistics import CHANCE, Difference
+from knobwise.experiments.evidence.task import ATTAINED, DECISION, OVER_SINGLE, Metric, Row
 from knobwise.experiments.report.tables import Table, print_lines, print_table, reworded, table_of
 from knobwise.experiments.wording.words import (
     COMPARED,
     LEANING,
     SIGN_WORDS,
     cell,
+    condition_words,
     counted,
     difference_cell,
     difference_words,
     number,
-    place_words,
     policy_name,
     shown_by,
     sign_of,
 )
 
 
-def place_name(comparison: Comparison, place: float | None) -> str:
+def condition_name(comparison: Comparison, condition: float | None) -> str:
     """Return a budget or a number of shots in words, or the mean over the budgets (None)."""
-    if place is None:
-        return f"mean over {counted(len(comparison.places), 'budget')}"
-    return place_words(comparison.reference.results, place)
+    if condition is None:
+        return f"mean over {counted(len(comparison.conditions), 'budget')}"
+    return condition_words(comparison.reference.results, condition)
 
 
 # -- in sentences ----------------------------------------------------------------------------------
@@ -77,21 +77,21 @@ def _are(count: int) -> str:
 
 def _highest(comparison: Comparison) -> str:
     """Name the run with the highest score of those that were judged like the first one."""
-    problem = comparison.problem
+    task = comparison.task
     alike = len(comparison.comparable)
     if alike == 1:
         return (
             "No run is called the highest: no other run is known to have been judged on the same "
-            f"test {problem.samples} at the same {problem.place_words[1]} as "
+            f"test {task.samples} at the same {task.condition_words[1]} as "
             f"{comparison.reference.label}."
         )
     best = comparison.ranking()[0]
     metric = _metrics(comparison)[0]
     score = number(comparison.rows[best].get(metric.key), metric.how)
     return (
-        f"Of the {alike} runs judged on the same test {problem.samples}, the highest is "
+        f"Of the {alike} runs judged on the same test {task.samples}, the highest is "
         f"{comparison.runs[best].label}: {metric.name} {score}, "
-        f"{place_name(comparison, comparison.main)}."
+        f"{condition_name(comparison, comparison.main)}."
     )
 
 
@@ -99,21 +99,21 @@ def method(comparison: Comparison) -> str:
     """Describe what was compared, and how; "" where nothing was."""
     if not comparison.differences:
         return ""
-    problem = comparison.problem
+    task = comparison.task
     gained = f"a {comparison.unit} more or less counts as much as it gains the static mix"
     equal = f" at equal mean latency ({gained})"
     # "" where latencies may differ
-    at_equal_latency = equal * problem.equal_latency
+    at_equal_latency = equal * task.equal_latency
     # runs may share different numbers of samples with the first one
     samples = sorted({difference.samples for difference in comparison.differences})
     return (
-        f"Compared with {comparison.reference.label}: {problem.score}{at_equal_latency}, "
-        f"{place_name(comparison, comparison.main)}, on the same "
-        f"{' or '.join(f'{size:,}' for size in samples)} test {problem.samples}. Differences are "
-        f"in points, hundredths of {problem.score}; in brackets 95% intervals, a paired bootstrap "
-        f"over {problem.samples} and seeds, wider where seeds are few; one seed does not show how "
+        f"Compared with {comparison.reference.label}: {task.score}{at_equal_latency}, "
+        f"{condition_name(comparison, comparison.main)}, on the same "
+        f"{' or '.join(f'{size:,}' for size in samples)} test {task.samples}. Differences are "
+        f"in points, hundredths of {task.score}; in brackets 95% intervals, a paired bootstrap "
+        f"over {task.samples} and seeds, wider where seeds are few; one seed does not show how "
         "much seeds differ. p is the larger of the p-values of a sign-flip test over the "
-        f"{problem.samples} and, where seeds differ, of a t test with their spread, corrected for "
+        f"{task.samples} and, where seeds differ, of a t test with their spread, corrected for "
         f"the number of comparisons ({len(comparison.differences)}, Holm). A run is called better "
         f"or worse where the interval excludes 0 and p is below {CHANCE:g}, and perhaps so where "
         "only the interval says it."
@@ -156,11 +156,11 @@ def _cells(comparison: Comparison, row: Row) -> dict[str, str]:
 
 def _metrics(comparison: Comparison) -> list[Metric]:
     """Return the columns of numbers, first the one that runs are ranked by."""
-    problem = comparison.problem
-    metrics = [metric for metric in problem.metrics if metric not in (DECISION, OVER_SINGLE)]
+    task = comparison.task
+    metrics = [metric for metric in task.metrics if metric not in (DECISION, OVER_SINGLE)]
     if any("attained" in row for row in comparison.rows):
         metrics.append(ATTAINED)
-    return sorted(metrics, key=lambda metric: metric.key != problem.ranked_by)
+    return sorted(metrics, key=lambda metric: metric.key != task.ranked_by)
 
 
 def settings_cells(comparison: Comparison) -> Table:
@@ -169,20 +169,22 @@ def settings_cells(comparison: Comparison) -> Table:
     return Table(["setting", *(run.label for run in comparison.runs)], rows)
 
 
-def scores_by_place(comparison: Comparison) -> Table:
-    """Return the score of every run at every place with its interval; below it the difference to
-    the first run."""
-    metric = comparison.problem.metrics[0]
-    # (run, place) → difference
-    tested = {(difference.run, difference.place): difference for difference in comparison.by_place}
+def scores_by_condition(comparison: Comparison) -> Table:
+    """Return the score of every run at every condition with its interval; below it the difference
+    to the first run."""
+    metric = comparison.task.metrics[0]
+    # (run, condition) → difference
+    tested = {
+        (difference.run, difference.condition): difference for difference in comparison.by_condition
+    }
     lines = []
     for run in comparison.runs:
         line = {"run": run.label}
-        for place in comparison.places:
-            text = cell(run.row(run.policy, place), metric)
-            if difference := tested.get((run.label, place)):
+        for condition in comparison.conditions:
+            text = cell(run.row(run.policy, condition), metric)
+            if difference := tested.get((run.label, condition)):
                 text += "\n" + "\n".join(_tested(difference).values())
-            line[place_name(comparison, place)] = text
+            line[condition_name(comparison, condition)] = text
         lines.append(line)
     return table_of(lines)
 

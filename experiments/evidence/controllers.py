@@ -20,10 +20,10 @@ from knobwise.envs.bandit.reward import RewardTable
 from knobwise.envs.tables.profile_table import ProfileTable
 from knobwise.experiments.evidence.decisions import decision_rows
 from knobwise.experiments.evidence.equal_latency import Reference
-from knobwise.experiments.evidence.problem import DEADLINE, MEAN_BUDGET
 from knobwise.experiments.evidence.schema import Chosen, GrpoGain, RunResults
 from knobwise.experiments.evidence.statistics import with_interval
 from knobwise.experiments.evidence.summary import labels_of, summary_of
+from knobwise.experiments.evidence.task import DEADLINE, MEAN_BUDGET
 
 
 def judge_on_test(
@@ -120,8 +120,8 @@ def _add_prices(
         row |= {"price": None, "worth_ms": None}
         row |= {"accuracy": row["utility"], "accuracy_ci95": row["utility_ci95"]}
         if row["policy"] in prices and row["budget_ms"] is not None:
-            place = results["budgets_ms"].index(row["budget_ms"])
-            row["price"] = float(prices[row["policy"]][place])
+            condition = results["budgets_ms"].index(row["budget_ms"])
+            row["price"] = float(prices[row["policy"]][condition])
             row["worth_ms"] = 1 / row["price"] if row["price"] else None
 
 

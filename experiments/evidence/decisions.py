@@ -21,52 +21,73 @@ from knobwise.common.files import written_whole
 from knobwise.common.parquet import read_parquet
 
 FILE = "decisions.parquet"
-SAMPLE = ("split", "dataset", "sample_id")
+SAMPLE = ("split", "dataset", "sample")
 """The columns that tell samples apart; a sample is judged once in each split that tests it."""
 SCHEMA: dict[str, type[pl.DataType]] = {
     "policy": pl.String,
-    "split": pl.Int64,
     "seed": pl.Int64,
+    "split": pl.Int64,
     "dataset": pl.String,
-    "sample_id": pl.String,
+    "sample": pl.String,
     "cluster": pl.String,
-    "place": pl.Float64,
+    "condition": pl.Float64,
+    "source": pl.String,
+    "request": pl.Int64,
     "choice": pl.String,
+    "second_choice": pl.String,
+    "second_share": pl.Float64,
     "accuracy": pl.Float32,
     "latency_ms": pl.Float32,
-    "in_time": pl.Float32,
-    "expected_in_time": pl.Float32,
+    "on_time": pl.Float32,
+    "expected_on_time": pl.Float32,
     "feasible": pl.Boolean,
+    "utility": pl.Float32,
     "reward": pl.Float32,
-    "score": pl.Float32,
-    "score_free": pl.Float32,
     "vote": pl.Float32,
     "decision_us": pl.Float32,
 }
-"""The columns of `decisions.parquet`, with a row for each policy, seed, sample and place. A column
-is null where it is unknown or means nothing:
+"""The columns that every `decisions.parquet` has, with a row for each policy, seed, sample and
+condition. Others may follow, such as further costs. A column is null where it is unknown or means
+nothing.
 
+The keys:
+
+- `seed`: null where no seed changes the policy.
 - `split`: its number, counted from 0; null where there is only one (`split.repeats`).
-- `seed`: null where no seed changes the policy; `dataset`: null where there is only one.
-- `cluster`: what the sample belongs to (`profile.group`, or an image); null where it stands alone,
-  and in files of earlier versions.
-- `place`: the budget in ms, or the number of demonstrations.
-- `choice`: the label of the configuration, null where a mixture of two decided (accuracy and
-  latency are then expectations); or the bank rows of the demonstrations in the order shown, joined
-  by blanks.
+- `dataset`: null where there is only one.
+- `cluster`: what the sample belongs to (`profile.group`, or an image); null where it stands alone.
+- `condition`: the budget in ms, or the number of demonstrations.
+- `source`: `replay` where outcomes were looked up, `live` where the model answered.
+- `request`: live, its number in the stream, counted from 0; a sample may be asked for several times.
+
+The outcomes:
+
+- `choice`: the label of the configuration; or the bank rows of the demonstrations in the order
+  shown, joined by blanks. Where two configurations share the requests, `second_choice` gets the
+  part `second_share`, and the outcomes are expectations.
 - `accuracy`: of demonstrations 0 or 1, whether the answer was right.
-- `in_time`: the share of the cell's measurements that meet the budget, with the policy's own cost;
-  `feasible`: some profiled configuration meets the budget. Both for deadlines only.
-- `expected_in_time`: the probability of being on time that a controller's teacher predicts for its
+- `on_time`: the share of the cell's measurements that meet the budget, with the policy's own cost;
+  `feasible`: some profiled configuration meets the budget; `utility`: accuracy · on_time. For
+  deadlines only.
+- `expected_on_time`: the probability of being on time that a controller's teacher predicts for its
   choice.
-- `score`: what is judged: the utility, or the accuracy; `score_free`: of a policy that is charged
-  its own cost, the utility if it cost nothing.
+- `reward`: that of the training, without the policy's own cost.
 - `vote`: whether a majority vote of the demonstrations, without the model, would have been right.
-- `decision_us`: the median time of a decision of this policy at this place, for controllers and
+- `decision_us`: the median time of a decision of this policy at this condition, for controllers and
   selectors only.
 """
-SHARES = ("accuracy", "in_time", "expected_in_time", "score", "score_free", "vote")
+SHARES = ("accuracy", "on_time", "expected_on_time", "utility", "vote", "second_share")
 """The columns whose numbers are from 0 to 1."""
+IF_FREE = "if_free"
+"""The learned controller if its decisions and features took no time: a policy of its own."""
+EARLIER = {
+    "sample_id": "sample",
+    "place": "condition",
+    "in_time": "on_time",
+    "expected_in_time": "expected_on_time",
+    "score": "utility",
+}
+"""The columns of files up to version 0.2.0 → their names now."""
 
 
 def write_decisions(folder: str | Path, frame: pl.DataFrame) -> None:
@@ -79,7 +100,7 @@ def write_decisions(folder: str | Path, frame: pl.DataFrame) -> None:
 
 
 def read_decisions(folder: str | Path) -> pl.DataFrame:
-    """Read the decisions of a run, with the columns of `SCHEMA`.
+    """Read the decisions of a run, with the columns of `SCHEMA` and perhaps more.
 
     Raises:
         InputError: no such file, or not one that `write_decisions` wrote; a share or a time that is
@@ -88,65 +109,83 @@ def read_decisions(folder: str | Path) -> pl.DataFrame:
     path = Path(folder) / FILE
     try:
         frame = read_parquet(path, limited=False)
-        # files of earlier versions have no clusters
-        decisions = _complete(frame.select(*SCHEMA.keys() - {"cluster"}, "^cluster$"))
+        if "place" in frame.columns:
+            frame = _of_earlier_version(frame)
+        # without one of these it is another file
+        frame.select("policy", "seed", "sample", "condition", "accuracy")
+        decisions = _complete(frame)
     except (PolarsError, OSError, ValueError) as error:
         raise InputError(f"{path}: cannot be read ({error}); run the experiment again") from error
     # unknown values are null, and pass
     fits = pl.col(*SHARES).is_between(-1e-6, 1 + 1e-6), pl.col("latency_ms").is_between(0, 3.4e38)
     if len(wrong := decisions.filter(~pl.all_horizontal(*fits))):
         raise InputError(
-            f"{path}: holds {len(wrong)} rows with an accuracy, a score or a share outside [0, 1], "
-            "or a negative or infinite time; run the experiment again"
+            f"{path}: holds {len(wrong)} rows with an accuracy, a utility or a share outside "
+            "[0, 1], or a negative or infinite time; run the experiment again"
         )
     return decisions
+
+
+def _of_earlier_version(frame: pl.DataFrame) -> pl.DataFrame:
+    """Return the rows of a file up to version 0.2.0, with today's columns and policies."""
+    frame = frame.rename(EARLIER).with_columns(source=pl.lit("replay"))
+    if frame["on_time"].is_null().all():
+        # under mean budgets, and of demonstrations, the score was the accuracy
+        frame = frame.drop("utility")
+    keys = ["seed", "split", "dataset", "sample", "^cluster$", "condition", "source", "feasible"]
+    free = frame.filter(pl.col("score_free").is_not_null())
+    free = free.select(*keys, policy=pl.lit(IF_FREE), utility="score_free")
+    return pl.concat([frame.drop("score_free"), free], how="diagonal")
 
 
 def decision_rows(
     policy: str,
     seed: int | None,
     samples: pl.DataFrame,
-    places: Sequence[float],
+    conditions: Sequence[float],
     columns: Mapping[str, Any],
 ) -> pl.DataFrame:
     """Return the decisions of a policy with one seed, with the columns of `SCHEMA`.
 
     Args:
         seed: None if no seed changes the policy.
-        samples: n rows: `sample_id`, `dataset` if there are several, `cluster` if there are any.
-        places: P budgets or numbers of demonstrations.
+        samples: n rows: `sample`, `dataset` if there are several, `cluster` if there are any.
+        conditions: P budgets or numbers of demonstrations.
         columns: the values of each column, by its name: an array that broadcasts to [n, P], NaN
             where unknown; or a series of n·P values; or None if all are unknown.
     """
-    rows = samples.join(pl.DataFrame({"place": places}), how="cross", maintain_order="left_right")
-    # values count samples first, then places
-    known = {"policy": pl.lit(policy), "seed": pl.lit(seed, pl.Int64)}
+    rows = samples.join(
+        pl.DataFrame({"condition": conditions}), how="cross", maintain_order="left_right"
+    )
+    # values count samples first, then conditions
+    known = {"policy": pl.lit(policy), "seed": pl.lit(seed, pl.Int64), "source": pl.lit("replay")}
     for name, value in columns.items():
         if value is not None and not isinstance(value, pl.Series):
-            value = pl.Series(np.broadcast_to(value, (len(samples), len(places))).ravel())
+            value = pl.Series(np.broadcast_to(value, (len(samples), len(conditions))).ravel())
         known[name] = value
     return _complete(rows.with_columns(**known))
 
 
 def _complete(frame: pl.DataFrame) -> pl.DataFrame:
-    """Return all columns of `SCHEMA` in their order; NaN becomes null."""
-    known = frame.cast({name: SCHEMA[name] for name in frame.columns}).fill_nan(None)
+    """Return all columns of `SCHEMA` in their order, then others; NaN becomes null."""
+    types = {name: SCHEMA[name] for name in frame.columns if name in SCHEMA}
+    known = frame.cast(types).fill_nan(None)
     return pl.concat([pl.DataFrame(schema=SCHEMA), known], how="diagonal")
 
 
 def array_of(decisions: pl.DataFrame, policy: str, column: str) -> NDArray[np.float64]:
     """Return a column of a policy's decisions as an array [S, n, P], NaN where a value is unknown.
 
-    Seeds, samples and places are in the order of the rows.
+    Seeds, samples and conditions are in the order of the rows.
 
     Args:
-        decisions: of all policies, each with the same samples at every place.
+        decisions: of all policies, each with the same samples at every condition.
     """
     values = pl.col(column).cast(pl.Float64).fill_null(np.nan)
     rows = decisions.filter(policy=policy).select("seed", values)
     # with several splits the rows of a seed are not together; `partition_by` joins them
     seeds = [seed[column].to_numpy() for seed in rows.partition_by("seed", maintain_order=True)]
-    return np.stack(seeds).reshape(len(seeds), -1, decisions["place"].n_unique())
+    return np.stack(seeds).reshape(len(seeds), -1, decisions["condition"].n_unique())
 
 
 def splits_of(samples: pl.DataFrame) -> NDArray[np.int64] | None:
@@ -162,7 +201,7 @@ def splits_of(samples: pl.DataFrame) -> NDArray[np.int64] | None:
     alone = samples["cluster"].is_null().all()
     if samples["split"].has_nulls() and alone:
         return None
-    keys = ("dataset", "sample_id") if alone else ("cluster",)
+    keys = ("dataset", "sample") if alone else ("cluster",)
     # they are numbered in the order of their first rows
     first = pl.col("index").first().over(keys)
     number = first.rank("dense").cast(pl.Int64) - 1

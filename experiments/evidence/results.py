@@ -15,7 +15,6 @@ from knobwise.common.errors import Damaged, InputError
 from knobwise.common.files import write_json
 from knobwise.common.json_text import decoded, is_deeper
 from knobwise.experiments.evidence.decisions import FILE
-from knobwise.experiments.evidence.problem import DEMONSTRATIONS, problem_of
 from knobwise.experiments.evidence.schema import (
     DifferenceRow,
     PolicyRow,
@@ -23,6 +22,7 @@ from knobwise.experiments.evidence.schema import (
     ReliabilityBin,
     RunResults,
 )
+from knobwise.experiments.evidence.task import DEMONSTRATIONS, task_of
 
 if TYPE_CHECKING:
     from knobwise.agents.calibration.guard import GuardRow
@@ -102,19 +102,19 @@ def unit_of(results: RunResults) -> str:
 
 
 def rows_at(
-    results: RunResults, place: float | None, rows: PolicyRows = "rows"
+    results: RunResults, condition: float | None, rows: PolicyRows = "rows"
 ) -> dict[str, PolicyRow]:
     """Return policy → its row at a budget or a number of shots, or with the means over the budgets
     (None)."""
-    key = problem_of(results).place
-    return {row["policy"]: row for row in results.get(rows, []) if row.get(key) == place}
+    key = task_of(results).condition
+    return {row["policy"]: row for row in results.get(rows, []) if row.get(key) == condition}
 
 
 def ranked(results: RunResults, rows: PolicyRows = "rows") -> list[PolicyRow]:
-    """Return the rows at the place that the results are about, best first."""
-    problem = problem_of(results)
-    judged = rows_at(results, problem.main_place(results), rows).values()
-    return sorted(judged, key=lambda row: -value_of(row, problem.ranked_by))
+    """Return the rows at the condition that the results are about, best first."""
+    task = task_of(results)
+    judged = rows_at(results, task.main_condition(results), rows).values()
+    return sorted(judged, key=lambda row: -value_of(row, task.ranked_by))
 
 
 def value_of(row: Mapping[str, object], metric: str = "utility") -> float:
@@ -173,13 +173,13 @@ def differences_at(results: RunResults, shots: int) -> dict[tuple[str, str], Dif
 def baselines(results: RunResults) -> list[str]:
     """Return the baselines, the best first: of demonstrations the simple ways, else every policy
     that is neither learned nor a reference."""
-    problem = problem_of(results)
+    task = task_of(results)
     policies = [row["policy"] for row in ranked(results)]
-    if problem is DEMONSTRATIONS:
+    if task is DEMONSTRATIONS:
         from knobwise.agents.selector.baselines import (
             SIMPLE,  # imports torch, which is slow to load
         )
 
         return [name for name in policies if name in SIMPLE]
-    references = (*problem.trained, problem.low, SINGLE, problem.high)
+    references = (*task.trained, task.low, SINGLE, task.high)
     return [name for name in policies if name not in references]

@@ -20,10 +20,10 @@ from knobwise.agents.selector.evaluation import Decided
 from knobwise.agents.training.checkpoint import Loaded
 from knobwise.envs.demonstrations.beam_table import BeamTable
 from knobwise.experiments.evidence.decisions import array_of, decision_rows
-from knobwise.experiments.evidence.problem import CONTROLS, GRPO, LEARNED, TRAINED, UPPER
 from knobwise.experiments.evidence.schema import DifferenceRow, PolicyRow, RunResults
 from knobwise.experiments.evidence.statistics import mean_intervals
 from knobwise.experiments.evidence.summary import profile_of
+from knobwise.experiments.evidence.task import CONTROLS, GRPO, LEARNED, TRAINED, UPPER
 from knobwise.experiments.settings.beams import SelectorData, hide, table_for
 
 
@@ -195,9 +195,9 @@ def _demonstration_rows(
     rows: list[PolicyRow] = []
     differences: list[DifferenceRow] = []
     known = pl.col(column).is_not_null()
-    ordered = decisions.sort("place", maintain_order=True)
-    for part in ordered.partition_by("place", maintain_order=True):
-        shots = int(part["place"][0])
+    ordered = decisions.sort("condition", maintain_order=True)
+    for part in ordered.partition_by("condition", maintain_order=True):
+        shots = int(part["condition"][0])
         # without policies about which nothing is known
         part = part.filter(known.any().over("policy"))
         # few recorded sequences of this length must not narrow what a model has answered

@@ -179,7 +179,7 @@ class Difference:
     """The label of the other run; inside a run the same label."""
     policy: str
     against_policy: str
-    place: float | None
+    condition: float | None
     """Budget or number of demonstrations; None for the mean over the budgets."""
     samples: int
     """The number of samples that both were judged on."""

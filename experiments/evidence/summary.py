@@ -19,7 +19,6 @@ from knobwise.envs.demonstrations.beam_table import BeamTable
 from knobwise.envs.tables.profile_table import ProfileTable
 from knobwise.experiments.evidence.decisions import SAMPLE, array_of, splits_of
 from knobwise.experiments.evidence.equal_latency import Reference
-from knobwise.experiments.evidence.problem import DEADLINE, MEAN_BUDGET, Problem
 from knobwise.experiments.evidence.results import value_of
 from knobwise.experiments.evidence.schema import (
     ConfigurationRow,
@@ -31,6 +30,7 @@ from knobwise.experiments.evidence.schema import (
     UsageRow,
 )
 from knobwise.experiments.evidence.statistics import score_intervals
+from knobwise.experiments.evidence.task import DEADLINE, MEAN_BUDGET, Task
 
 BINS = 10
 """Number of bins of predicted probabilities."""
@@ -50,20 +50,20 @@ def labels_of(table: ProfileTable) -> list[str]:
 
 
 def summary_of(
-    problem: Problem,
+    task: Task,
     decisions: pl.DataFrame,
     table: ProfileTable,
     test: Tensor,
     seeds: Sequence[int],
     reference: Reference | None = None,
 ) -> RunResults:
-    """Return the content of `results.json`, as far as both kinds of problem have it."""
-    budgets = decisions["place"].unique(maintain_order=True).to_list()
+    """Return the content of `results.json`, as far as both kinds of task have it."""
+    budgets = decisions["condition"].unique(maintain_order=True).to_list()
     clusters = None
     if table.clusters:
         clusters = len({table.clusters[row] for row in test.tolist()})
     # only deadlines have a utility
-    limits = budgets if problem is DEADLINE else []
+    limits = budgets if task is DEADLINE else []
     results: RunResults = {
         "profile": profile_of(table),
         "split": "test",
@@ -72,9 +72,9 @@ def summary_of(
         "seeds": list(seeds),
         "unit": table.unit,
         "budgets_ms": budgets,
-        "rows": _rows(problem, decisions, reference, budgets),
+        "rows": _rows(task, decisions, reference, budgets),
         "configurations": configurations_of(table, test, limits),
-        "knob_usage": _usage(problem, decisions, table, budgets, reference),
+        "knob_usage": _usage(task, decisions, table, budgets, reference),
     }
     if bins := reliability(decisions):
         results["reliability"] = bins
@@ -85,8 +85,8 @@ def summary_of(
         for dataset in sorted(names.unique()):
             samples = test[(names == dataset).to_torch()]
             of_part = reference and Reference(table, reference.fitted, samples)
-            rows = _rows(problem, decisions.filter(dataset=dataset), of_part)
-            for row in _most_important(problem, rows):
+            rows = _rows(task, decisions.filter(dataset=dataset), of_part)
+            for row in _most_important(task, rows):
                 del row["decision_us_p50"]  # no data set has times of its own
                 about: DatasetRow = {"dataset": dataset, "samples": len(samples)}
                 results["by_dataset"].append({**about, **row})
@@ -115,17 +115,17 @@ def configurations_of(
     return configurations
 
 
-def _most_important(problem: Problem, means: list[PolicyRow]) -> list[PolicyRow]:
-    """Return the rows of the policies of `problem.by_dataset`, and before the last of them the best
+def _most_important(task: Task, means: list[PolicyRow]) -> list[PolicyRow]:
+    """Return the rows of the policies of `task.by_dataset`, and before the last of them the best
     of all other rows."""
     rows = {row["policy"]: row for row in means}
-    *first, last = problem.by_dataset
+    *first, last = task.by_dataset
     others = sorted(rows.keys() - {*first, last})
-    best = sorted(others, key=lambda policy: -value_of(rows[policy], problem.ranked_by))[:1]
+    best = sorted(others, key=lambda policy: -value_of(rows[policy], task.ranked_by))[:1]
     return [rows[policy] for policy in (*first, *best, last) if policy in rows]
 
 
-def _means(problem: Problem, decisions: pl.DataFrame) -> dict[tuple[Any, ...], dict[str, Any]]:
+def _means(task: Task, decisions: pl.DataFrame) -> dict[tuple[Any, ...], dict[str, Any]]:
     """Return the means of each policy over its seeds at each budget, by (policy, budget), and over
     the budgets at which they are known, by (policy, None).
 
@@ -135,34 +135,34 @@ def _means(problem: Problem, decisions: pl.DataFrame) -> dict[tuple[Any, ...], d
     """
     high = pl.quantile("latency_ms", 0.95, "linear")
     numbers = {
-        "utility": pl.mean("score"),
+        "utility": pl.mean(task.score),
         "latency_ms_mean": pl.mean("latency_ms"),
         "latency_ms_p95": pl.when(pl.col("choice").has_nulls()).then(np.nan).otherwise(high),
         "decision_us_p50": pl.mean("decision_us"),
     }
-    if problem is DEADLINE:
+    if task is DEADLINE:
         numbers |= {
             "accuracy": pl.mean("accuracy"),
-            "satisfaction": pl.mean("in_time"),
-            "satisfaction_feasible": pl.col("in_time").filter("feasible").mean(),
+            "satisfaction": pl.mean("on_time"),
+            "satisfaction_feasible": pl.col("on_time").filter("feasible").mean(),
             "infeasible": 1 - pl.mean("feasible"),
             "reward": pl.mean("reward"),
-            "utility_free": pl.mean("score_free"),
+            "utility_free": pl.mean("utility_free"),
         }
     # over samples, then over seeds, then over budgets: the sizes of all parts are equal; rows keep
     # their order, so that sums do not differ between two runs
     precise = decisions.with_columns(pl.col(pl.Float32).cast(pl.Float64))
-    of_seeds = precise.group_by("policy", "place", "seed", maintain_order=True).agg(**numbers)
+    of_seeds = precise.group_by("policy", "condition", "seed", maintain_order=True).agg(**numbers)
     means = pl.col(*numbers).mean().fill_nan(None)
-    at_budgets = of_seeds.group_by("policy", "place", maintain_order=True).agg(means)
+    at_budgets = of_seeds.group_by("policy", "condition", maintain_order=True).agg(means)
     over_budgets = at_budgets.group_by("policy", maintain_order=True).agg(means)
-    # the place of a mean over the budgets is null
+    # the condition of a mean over the budgets is null
     every = pl.concat([at_budgets, over_budgets], how="diagonal")
-    return every.rows_by_key(["policy", "place"], named=True, unique=True)
+    return every.rows_by_key(["policy", "condition"], named=True, unique=True)
 
 
 def _rows(
-    problem: Problem,
+    task: Task,
     decisions: pl.DataFrame,
     reference: Reference | None,
     budgets: Sequence[float] = (),
@@ -171,16 +171,16 @@ def _rows(
     intervals of its score, of the oracle gap that it closes and of its differences."""
     samples = decisions.select(*SAMPLE, "cluster").unique(maintain_order=True)
     splits = splits_of(samples)
-    means = _means(problem, decisions)
+    means = _means(task, decisions)
     parts = {None: slice(None)} | {budget: slice(b, b + 1) for b, budget in enumerate(budgets)}
     rows: list[dict[str, Any]] = []
     cases = []
     for policy in decisions["policy"].unique(maintain_order=True):
-        arrays = _scores(problem, decisions, policy, reference)
+        arrays = _scores(task, decisions, policy, reference)
         for budget, part in parts.items():
             row = {"policy": policy, "budget_ms": budget, **means[policy, budget]}
             score, low, high, *rivals = (values[..., part].mean(-1) for values in arrays)
-            if problem is MEAN_BUDGET:
+            if task is MEAN_BUDGET:
                 row["oracle_accuracy"] = float(high.mean())
             if policy in DEADLINE.trained:
                 row["utility_per_seed"] = score.mean(1).tolist()
@@ -191,7 +191,7 @@ def _rows(
             cases.append([score, low, high, *(score - rival for rival in rivals)])
 
     # all intervals at once: they share their draws
-    keys = ("utility", "gap_closed", *problem.compared)
+    keys = ("utility", "gap_closed", *task.compared)
     for row, estimates in zip(rows, score_intervals(cases, splits), strict=True):
         for key, (value, ci95) in zip(keys, estimates, strict=True):
             row |= {key: value, f"{key}_ci95": ci95}
@@ -199,15 +199,15 @@ def _rows(
 
 
 def _scores(
-    problem: Problem, decisions: pl.DataFrame, policy: str, reference: Reference | None
+    task: Task, decisions: pl.DataFrame, policy: str, reference: Reference | None
 ) -> list[Any]:
     """Return scores by sample, [S, n, B] of a policy, then [n, B]: the low and the high end of the
-    oracle gap, and the scores that it is compared with, in the order of `Problem.compared`. Under
+    oracle gap, and the scores that it is compared with, in the order of `Task.compared`. Under
     mean budgets the ends of the gap are those at equal mean latency."""
-    score = array_of(decisions, policy, "score")
-    low = array_of(decisions, problem.low, "score")[0]
+    score = array_of(decisions, policy, task.score)
+    low = array_of(decisions, task.low, task.score)[0]
     if reference is None:
-        return [score, low, array_of(decisions, problem.high, "score")[0], low]
+        return [score, low, array_of(decisions, task.high, task.score)[0], low]
     # [B], the mean latency at each budget
     spent = torch.from_numpy(array_of(decisions, policy, "latency_ms").mean((0, 1)))
     mix = reference.static_mix(spent).numpy()
@@ -219,11 +219,11 @@ def reliability(decisions: pl.DataFrame) -> list[ReliabilityBin]:
     """Return the learned policy's decisions, all budgets and seeds together, in ten bins of equally
     many and of rising probability: how many `decisions`, and the means of `expected_in_time` and
     `in_time`. [] if it predicts none."""
-    known = decisions.filter(policy=DEADLINE.trained[0]).drop_nulls("expected_in_time")
+    known = decisions.filter(policy=DEADLINE.trained[0]).drop_nulls("expected_on_time")
     number = pl.int_range(pl.len()) * BINS // pl.len()
-    means = pl.col("expected_in_time", "in_time").cast(pl.Float64).mean()
+    means = pl.col("expected_on_time", "on_time").cast(pl.Float64).mean()
     bins = (
-        known.sort("expected_in_time", maintain_order=True)
+        known.sort("expected_on_time", maintain_order=True)
         .group_by(number.alias("bin"), maintain_order=True)
         .agg(pl.len().alias("decisions"), means)
     )
@@ -231,7 +231,7 @@ def reliability(decisions: pl.DataFrame) -> list[ReliabilityBin]:
 
 
 def _usage(
-    problem: Problem,
+    task: Task,
     decisions: pl.DataFrame,
     table: ProfileTable,
     budgets: Sequence[float],
@@ -241,9 +241,9 @@ def _usage(
     under each budget; for a mixture how often it is expected to."""
     labels = labels_of(table)
     index = pl.col("choice").replace_strict(labels, range(len(labels)), default=None)
-    indexed = decisions.select("policy", "seed", "place", index)
+    indexed = decisions.select("policy", "seed", "condition", index)
     rows: list[UsageRow] = []
-    for policy in (problem.trained[0], problem.low, problem.high):
+    for policy in (task.trained[0], task.low, task.high):
         choices = array_of(indexed, policy, "choice")  # NaN where a mixture decided
         counts = [(choices == c).sum((0, 1)) for c in range(len(labels))]
         used = torch.tensor(np.stack(counts), dtype=torch.float64)  # [C, B]

@@ -21,9 +21,9 @@ import numpy as np
 import polars as pl
 
 from knobwise.envs.tables.cost_words import in_words
-from knobwise.experiments.evidence.problem import Row
 from knobwise.experiments.evidence.schema import RunResults
 from knobwise.experiments.evidence.statistics import pareto_front
+from knobwise.experiments.evidence.task import Row
 from knobwise.experiments.report.page import HUES, colours_of
 from knobwise.experiments.wording.words import policy_name
 

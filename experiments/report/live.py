@@ -8,14 +8,14 @@ from typing import Any
 
 from rich.console import Console
 
-from knobwise.experiments.evidence.problem import (
+from knobwise.experiments.evidence.results import value_of
+from knobwise.experiments.evidence.task import (
     ACCURACY,
     FEASIBLE,
     ON_TIME,
     UTILITY,
     Metric,
 )
-from knobwise.experiments.evidence.results import value_of
 from knobwise.experiments.report.tables import (
     Folded,
     Table,

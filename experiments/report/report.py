@@ -15,16 +15,6 @@ from rich.console import Console
 
 from knobwise.common.progress import duration
 from knobwise.envs.tables.units import TIMES
-from knobwise.experiments.evidence.problem import (
-    ACCURACY,
-    DEADLINE,
-    DECISION,
-    DEMONSTRATIONS,
-    FEASIBLE,
-    Row,
-    problem_of,
-    shown_at,
-)
 from knobwise.experiments.evidence.results import (
     baselines,
     differences_at,
@@ -34,6 +24,16 @@ from knobwise.experiments.evidence.results import (
     unit_of,
 )
 from knobwise.experiments.evidence.schema import RunFacts, RunResults, SingleDecision
+from knobwise.experiments.evidence.task import (
+    ACCURACY,
+    DEADLINE,
+    DECISION,
+    DEMONSTRATIONS,
+    FEASIBLE,
+    Row,
+    shown_at,
+    task_of,
+)
 from knobwise.experiments.report import charts, tables
 from knobwise.experiments.report.page import Figure, render_page, unchecked
 from knobwise.experiments.report.result_charts import difficulty, result_charts
@@ -51,10 +51,10 @@ from knobwise.experiments.report.tables import (
 from knobwise.experiments.report.training_charts import training
 from knobwise.experiments.wording import words
 from knobwise.experiments.wording.choice_sentences import (
-    condition,
     on_difficulty,
     on_tree,
     on_usage,
+    rule_condition,
     setting,
 )
 from knobwise.experiments.wording.sentences import verdict as verdict
@@ -120,7 +120,7 @@ def _facts(results: RunResults) -> str:
     profile = {"samples": 0, "candidates": 0, **results.get("profile", {})}
     name = profile.get("name", "unnamed")
     seeds = f"seeds {', '.join(map(str, results.get('seeds', [])))}"
-    if not problem_of(results).averaged:
+    if not task_of(results).averaged:
         bank = ""
         if "test_candidates" in results:
             bank = f", with their own bank of {results['test_candidates']:,} candidates"
@@ -141,35 +141,35 @@ def _facts(results: RunResults) -> str:
         f"profile {name}: {profile['samples']:,} samples × {configurations} "
         f"configurations · judged on the {results.get('split', 'test')} {part} "
         f"({judged}) · {seeds} · budgets "
-        f"{_budgets(results, problem_of(results).judged_at(results))}"
+        f"{_budgets(results, task_of(results).conditions(results))}"
     )
 
 
 def _budgets(results: RunResults, budgets: list[float]) -> str:
-    return ", ".join(words.place_words(results, budget) for budget in budgets)
+    return ", ".join(words.condition_words(results, budget) for budget in budgets)
 
 
 def _tiles(results: RunResults) -> list[Tile]:
     """Return the numbers to be seen first, of the policy that stands for the run: what it gains,
     its share on time or accuracy, and the time of a decision."""
-    problem = problem_of(results)
-    policy = problem.main_policy(results) or ""
-    rows = rows_at(results, problem.main_place(results))
+    task = task_of(results)
+    policy = task.main_policy(results) or ""
+    rows = rows_at(results, task.main_condition(results))
     row = rows.get(policy, {})
     tiles = []
     # what it gains over static, or of selectors over the strongest simple baseline
     gain: Row
-    if problem.averaged:
-        key = problem.compared[0]
-        against = problem.low
+    if task.averaged:
+        key = task.compared[0]
+        against = task.low
         gain = {"difference": row.get(key), "ci95": row.get(f"{key}_ci95")}
     else:
         (against,) = baselines(results)[:1] or [""]
         gain = differences_at(results, shown_at(results)).get((policy, against), {})
     if known(gain.get("difference")):
-        gained = f"of {problem.score} against {policy_name(against)}"
+        gained = f"of {task.score} against {policy_name(against)}"
         tiles.append(gain_tile(gained, gain["difference"], gain["ci95"]))
-    second = FEASIBLE if FEASIBLE in problem.metrics else ACCURACY
+    second = FEASIBLE if FEASIBLE in task.metrics else ACCURACY
     for metric in (second, DECISION):
         value, _, detail = words.cell(row, metric).partition("\n")
         if metric is FEASIBLE:
@@ -189,17 +189,17 @@ DATASETS = {
     "mix of all data sets, the best single configuration and, for the gap, the oracle, each "
     "spending as much there.",
 }
-"""Kind of problem → how policies are compared within a data set."""
+"""Kind of task → how policies are compared within a data set."""
 
 
 def _on_datasets(results: RunResults) -> dict[str, list[Any]]:
     if not results.get("by_dataset"):
         return {}
     blocks: list[Any] = [
-        f"Means over the budgets. {DATASETS[problem_of(results).name]} Of the other baselines only "
+        f"Means over the budgets. {DATASETS[task_of(results).name]} Of the other baselines only "
         "the best of each data set is listed, selected on these very samples."
     ]
-    if problem_of(results) is DEADLINE:
+    if task_of(results) is DEADLINE:
         drawn = charts.by_dataset(results)
         blocks.append(Figure(drawn, "A dot is a mean utility, the line its 95% interval.", 2))
     return {"Data set by data set": [*blocks, Folded("The numbers", [tables.by_dataset(results)])]}
@@ -221,7 +221,7 @@ def explanation(results: RunResults) -> dict[str, list[Any]]:
     )
     rules = [
         {
-            "if": condition(rule["when"], unit),
+            "if": rule_condition(rule["when"], unit),
             "then": setting(rule["then"]),
             "share of decisions": f"{rule['share']:.0%}",
             "agreement": f"{rule['alike']:.0%}",
@@ -262,7 +262,7 @@ def print_explanation(results: RunResults, console: Console) -> None:
 def _importance(results: RunResults) -> list[Any]:
     """Return what is lost without each block of features, or some of its columns."""
     score = "accuracy minus the price of the latency"
-    if problem_of(results) is DEADLINE:
+    if task_of(results) is DEADLINE:
         score = "utility"
     lines = []
     # a block of features, or one of its columns
@@ -364,7 +364,7 @@ GLOSSARY = {
         "pool, on one thread",
     },
 }
-"""Kind of problem → the terms of its tables and their meanings."""
+"""Kind of task → the terms of its tables and their meanings."""
 NOT_CHARGED = {
     "utility": "the accuracy of an answer that is on time, 0 for one that is late; what policies "
     "are judged on. No policy is charged for its decisions, which take time and have no price here"
@@ -374,15 +374,15 @@ NOT_CHARGED = {
 
 def _glossary(results: RunResults) -> Folded:
     """Return the terms, and every policy in the tables."""
-    problem = problem_of(results)
-    terms = dict(GLOSSARY[problem.name])
+    task = task_of(results)
+    terms = dict(GLOSSARY[task.name])
     if unit_of(results) not in TIMES:
         terms |= NOT_CHARGED
         terms.pop("if free", None)
     if "split_seeds" in results:
         terms["brackets"] += " and the splits; a sample that several splits test counts as one"
     # only policies of the project have a description
-    for row in problem.rows(results):
+    for row in task.rows(results):
         if about := words.POLICIES.get(row["policy"]):
             name = policy_name(row["policy"], results)
             terms[name] = about["description"].format(hidden=words.hidden_words(results))
@@ -391,9 +391,9 @@ def _glossary(results: RunResults) -> Folded:
 
 def _tables(results: RunResults) -> list[Any]:
     """Return the tables of all policies, folded."""
-    problem = problem_of(results)
+    task = task_of(results)
     policies = [tables.policies(results), _glossary(results)]
-    if problem is DEMONSTRATIONS:
+    if task is DEMONSTRATIONS:
         return [Folded("Every policy, by the number of demonstrations", policies)] + [
             Folded(title, blocks)
             for title, blocks in _comparisons(results).items()
@@ -401,7 +401,7 @@ def _tables(results: RunResults) -> list[Any]:
         ]
     folded = [
         Folded("Every policy, means over the budgets", policies),
-        Folded("Every policy, budget by budget", [tables.by_place(results)]),
+        Folded("Every policy, budget by budget", [tables.by_condition(results)]),
     ]
     if chosen := results.get("chosen"):
         iterations = ", ".join(f"{seed['iteration']:,}" for seed in chosen)
@@ -433,12 +433,12 @@ def _comparisons(results: RunResults) -> dict[str, list[Any]]:
         "Without the model": [
             "The answer that the chosen demonstrations give themselves, by majority for each part "
             "of the question: how much of the accuracy comes from choosing, not from the model.",
-            tables.by_place(results, "votes"),
+            tables.by_condition(results, "votes"),
         ],
         "Controls": [
             "They should gain nothing: GRPO on rewards shuffled within each group, and selectors "
             f"that do not see the {words.hidden_words(results)}.",
-            tables.by_place(results, "controls"),
+            tables.by_condition(results, "controls"),
         ],
         "True calls": [
             "Sequences of training queries that the answering model answered during GRPO, mean "

@@ -9,17 +9,6 @@ import altair as alt
 import polars as pl
 
 from knobwise.envs.tables.cost_words import in_words
-from knobwise.experiments.evidence.problem import (
-    CONTROLS,
-    DEMONSTRATIONS,
-    FEASIBLE,
-    LEARNED,
-    UPPER,
-    Problem,
-    Row,
-    problem_of,
-    shown_at,
-)
 from knobwise.experiments.evidence.results import (
     baselines,
     calibration_error,
@@ -33,6 +22,17 @@ from knobwise.experiments.evidence.schema import (
     PolicyRow,
     ReliabilityBin,
     RunResults,
+)
+from knobwise.experiments.evidence.task import (
+    CONTROLS,
+    DEMONSTRATIONS,
+    FEASIBLE,
+    LEARNED,
+    UPPER,
+    Row,
+    Task,
+    shown_at,
+    task_of,
 )
 from knobwise.experiments.report import charts, page
 from knobwise.experiments.report.page import Figure
@@ -56,7 +56,7 @@ KINDS = {
 
 def result_charts(results: RunResults) -> Figures:
     """Draw all figures that the results have numbers for, the one to be seen first in front."""
-    if not problem_of(results).averaged:
+    if not task_of(results).averaged:
         return _over_shots(results)
     return reworded(_over_budgets(results), unit_of(results))
 
@@ -67,13 +67,13 @@ def result_images(results: RunResults) -> dict[str, bytes]:
     return {name: page.png(figure) for name, figure in result_charts(results).items()}
 
 
-def numbers(problem: Problem, row: PolicyRow, name: str, key: str = "") -> dict[str, Any]:
+def numbers(task: Task, row: PolicyRow, name: str, key: str = "") -> dict[str, Any]:
     """Return the numbers of a row of results that a chart needs, under a policy's name in words;
     `low` and `high` are the interval of `key`, or of the number that policies are ranked by."""
-    key = key or problem.ranked_by
+    key = key or task.ranked_by
     named: Row = row  # keys are put together here
     low, high = named.get(f"{key}_ci95") or (None, None)
-    keys = [key, problem.place, *(metric.key for metric in problem.metrics)]
+    keys = [key, task.condition, *(metric.key for metric in task.metrics)]
     drawn = {"policy": name, "latency_ms": row.get("latency_ms_mean")}
     return drawn | {key: named.get(key) for key in keys} | {"low": low, "high": high}
 
@@ -106,15 +106,15 @@ def on_time(rows: pl.DataFrame, results: RunResults) -> Figure:
 
 def _over_budgets(results: RunResults) -> Figures:
     """Draw the learned policy, the static reference, the strongest baseline and the oracle."""
-    problem = problem_of(results)
-    candidates = (problem.trained[0], problem.low, *baselines(results)[:1], problem.high)
+    task = task_of(results)
+    candidates = (task.trained[0], task.low, *baselines(results)[:1], task.high)
     judged = rows_at(results, None)
     policies = [name for name in candidates if name in judged]
     drawn = {}
-    if problem.judged_at(results):
-        draw = _mean_budgets if problem.equal_latency else _deadlines
+    if task.conditions(results):
+        draw = _mean_budgets if task.equal_latency else _deadlines
         drawn = draw(results, policies)
-    sides = [(policy_name(name), name, results) for name in (problem.trained[0], problem.low)]
+    sides = [(policy_name(name), name, results) for name in (task.trained[0], task.low)]
     if usage := charts.knob_usage(sides, unit_of(results)):
         drawn["Which settings are used"] = Figure(
             usage, "Share of the test requests that get each value of a knob, by budget.", 2
@@ -134,14 +134,14 @@ def _frame(
         policies: those that are drawn.
         key: see `numbers`.
     """
-    problem = problem_of(results)
+    task = task_of(results)
     rows = [
-        numbers(problem, row, policy_name(row["policy"], results), key)
+        numbers(task, row, policy_name(row["policy"], results), key)
         for row in results["rows"]
         if row["policy"] in policies
     ]
     frame = pl.DataFrame(rows, infer_schema_length=None).unique(maintain_order=True)
-    mean = pl.col(problem.place).is_null()
+    mean = pl.col(task.condition).is_null()
     return frame.filter(~mean), frame.filter(mean)
 
 
@@ -158,7 +158,7 @@ def _mean_budgets(results: RunResults, policies: Sequence[str]) -> Figures:
     learners = others.filter(pl.col("policy") != policy_name(ORACLE))
     drawn = {}
     if len(learners):
-        key = problem_of(results).ranked_by
+        key = task_of(results).ranked_by
         title = "accuracy over the static mix"
         drawn["Accuracy over the static mix of equal mean latency"] = Figure(
             charts.by_budget(learners, key, title, level=0.0, unit=unit),

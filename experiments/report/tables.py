@@ -12,15 +12,6 @@ from rich.table import Table as RichTable
 
 from knobwise.envs.tables.cost_words import in_words
 from knobwise.envs.tables.units import TIMES
-from knobwise.experiments.evidence.problem import (
-    DECISION,
-    FEASIBLE,
-    FREE,
-    GAP,
-    LATENCY,
-    problem_of,
-    shown_at,
-)
 from knobwise.experiments.evidence.results import (
     differences_at,
     guard_by_budget,
@@ -31,6 +22,15 @@ from knobwise.experiments.evidence.results import (
     unit_of,
 )
 from knobwise.experiments.evidence.schema import PolicyRow, PolicyRows, RunResults
+from knobwise.experiments.evidence.task import (
+    DECISION,
+    FEASIBLE,
+    FREE,
+    GAP,
+    LATENCY,
+    shown_at,
+    task_of,
+)
 from knobwise.experiments.wording import words
 from knobwise.experiments.wording.sentences import promise
 from knobwise.experiments.wording.words import (
@@ -122,8 +122,8 @@ def reworded(block: Any, unit: str) -> Any:
 def policies(results: RunResults) -> Table:
     """Return a row for every policy, the best first: its metrics, or its accuracy at every number
     of shots."""
-    if not problem_of(results).averaged:
-        return by_place(results)
+    if not task_of(results).averaged:
+        return by_condition(results)
     rows = ranked(results)
     lines = [{"policy": policy_name(row["policy"])} | _metrics(results, row) for row in rows]
     return reworded(table_of(lines, _trained(results)), unit_of(results))
@@ -144,7 +144,7 @@ def by_dataset(results: RunResults) -> Table:
 def _metrics(results: RunResults, row: PolicyRow) -> dict[str, str]:
     """Return the cells of a row."""
     unit = unit_of(results)
-    metrics = problem_of(results).metrics
+    metrics = task_of(results).metrics
     # what is no time is not charged for decisions, so that they are free in any case
     metrics = tuple(metric for metric in metrics if metric is not FREE or unit in TIMES)
     return {metric.name: cell(row, metric, unit) for metric in metrics}
@@ -153,13 +153,13 @@ def _metrics(results: RunResults, row: PolicyRow) -> dict[str, str]:
 def _trained(results: RunResults) -> list[str]:
     """Return the names of the policies that the run trained; of selectors the one that stands for
     the run."""
-    problem = problem_of(results)
-    if problem.averaged:
-        return list(map(policy_name, problem.trained))
-    return [policy_name(problem.main_policy(results) or "", results)]
+    task = task_of(results)
+    if task.averaged:
+        return list(map(policy_name, task.trained))
+    return [policy_name(task.main_policy(results) or "", results)]
 
 
-def by_place(results: RunResults, rows: PolicyRows = "rows") -> Table:
+def by_condition(results: RunResults, rows: PolicyRows = "rows") -> Table:
     """Return a row for every policy, the best first, with a cell for each budget or number of
     shots: the score with its interval, and in small print what was spent for it.
 
@@ -170,14 +170,14 @@ def by_place(results: RunResults, rows: PolicyRows = "rows") -> Table:
     unit = unit_of(results)
     # all metrics but those that need another policy or no budget
     others = (FREE, GAP, FEASIBLE, DECISION)
-    metrics = [metric for metric in problem_of(results).metrics if metric not in others]
-    # policies that were not judged at the main place come last
+    metrics = [metric for metric in task_of(results).metrics if metric not in others]
+    # policies that were not judged at the main condition come last
     judged = (*ranked(results, rows), *results.get(rows, []))
     lines = []
     for policy in dict.fromkeys(row["policy"] for row in judged):
         line = {"policy": policy_name(policy, results)}
-        for place, heading in _places(results).items():
-            row = rows_at(results, place, rows).get(policy, {})
+        for condition, heading in _condition_headings(results).items():
+            row = rows_at(results, condition, rows).get(policy, {})
             # the score in large, all else in small print
             text = [f"{metric.name} {cell(row, metric, unit)}" for metric in metrics[1:]]
             if known(row.get("price")):
@@ -188,14 +188,14 @@ def by_place(results: RunResults, rows: PolicyRows = "rows") -> Table:
     return reworded(table_of(lines, _trained(results)), unit)
 
 
-def _places(results: RunResults) -> dict[float, str]:
+def _condition_headings(results: RunResults) -> dict[float, str]:
     """Return the budgets or numbers of shots → headings of their columns."""
-    key = problem_of(results).place
-    places = list(filter(known, {row.get(key) for row in results["rows"]}))
+    key = task_of(results).condition
+    conditions = list(filter(known, {row.get(key) for row in results["rows"]}))
     trained: dict[float | None, str] = {results.get("trained_shots"): " (trained)"}
     return {
-        place: words.place_words(results, place) + trained.get(place, "")
-        for place in sorted(places)
+        condition: words.condition_words(results, condition) + trained.get(condition, "")
+        for condition in sorted(conditions)
     }
 
 
@@ -206,7 +206,7 @@ def differences(results: RunResults) -> Table:
     lines = []
     for pair in dict.fromkeys((row["policy"], row["against"]) for row in results["differences"]):
         line = {"policy": "\nover ".join(policy_name(name, results) for name in pair)}
-        for shots, heading in _places(results).items():
+        for shots, heading in _condition_headings(results).items():
             gap = differences_at(results, int(shots)).get(pair, {})
             line[heading] = difference_cell(gap)
             if shots == main:

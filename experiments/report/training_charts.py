@@ -12,9 +12,9 @@ import polars as pl
 
 from knobwise.common.errors import InputError
 from knobwise.envs.tables.cost_words import in_words
-from knobwise.experiments.evidence.problem import CONTROLS, problem_of
 from knobwise.experiments.evidence.results import grpo_begins, unit_of
 from knobwise.experiments.evidence.schema import RunResults
+from knobwise.experiments.evidence.task import CONTROLS, task_of
 from knobwise.experiments.report import charts
 from knobwise.experiments.report.page import HUES, Figure
 from knobwise.experiments.report.tables import Folded
@@ -52,7 +52,7 @@ def training(results: RunResults, path: Path) -> list[Any]:
     begins = grpo_begins(results)
     dashed = " Dashed: where the warm-up ends." * len(begins)
     blocks: list[Any] = on_training(results)
-    score = logged.filter(pl.col("variable") == problem_of(results).validation)
+    score = logged.filter(pl.col("variable") == task_of(results).validation)
     if len(score):
         caption = (
             "A line for each seed, of networks without the guard on samples that they were not "

@@ -13,8 +13,8 @@ import polars as pl
 
 from knobwise.common.progress import say
 from knobwise.experiments.evidence.decisions import SAMPLE, read_decisions
-from knobwise.experiments.evidence.problem import DEADLINE, problem_of
 from knobwise.experiments.evidence.schema import RunResults
+from knobwise.experiments.evidence.task import DEADLINE, task_of
 
 CELLS = 200_000
 """The most cells, about, that the table of decisions has; more make W&B's pages slow."""
@@ -26,19 +26,17 @@ def scores_by_seed(results: RunResults, folder: Path) -> dict[tuple[str, int], d
     They come from its decisions: means over the budgets or, for a selector, at the shots of
     training. The policies of a selector are its stages; for a controller the stage is "".
     """
-    problem = problem_of(results)
+    task = task_of(results)
     staged = results.get("validation", {})
-    numbers = {problem.score.title(): "score", "Accuracy": "accuracy", "Latency_Mean": "latency_ms"}
+    numbers = {task.score.title(): task.score, "Accuracy": "accuracy", "Latency_Mean": "latency_ms"}
     means = [pl.col(column).mean().alias(f"Test/{name}") for name, column in numbers.items()]
-    means.append(pl.col("in_time").filter("feasible").mean().alias("Test/On_Time_Feasible"))
-    # first means over samples at each place, then over places
-    by_place = _decided(results, folder, staged or problem.trained[:1])
-    by_place = by_place.group_by("policy", "seed", "place").agg(means)
-    rows = by_place.group_by("policy", "seed").agg(pl.selectors.starts_with("Test/").mean())
-    if problem is DEADLINE:
-        low, high = (
-            problem.row(results, policy, None)["utility"] for policy in (problem.low, problem.high)
-        )
+    means.append(pl.col("on_time").filter("feasible").mean().alias("Test/On_Time_Feasible"))
+    # first means over samples at each condition, then over conditions
+    by_condition = _decided(results, folder, staged or task.trained[:1])
+    by_condition = by_condition.group_by("policy", "seed", "condition").agg(means)
+    rows = by_condition.group_by("policy", "seed").agg(pl.selectors.starts_with("Test/").mean())
+    if task is DEADLINE:
+        low, high = (task.row(results, policy, None)["utility"] for policy in (task.low, task.high))
         if high - low > 1e-9:  # as in `results.json`
             gap = (pl.col("Test/Utility") - low) / (high - low)
             rows = rows.with_columns(gap.alias("Test/Oracle_Gap_Closed"))
@@ -51,12 +49,12 @@ def scores_by_seed(results: RunResults, folder: Path) -> dict[tuple[str, int], d
 
 
 def _decided(results: RunResults, folder: Path, policies: Iterable[str]) -> pl.DataFrame:
-    """Return the decisions of these policies at the main place."""
+    """Return the decisions of these policies at the main condition."""
     frame = read_decisions(folder).filter(pl.col("policy").is_in(list(policies)))
-    main = problem_of(results).main_place(results)
+    main = task_of(results).main_condition(results)
     if main is None:
         return frame
-    return frame.filter(pl.col("place") == main)
+    return frame.filter(pl.col("condition") == main)
 
 
 def summaries_of(results: RunResults) -> dict[str, float]:
@@ -67,16 +65,16 @@ def summaries_of(results: RunResults) -> dict[str, float]:
     - `GRPO/…`: what GRPO added to the deployed policy.
     - `Val/…`: the scores that settings are chosen by, as means over the seeds.
     """
-    problem = problem_of(results)
-    main = problem.main_place(results)
-    policy = problem.main_policy(results)
-    score = problem.score
+    task = task_of(results)
+    main = task.main_condition(results)
+    policy = task.main_policy(results)
+    score = task.score
     every = [score, f"{score}_ci95_low", f"{score}_ci95_high"]
-    every += [metric.key for metric in problem.metrics]
+    every += [metric.key for metric in task.metrics]
     numbers = {}
     # test scores, of the main policy all of them
     for row in _rows(results):
-        if row.get(problem.place) == main:
+        if row.get(task.condition) == main:
             for key in every if row["policy"] == policy else [score]:
                 if isinstance(row.get(key), int | float):
                     numbers[f"Test/{row['policy']}/{key}"] = float(row[key])
@@ -84,7 +82,7 @@ def summaries_of(results: RunResults) -> dict[str, float]:
         numbers[f"GRPO/{key}"] = float(value)
     kind = "Beam_Score" if results.get("judged_by") == "best_beam" else "Accuracy"
     # validation scores, as means over the seeds
-    by_seed = {problem.validation: results.get("validation_utility")}
+    by_seed = {task.validation: results.get("validation_utility")}
     for stage, scores in results.get("validation", {}).items():
         by_seed[f"Val/{stage}/{kind}_Mean"] = scores
     return numbers | {name: sum(scores) / len(scores) for name, scores in by_seed.items() if scores}
@@ -125,10 +123,10 @@ def log_results(
 
 def _tables(results: RunResults, folder: Path) -> dict[str, Any]:
     """Return the W&B tables that are not empty, by name."""
-    problem = problem_of(results)
-    main = problem.main_place(results)
+    task = task_of(results)
+    main = task.main_condition(results)
     tables = {
-        "Test/policies": [row for row in _rows(results) if row.get(problem.place) == main],
+        "Test/policies": [row for row in _rows(results) if row.get(task.condition) == main],
         "Test/differences": list(map(_flat, results.get("differences", []))),
         "Test/by_dataset": list(map(_flat, results.get("by_dataset", []))),
     }
@@ -140,17 +138,15 @@ def _curves(results: RunResults) -> dict[str, Any]:
     """Return the W&B charts against the budget or the number of shots, by name."""
     import wandb
 
-    problem = problem_of(results)
-    axis = problem.place
+    task = task_of(results)
+    axis = task.condition
     rows = _table([row for row in _rows(results) if row.get(axis) is not None])
-    title = f"{problem.score} by {problem.place_words[0]}".capitalize()
+    title = f"{task.score} by {task.condition_words[0]}".capitalize()
     name = f"Test/by_{axis.removesuffix('_ms')}"
-    curves = {name: wandb.plot.line(rows, axis, problem.score, "policy", title)}
+    curves = {name: wandb.plot.line(rows, axis, task.score, "policy", title)}
     usage = [{**use, "value": str(use["value"])} for use in results.get("knob_usage", [])]
     for knob in dict.fromkeys(use["knob"] for use in usage):
-        shares = [
-            use for use in usage if (use["policy"], use["knob"]) == (problem.trained[0], knob)
-        ]
+        shares = [use for use in usage if (use["policy"], use["knob"]) == (task.trained[0], knob)]
         title = f"{knob}: share of each value"
         curves[f"Knobs/{knob}"] = wandb.plot.line(_table(shares), axis, "share", "value", title)
     return curves
@@ -194,13 +190,14 @@ def log_profile(run: Any, profile: Mapping[str, Any]) -> None:
 
 
 def _decisions(results: RunResults, folder: Path) -> list[dict[str, Any]]:
-    """Return decisions of the trained policies and of the reference policies, at the main place.
+    """Return decisions of the trained policies and of the reference policies, at the main
+    condition.
 
     They are of as many samples as fit into the table: all decisions of a sample or none.
     """
-    problem = problem_of(results)
-    trained = {*problem.trained, *(results.get("variants") or ())} - set(problem.controls)
-    references = {problem.low, problem.high} if problem.averaged else {problem.high}
+    task = task_of(results)
+    trained = {*task.trained, *(results.get("variants") or ())} - set(task.controls)
+    references = {task.low, task.high} if task.averaged else {task.high}
     frame = _decided(results, folder, trained | references)
     names = [name for name in frame.columns if not frame[name].is_null().all()]
     # samples are numbered from 1, in the order of their ids
@@ -214,7 +211,7 @@ def _decisions(results: RunResults, folder: Path) -> list[dict[str, Any]]:
 
 
 def _rows(results: RunResults) -> list[dict[str, Any]]:
-    return list(map(_flat, problem_of(results).rows(results)))
+    return list(map(_flat, task_of(results).rows(results)))
 
 
 def _flat(row: Mapping[str, Any]) -> dict[str, Any]:

@@ -31,10 +31,10 @@ from knobwise.common.progress import progress
 from knobwise.envs.demonstrations.beam_table import POLICY, BeamTable
 from knobwise.envs.demonstrations.settings import GroupConfig
 from knobwise.envs.demonstrations.torchrl_env import recorded_groups
-from knobwise.experiments.evidence.problem import UPPER
 from knobwise.experiments.evidence.run_folder import checkpoint_at
 from knobwise.experiments.evidence.schema import RunResults
 from knobwise.experiments.evidence.selectors import judge_selectors
+from knobwise.experiments.evidence.task import UPPER
 from knobwise.experiments.settings.beams import (
     SelectorData,
     check_judged,

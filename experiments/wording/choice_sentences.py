@@ -7,9 +7,9 @@ from itertools import pairwise
 from typing import Any
 
 from knobwise.envs.tables.cost_words import in_words
-from knobwise.experiments.evidence.problem import DEADLINE, Row, problem_of
 from knobwise.experiments.evidence.results import unit_of
 from knobwise.experiments.evidence.schema import RunResults, Tree
+from knobwise.experiments.evidence.task import DEADLINE, Row, task_of
 from knobwise.experiments.wording.words import LEARNED, number, quantity, sign_of, span
 
 
@@ -18,7 +18,7 @@ def setting(knobs: Mapping[str, Any]) -> str:
     return ", ".join(f"{name}={value}" for name, value in knobs.items())
 
 
-def condition(bounds: Sequence[tuple[str, str, float]], unit: str) -> str:
+def rule_condition(bounds: Sequence[tuple[str, str, float]], unit: str) -> str:
     """Return the condition of a rule in words; "always" without bounds."""
     parts = []
     for name, sign, value in bounds:
@@ -83,7 +83,7 @@ def _on_correlation(results: RunResults) -> str:
     hard = results["explanation"]["difficulty"]
     sign = sign_of(hard["setting_ci95"])
     worthwhile = ""
-    if sign < 0 and problem_of(results) is DEADLINE:
+    if sign < 0 and task_of(results) is DEADLINE:
         worthwhile = (
             " A deadline makes this worthwhile: time that is left over is worth nothing, and a "
             "costly setting would be late."

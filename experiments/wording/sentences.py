@@ -8,13 +8,6 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from knobwise.envs.tables.units import TIMES
-from knobwise.experiments.evidence.problem import (
-    DEMONSTRATIONS,
-    MEAN_BUDGET,
-    Row,
-    problem_of,
-    shown_at,
-)
 from knobwise.experiments.evidence.results import (
     baselines,
     differences_at,
@@ -32,6 +25,13 @@ from knobwise.experiments.evidence.schema import (
     PolicyRow,
     RunResults,
     TrainingFacts,
+)
+from knobwise.experiments.evidence.task import (
+    DEMONSTRATIONS,
+    MEAN_BUDGET,
+    Row,
+    shown_at,
+    task_of,
 )
 from knobwise.experiments.wording.words import (
     COMPARED,
@@ -65,16 +65,16 @@ def verdict(results: RunResults) -> list[str]:
 
 def _verdict(results: RunResults) -> list[str]:
     """Return the lines of `verdict`, as they are said of times."""
-    problem = problem_of(results)
-    if problem is DEMONSTRATIONS:
+    task = task_of(results)
+    if task is DEMONSTRATIONS:
         return _of_selectors(results)
     # a run may judge baselines alone
     if LEARNED not in rows_at(results, None):
         line = "No learned policy was judged."
         for row in [row for row in ranked(results) if row["policy"] != ORACLE][:1]:
-            line += f" The best is {with_score(row, problem.ranked_by)}."
+            line += f" The best is {with_score(row, task.ranked_by)}."
         return [line]
-    say = _under_mean_budgets if problem.equal_latency else _under_deadlines
+    say = _under_mean_budgets if task.equal_latency else _under_deadlines
     return [*say(results), *on_training(results), *_on_guard(results)]
 
 
@@ -182,7 +182,7 @@ def _under_mean_budgets(results: RunResults) -> list[str]:
     """Say what is gained at equal mean latency over the best single configuration, the static mix
     and other policies."""
     learned = rows_at(results, None)[LEARNED]
-    budgets = MEAN_BUDGET.judged_at(results)
+    budgets = MEAN_BUDGET.conditions(results)
     # the two tightest: where time is short, choosing matters most
     tight = [MEAN_BUDGET.row(results, LEARNED, budget) for budget in budgets[:2]]
     gains = listed([points(row["over_best_single"]) for row in tight])
@@ -218,7 +218,7 @@ def _on_guard(results: RunResults) -> list[str]:
     if fell_back := sum(not row["deployed"] for row in cases):
         lines.append(
             f"In {fell_back:,} of {len(cases):,} cases (seeds × budgets) the guard fell back to "
-            f"{policy_name(problem_of(results).low)}: on held-out samples the policy showed no "
+            f"{policy_name(task_of(results).low)}: on held-out samples the policy showed no "
             "gain there, or was late too often."
         )
     not_kept = [

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from knobwise.envs.tables.cost_words import in_words
-from knobwise.experiments.evidence.problem import Metric, Row, problem_of
 from knobwise.experiments.evidence.results import known, unit_of, value_of
 from knobwise.experiments.evidence.schema import RunResults
 from knobwise.experiments.evidence.statistics import Difference
 from knobwise.experiments.evidence.statistics import sign_of as sign_of
+from knobwise.experiments.evidence.task import Metric, Row, task_of
 
 LEARNED = "controller"
 TEACHER = "teacher"
@@ -174,11 +174,11 @@ def said_of(results: RunResults, text: str) -> str:
     return in_words(text, unit_of(results))
 
 
-def place_words(results: RunResults, place: float) -> str:
+def condition_words(results: RunResults, condition: float) -> str:
     """Return a budget or a number of shots in words."""
-    if problem_of(results).averaged:
-        return quantity(place, unit_of(results))
-    return shots_words(int(place))
+    if task_of(results).averaged:
+        return quantity(condition, unit_of(results))
+    return shots_words(int(condition))
 
 
 def in_seeds(count: int, seeds: int) -> str:

@@ -233,10 +233,10 @@ def test_an_answer_in_time_in_two_of_three_measurements_is_worth_two_thirds():
     table = table_of([[0.5, 0.75], [0.25, 1.0]], repeats)
     budgets = torch.tensor([11.0, 25.0])
     judged = judge(Always(0), table, ALL, budgets)
-    close(judged.in_time, [[2 / 3, 1], [1, 1]])
+    close(judged.on_time, [[2 / 3, 1], [1, 1]])
     close(judged.utility, [[1 / 3, 0.5], [0.25, 0.25]])
     charged = judge(Always(0), table, ALL, budgets, cost_ms=torch.full_like(budgets, 0.5))
-    close(charged.in_time, [[1 / 3, 1], [1, 1]])
+    close(charged.on_time, [[1 / 3, 1], [1, 1]])
     assert charged.latency_ms.tolist() == [[11.5, 11.5], [5.5, 5.5]]
     # 0.75 in two of three measurements is worth as much as 0.5 in all, and the faster is taken
     for budget, choice in ((29.0, 0), (40.5, 1)):
@@ -297,7 +297,7 @@ def test_decisions_without_features_do_not_pay_for_it():
         )
         assert torch.equal(*choices)
     with_look, without = (judge(same, each, rows, budgets) for each in (paid, table))
-    for name in ("utility", "latency_ms", "reward", "in_time", "feasible"):
+    for name in ("utility", "latency_ms", "reward", "on_time", "feasible"):
         close(getattr(with_look, name), getattr(without, name))
 
 
@@ -305,12 +305,12 @@ def test_decisions_by_features_pay_where_the_answer_does_not_continue_from_it():
     look = torch.tensor([[0.0, 2.5]])
     paid = table_of([[1.0, 1.0]], 4 + look, torch.zeros(1, 1), first_look_ms=look)
     budgets, row = torch.tensor([5.0]), ALL[:1]
-    for choice, in_time, took in ((0, 1.0, 4.0), (1, 0.0, 6.5)):
+    for choice, on_time, took in ((0, 1.0, 4.0), (1, 0.0, 6.5)):
         policy = Always(choice)
         assert judge(policy, paid, row, budgets).latency_ms == 4.0
         policy.reads_features = lambda limits: np.ones(len(limits), bool)
         judged = judge(policy, paid, row, budgets)
-        assert (judged.utility, judged.latency_ms) == (in_time, took)
+        assert (judged.utility, judged.latency_ms) == (on_time, took)
 
 
 def test_a_guard_counts_the_look_and_falls_back_without_it():

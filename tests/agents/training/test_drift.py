@@ -95,8 +95,8 @@ def test_grpo_learns_on_copies_of_its_own_samples_and_is_told_their_drift():
     row, limits, chosen = last["row"], last["budget_ms"], last["configuration"]
     offset = copies_of(table, student.setup.drift, False, student.seed)[1][row]
     cell = row.unsqueeze(-1) % 60, chosen
-    in_time = table.latency_ms[cell] * offset.gather(-1, chosen).exp() <= limits.unsqueeze(-1)
-    close(last["next", "reward"], torch.where(in_time, table.accuracy[cell], -0.2))
+    on_time = table.latency_ms[cell] * offset.gather(-1, chosen).exp() <= limits.unsqueeze(-1)
+    close(last["next", "reward"], torch.where(on_time, table.accuracy[cell], -0.2))
     # and what draws reads how much slower knob values are there
     network = student.setup.controller.network
     sample = row.T % 60

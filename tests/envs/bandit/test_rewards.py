@@ -18,7 +18,7 @@ from knobwise.envs.bandit.reward import (
     complexity,
     expected_utility,
     reward,
-    share_in_time,
+    share_on_time,
 )
 from knobwise.envs.tables.profile_table import Knob
 
@@ -95,7 +95,7 @@ def test_a_knob_without_a_size_counts_nothing(values):
 def test_share_in_time_and_utility_by_hand():
     limits = BUDGETS.unsqueeze(1)
     measured = TABLE.measurements_ms
-    close(share_in_time(measured, limits), [[2 / 3, 1 / 3, 1.0], [1.0, 0.0, 1 / 3]])
+    close(share_on_time(measured, limits), [[2 / 3, 1 / 3, 1.0], [1.0, 0.0, 1 / 3]])
     close(expected_utility(TABLE.accuracy, measured, limits), [[0.4, 1 / 3, 0.2], [0.5, 0.0, 0.3]])
 
 

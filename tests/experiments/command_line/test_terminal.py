@@ -12,7 +12,7 @@ import pytest
 from commands import COMMAND, OPTIMISER, TABLE, VARIABLES, visible, words_of, write_table
 from rich.console import Console
 
-from knobwise.experiments.evidence.problem import DEADLINE
+from knobwise.experiments.evidence.task import DEADLINE
 from knobwise.experiments.report.tables import MINOR, Table, print_table
 
 HEADER = ["policy", *(metric.name for metric in DEADLINE.metrics)]

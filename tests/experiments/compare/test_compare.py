@@ -140,8 +140,8 @@ def test_older_runs_are_shown_and_not_tested(tmp_path):
 
 def test_runs_at_other_budgets_are_tested_where_both_were_judged(tmp_path):
     comparison = compared(tmp_path, {"a": {}, "b": {"gain": 0.3, "budgets": (20.0, 40.0)}})
-    (at_20,) = comparison.by_place
-    assert at_20.place == 20
+    (at_20,) = comparison.by_condition
+    assert at_20.condition == 20
     assert comparison.differences[0].difference == at_20.difference
     untested, means = comparison.notes
     assert "not judged at 1 of" in untested
@@ -159,7 +159,7 @@ def test_selectors_by_the_furthest_trained_and_stage_by_stage(tmp_path):
     assert stage.policy == "sft"
     assert stage.against_policy == "sft"
     assert stage.difference == 0
-    assert [one.place for one in comparison.by_place] == [1, 2]
+    assert [one.condition for one in comparison.by_condition] == [1, 2]
     names = [line["run"] for line in rows_of(comparison)]
     assert names == ["a\nGRPO on recorded groups", "b\nGRPO on live draws"]
 
@@ -187,7 +187,7 @@ def test_the_verb_prints_and_writes_page_and_numbers(folder, capsys):
     assert content["reference"] == odd
     assert [run["label"] for run in content["runs"]] == [odd, "size-0", "size-1"]
     assert content["settings"] == {"loss.group_size": ["8", "0", "1"]}
-    for name, family in (("", comparison.differences), ("_per_place", comparison.by_place)):
+    for name, family in (("", comparison.differences), ("_per_condition", comparison.by_condition)):
         rows = content[f"differences{name}"]
         assert [row["p_holm"] for row in rows] == [one.p_holm for one in family]
         assert {row["shown"] for row in rows} == {"worse"}

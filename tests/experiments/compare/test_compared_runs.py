@@ -186,7 +186,7 @@ def test_the_page_holds_every_number(tmp_path, three):
         for place, line in places.items():
             assert f"<td>{run.label}<" in line
             assert f"<td>{run.row('controller', place)['utility']:.3f}" in line
-    for rows, family in ((means, three.differences), (per_budget, three.by_place)):
+    for rows, family in ((means, three.differences), (per_budget, three.by_condition)):
         for one in family:
             row = next(line for line in rows if f"<td>{one.run}<" in line)
             gap, low, high = (f"{100 * value:+.1f}" for value in (one.difference, *one.ci95))

@@ -21,10 +21,10 @@ from knobwise.experiments.evidence.decisions import (
     splits_of,
     write_decisions,
 )
-from knobwise.experiments.evidence.problem import shown_at
 from knobwise.experiments.evidence.results import read_results
 from knobwise.experiments.evidence.selectors import selector_decisions, selector_results
 from knobwise.experiments.evidence.statistics import mean_interval
+from knobwise.experiments.evidence.task import shown_at
 from knobwise.experiments.settings.beams import SelectorData
 
 BEAMS, _ = small_beams(7)

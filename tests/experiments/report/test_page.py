@@ -17,7 +17,7 @@ from helpers import small_table, table_of
 from page_parts import charts_of, points_of, printed, svg_of
 
 from knobwise.envs.tables.profile_table import Knob
-from knobwise.experiments.evidence.problem import DECISION, GAP, OVER_MIX, UTILITY
+from knobwise.experiments.evidence.task import DECISION, GAP, OVER_MIX, UTILITY
 from knobwise.experiments.inspection.facts import inspect_table
 from knobwise.experiments.inspection.page import lead, print_inspection, write_inspection
 from knobwise.experiments.report import charts, page

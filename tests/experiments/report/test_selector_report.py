@@ -24,8 +24,8 @@ from page_parts import (
 )
 
 from knobwise.agents.selector.evaluation import Decided
-from knobwise.experiments.evidence.problem import CONTROLS, LEARNED
 from knobwise.experiments.evidence.selectors import selector_decisions, selector_results
+from knobwise.experiments.evidence.task import CONTROLS, LEARNED
 from knobwise.experiments.report import page
 from knobwise.experiments.report.report import print_results, verdict, write_report
 from knobwise.experiments.report.result_charts import BEST, KINDS, result_charts, result_images

@@ -213,8 +213,11 @@ def holds_results(evaluated, run):
     assert gained == flat(results.get("grpo_gain", {}))
 
     usage = results.get("knob_usage", [])
-    by_place = [row for row in rows if row[place] is not None]
-    wanted = {"Test/policies": at_middle, f"Test/by_{place.removesuffix('_ms')}_table": by_place}
+    by_condition = [row for row in rows if row[place] is not None]
+    wanted = {
+        "Test/policies": at_middle,
+        f"Test/by_{place.removesuffix('_ms')}_table": by_condition,
+    }
     if selector:
         wanted["Test/differences"] = [flat(row) for row in results["differences"]]
     for knob in {use["knob"] for use in usage}:

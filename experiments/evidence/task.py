@@ -1,5 +1,5 @@
-"""The kinds of problem that a run can be about. Everything that differs between them is a field of
-`Problem`.
+"""The kinds of task that a run can be about. Everything that differs between them is a field of
+`Task`.
 
 This module imports no torch, which is slow to load.
 """
@@ -64,17 +64,17 @@ DECISION = Metric("decision_us_p50", "decision time", unit="µs")
 
 
 @dataclass(frozen=True)
-class Problem:
+class Task:
     """The properties that all runs of a kind share.
 
-    A *place* is where policies are judged: a budget, or a number of demonstrations.
+    A *condition* is where policies are judged: a budget, or a number of demonstrations.
     """
 
     name: str
     agents: str
     """Plural of the agents that these runs train, in words."""
-    place_words: tuple[str, str]
-    """Singular and plural of the place, in words."""
+    condition_words: tuple[str, str]
+    """Singular and plural of the condition, in words."""
     score: str
     """Key of the score in a row; `{score}_ci95` is its interval."""
     ranked_by: str
@@ -87,8 +87,8 @@ class Problem:
     high: str = "oracle"
     """The reference policies that the oracle gap lies between; of demonstrations nothing but the
     ends of the scale."""
-    place: str = "budget_ms"
-    """Key of the place in a row of `results.json`; also the column of tables and the axis in
+    condition: str = "budget_ms"
+    """Key of the condition in a row of `results.json`; also the column of tables and the axis in
     W&B."""
     samples: str = "samples"
     """Plural of the things that policies are judged on, in words; `test_{samples}` is the key of
@@ -100,7 +100,7 @@ class Problem:
     equal_latency: bool = False
     """Whether policies are compared with mixtures and configurations of equal mean latency."""
     averaged: bool = True
-    """Whether rows with place None hold the mean over the places."""
+    """Whether rows with condition None hold the mean over the conditions."""
     controls: tuple[str, ...] = ()
     """Trained policies that are expected to gain nothing, under `controls` in `results.json`."""
     by_dataset: tuple[str, ...] = ()
@@ -110,22 +110,22 @@ class Problem:
         """Return the rows of all policies, controls included."""
         return [*results["rows"], *results.get("controls", [])]
 
-    def row(self, results: RunResults, policy: str, place: float | None) -> PolicyRow:
-        """Return the row of a policy at a place, or its mean over the places (None); {} if there is
-        none."""
+    def row(self, results: RunResults, policy: str, condition: float | None) -> PolicyRow:
+        """Return the row of a policy at a condition, or its mean over the conditions (None); {} if
+        there is none."""
         for row in self.rows(results):
-            if (row["policy"], place_of(row.get(self.place))) == (policy, place):
+            if (row["policy"], condition_of(row.get(self.condition))) == (policy, condition):
                 return row
         return {}
 
-    def judged_at(self, results: RunResults) -> list[float]:
-        """Return the places that policies were judged at, sorted; see `place_of`."""
-        places = {place_of(row.get(self.place)) for row in self.rows(results)}
-        return sorted(places - {None})
+    def conditions(self, results: RunResults) -> list[float]:
+        """Return the conditions that policies were judged at, sorted; see `condition_of`."""
+        conditions = {condition_of(row.get(self.condition)) for row in self.rows(results)}
+        return sorted(conditions - {None})
 
-    def main_place(self, results: RunResults) -> float | None:
-        """Return the place that sentences and summaries are about: the mean over the places (None),
-        or the number of shots used in training."""
+    def main_condition(self, results: RunResults) -> float | None:
+        """Return the condition that sentences and summaries are about: the mean over the conditions
+        (None), or the number of shots used in training."""
         return None if self.averaged else shown_at(results)
 
     def main_policy(self, results: RunResults) -> str | None:
@@ -135,10 +135,10 @@ class Problem:
         return next((name for name in wanted if name in judged), None)
 
 
-DEADLINE = Problem(
+DEADLINE = Task(
     name="deadline",
     agents="controllers under deadlines",
-    place_words=("budget", "budgets"),
+    condition_words=("budget", "budgets"),
     score="utility",
     ranked_by="utility",
     metrics=(UTILITY, FREE, GAP, ACCURACY, LATENCY, ON_TIME, FEASIBLE, DECISION),
@@ -147,10 +147,10 @@ DEADLINE = Problem(
     compared=("over_static",),
     by_dataset=("controller", "budget_aware_static", "static_per_dataset", "oracle"),
 )
-MEAN_BUDGET = Problem(
+MEAN_BUDGET = Task(
     name="mean",
     agents="controllers under mean budgets",
-    place_words=("mean budget", "mean budgets"),
+    condition_words=("mean budget", "mean budgets"),
     score="accuracy",
     ranked_by="over_static_mix",
     validation="Val/Reward_Mean",
@@ -161,11 +161,11 @@ MEAN_BUDGET = Problem(
     trained=("controller",),
     by_dataset=("controller", "static_mix", "best_single", "oracle"),
 )
-DEMONSTRATIONS = Problem(
+DEMONSTRATIONS = Task(
     name="selector",
     agents="selectors",
-    place="shots",
-    place_words=("number of shots", "numbers of shots"),
+    condition="shots",
+    condition_words=("number of shots", "numbers of shots"),
     samples="queries",
     score="accuracy",
     ranked_by="accuracy",
@@ -177,14 +177,14 @@ DEMONSTRATIONS = Problem(
 )
 
 
-def place_of(place: Any) -> Any:
-    """Round a place to six figures, because files may hold the same budget with more or fewer; None
-    stays None."""
-    return place and float(f"{place:.6g}")
+def condition_of(condition: Any) -> Any:
+    """Round a condition to six figures, because files may hold the same budget with more or fewer;
+    None stays None."""
+    return condition and float(f"{condition:.6g}")
 
 
-def problem_of(results: RunResults) -> Problem:
-    """Return the problem that the content of a `results.json` is about."""
+def task_of(results: RunResults) -> Task:
+    """Return the task that the content of a `results.json` is about."""
     if results.get("system") == "selector":
         return DEMONSTRATIONS
     return MEAN_BUDGET if results.get("sense") == "mean" else DEADLINE
