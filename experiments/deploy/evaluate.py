@@ -7,12 +7,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from rich.console import Console
 from threadpoolctl import threadpool_limits
 
-from knobwise.agents.evaluation.budgets import judged_budgets
 from knobwise.agents.selector.clip_encoder import as_read
 from knobwise.agents.selector.selector import Selector
 from knobwise.agents.training.checkpoint import Loaded, load_checkpoint
@@ -20,10 +18,11 @@ from knobwise.common.checks import a_device
 from knobwise.common.errors import InputError
 from knobwise.common.files import write_json
 from knobwise.envs.bandit.reward import RewardTable
-from knobwise.envs.tables.divisions import budget_rows, divide
+from knobwise.envs.tables.divisions import divide
 from knobwise.envs.tables.profile_table import ProfileTable, Split
 from knobwise.envs.tables.units import check_time
 from knobwise.experiments.evidence.controllers import gain_on_held_out, held_out_choices
+from knobwise.experiments.evidence.evaluate import EVALUATORS
 from knobwise.experiments.evidence.run_folder import checkpoint_at
 from knobwise.experiments.evidence.schema import RunResults
 from knobwise.experiments.evidence.selectors import judge_selectors
@@ -31,7 +30,7 @@ from knobwise.experiments.report.report import print_results
 from knobwise.experiments.settings.beams import check_judged, read_data
 from knobwise.experiments.settings.options import EvaluateRun, ExplainRun, ExportRun
 from knobwise.experiments.settings.profiles import read_profile
-from knobwise.experiments.train.controller import judge_controllers
+from knobwise.experiments.train.controller import judge_beside_baselines
 
 
 def run(config: EvaluateRun) -> RunResults | dict[str, Any]:
@@ -87,19 +86,11 @@ def evaluate_controller(loaded: Loaded, config: EvaluateRun) -> RunResults:
     table = fitting_profile(config, loaded)
     policy = loaded.controller
     split = _split_for(loaded, table, config)
-    mean = policy.decider.mean
-    if mean is None:
-        budgets_ms = judged_budgets(table, config.budgets_ms, budget_rows(table, split))
-    else:
-        # a controller for mean budgets is judged at those that it was calibrated for
-        try:
-            mean.groups(np.array(config.budgets_ms or mean.budgets_ms))
-        except ValueError as error:
-            raise InputError(f"budgets_ms: {error}") from error
-        budgets_ms = torch.from_numpy(mean.budgets_ms)
-    rewards = RewardTable(table, config.reward)
+    evaluator = EVALUATORS[policy.sense]
+    budgets_ms = evaluator.budgets_for(policy, table, split, config.budgets_ms)
+    judged = evaluator(table, split, budgets_ms, RewardTable(table, config.reward))
     with threadpool_limits(1):
-        results, _ = judge_controllers(config, table, split, budgets_ms, rewards, [policy], [0])
+        results, _ = judge_beside_baselines(judged, config, [policy], [0])
     results |= held_out_choices([loaded])
     if gain := gain_on_held_out([loaded]):
         results |= {"grpo_gain": gain}

@@ -58,7 +58,7 @@ The keys:
 - `cluster`: what the sample belongs to (`profile.group`, or an image); null where it stands alone.
 - `condition`: the budget in ms, or the number of demonstrations.
 - `source`: `replay` where outcomes were looked up, `live` where the model answered.
-- `request`: live, its number in the stream, counted from 0; a sample may be asked for several times.
+- `request`: live, its number in the stream, counted from 0; a sample may come several times.
 
 The outcomes:
 
@@ -73,13 +73,14 @@ The outcomes:
   choice.
 - `reward`: that of the training, without the policy's own cost.
 - `vote`: whether a majority vote of the demonstrations, without the model, would have been right.
-- `decision_us`: the median time of a decision of this policy at this condition, for controllers and
-  selectors only.
+- `decision_us`: the median time of a decision, for controllers and selectors only.
 """
 SHARES = ("accuracy", "on_time", "expected_on_time", "utility", "vote", "second_share")
 """The columns whose numbers are from 0 to 1."""
 IF_FREE = "if_free"
 """The learned controller if its decisions and features took no time: a policy of its own."""
+BEFORE = "before_grpo"
+"""The learned controller before GRPO."""
 EARLIER = {
     "sample_id": "sample",
     "place": "condition",
@@ -168,7 +169,7 @@ def decision_rows(
 
 def _complete(frame: pl.DataFrame) -> pl.DataFrame:
     """Return all columns of `SCHEMA` in their order, then others; NaN becomes null."""
-    types = {name: SCHEMA[name] for name in frame.columns if name in SCHEMA}
+    types: Any = {name: SCHEMA[name] for name in frame.columns if name in SCHEMA}
     known = frame.cast(types).fill_nan(None)
     return pl.concat([pl.DataFrame(schema=SCHEMA), known], how="diagonal")
 
