@@ -80,7 +80,7 @@ class Charged:
         return self.policy.mixture(table, rows)
 
     @torch.no_grad()
-    def columns(
+    def outcomes(
         self, table: ProfileTable, rows: Tensor, chosen: Tensor, budgets_ms: Tensor
     ) -> dict[str, Any]:
         """Return what is known of its decisions alone: their time, and the probability of being on
@@ -151,8 +151,9 @@ def _policies(
         decider = evaluator.deployed(controller)
         learned[seed] = Charged(decider, controller, cost.charged_ms, cost.decision_us)
     policies: dict[str, Mapping[int | None, Any]] = {LEARNED: learned}
-    teachers = [controller.guarded_teacher for controller in controllers]
-    if evaluator.task.charged and None not in teachers:
+    taught = all(controller.teacher is not None for controller in controllers)
+    if evaluator.task.charged and taught:
+        teachers = [controller.guarded_teacher for controller in controllers]
         policies["teacher"] = dict(zip(seeds, teachers, strict=True))
     return policies | alone(baselines)
 

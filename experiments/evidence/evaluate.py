@@ -170,12 +170,12 @@ class Deadlines(_OnTable):
 
     def outcomes(self, policy: Any) -> dict[str, Any]:
         """See `Evaluator`. A policy is a `Policy`; it may have `cost_ms`, the time [B] that it is
-        charged, and further columns (`Charged.columns`)."""
+        charged, and further columns (`Charged.outcomes`)."""
         cost_ms = getattr(policy, "cost_ms", 0.0)
         judged = judge(policy, self.table, self.rows, self.budgets_ms, self.rewards, cost_ms)
         columns = dict(vars(judged))
-        if hasattr(policy, "columns"):
-            columns |= policy.columns(self.table, self.rows, judged.chosen, self.budgets_ms)
+        if hasattr(policy, "outcomes"):
+            columns |= policy.outcomes(self.table, self.rows, judged.chosen, self.budgets_ms)
         columns["choice"] = self.chosen(columns.pop("chosen"))
         return columns
 

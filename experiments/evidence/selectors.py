@@ -174,7 +174,9 @@ def selector_decisions(
         of_seeds: Sequence[int | None] = seeds
         if name in {*SIMPLE, *UPPER} - {"random"}:
             of_seeds = [None]
-        policies[name] = {seed: Judged(by_shots, i) for i, seed in enumerate(of_seeds)}
+        # some policies have fewer seeds
+        count = min(len(outcome.correct) for outcome in by_shots.values())
+        policies[name] = {seed: Judged(by_shots, i) for i, seed in enumerate(of_seeds[:count])}
     known = pl.col("accuracy").is_not_null().any().over("policy", "condition")
     return evaluate(evaluator, policies).filter(known)
 
