@@ -10,6 +10,7 @@ import numpy as np
 import polars as pl
 
 from knobwise.experiments.compare.runs import ComparedRun
+from knobwise.experiments.evidence.decisions import IF_FREE
 from knobwise.experiments.evidence.statistics import FEWEST, Difference, paired
 
 KEYS = ("seed", "sample", "condition")
@@ -43,7 +44,9 @@ def judged_alike(reference: ComparedRun, run: ComparedRun, conditions: Sequence[
     for side in (reference, run):
         if side.decisions is None:
             return False
-        decisions = side.decisions.filter(pl.col("condition").is_in(list(conditions)))
+        # of what costs nothing, files of earlier versions hold the utility alone
+        judged = pl.col("condition").is_in(list(conditions)) & (pl.col("policy") != IF_FREE)
+        decisions = side.decisions.filter(judged)
         samples.append(decisions.group_by(keys).agg(known).filter("accuracy").sort(keys))
     return samples[0].equals(samples[1])
 
