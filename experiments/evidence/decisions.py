@@ -21,8 +21,9 @@ from knobwise.common.files import written_whole
 from knobwise.common.parquet import read_parquet
 
 FILE = "decisions.parquet"
-SAMPLE = ("split", "dataset", "sample")
-"""The columns that tell samples apart; a sample is judged once in each split that tests it."""
+SAMPLE = ("split", "dataset", "sample", "request")
+"""The columns that tell samples apart; a sample is judged once in each split that tests it, and
+live once for each request."""
 SCHEMA: dict[str, type[pl.DataType]] = {
     "policy": pl.String,
     "seed": pl.Int64,
@@ -91,12 +92,16 @@ EARLIER = {
 """The columns of files up to version 0.2.0 → their names now."""
 
 
-def write_decisions(folder: str | Path, frame: pl.DataFrame) -> None:
-    """Write `decisions.parquet` into a run's folder, rows in the order given.
+def write_decisions(path: str | Path, frame: pl.DataFrame) -> None:
+    """Write decisions to a file, or as `decisions.parquet` into the folder of a run, rows in the
+    order given.
 
     The columns may be in any order; values are cast, missing columns are null.
     """
-    with written_whole(Path(folder) / FILE) as temporary:
+    path = Path(path)
+    if path.is_dir():
+        path /= FILE
+    with written_whole(path) as temporary:
         _complete(frame).write_parquet(temporary, compression="zstd")
 
 
