@@ -16,7 +16,7 @@ from knobwise.agents.selector.clip_encoder import as_read
 from knobwise.agents.selector.selector import Selector
 from knobwise.agents.training.checkpoint import Loaded, load_checkpoint
 from knobwise.common.checks import a_device
-from knobwise.common.errors import InputError
+from knobwise.common.errors import InputError, naming
 from knobwise.common.files import write_json
 from knobwise.envs.bandit.reward import RewardTable
 from knobwise.envs.tables.divisions import divide
@@ -111,8 +111,8 @@ def fitting_profile(config: EvaluateRun | ExplainRun | ExportRun, loaded: Loaded
     table = read_profile(config.profile, loaded)
     checkpoint = config.checkpoint
     agent = loaded.controller
-    if agent.sense == "mean" and not agent.settled.mean:
-        raise InputError(f"{checkpoint}: its worths were not calibrated yet; let its training end")
+    with naming(checkpoint):
+        EVALUATORS[agent.sense].check_trained(agent)
     network = agent.controller
     if table.unit != network.unit:
         raise InputError(

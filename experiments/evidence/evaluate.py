@@ -160,6 +160,10 @@ class Deadlines(_OnTable):
         return cls.budgets(table, split, wanted)
 
     @staticmethod
+    def check_trained(controller: DeployedController) -> None:
+        """Do nothing: a controller can decide at any time of its training."""
+
+    @staticmethod
     def deadlines(budgets_ms: Tensor) -> Tensor:
         """Return the budgets that predictors learn to keep: these."""
         return budgets_ms
@@ -258,6 +262,12 @@ class MeanBudgets(_OnTable):
         except ValueError as error:
             raise InputError(f"budgets_ms: {error}") from error
         return torch.from_numpy(mean.budgets_ms)
+
+    @staticmethod
+    def check_trained(controller: DeployedController) -> None:
+        """Raise InputError for a controller that does not know the worths of its budgets yet."""
+        if not controller.settled.mean:
+            raise InputError("its worths were not calibrated yet; let its training end")
 
     @staticmethod
     def deadlines(budgets_ms: Tensor) -> Tensor:
