@@ -115,6 +115,33 @@ class _OnTable:
             names["cluster"] = list(map("/".join, table.split_keys))
         self.samples = pl.DataFrame(names)[self.rows.numpy()]
 
+    @staticmethod
+    def check(table: ProfileTable, splits: int) -> None:
+        """Raise InputError for a table, or a number of splits, that the task does not go with."""
+
+    @staticmethod
+    def check_trained(controller: DeployedController) -> None:
+        """Raise InputError for a controller that cannot decide yet."""
+
+    @staticmethod
+    def budgets(table: ProfileTable, split: Split, wanted: Sequence[float] | None) -> Tensor:
+        """Return the budgets to judge at, float [B]; by default those that suit the table."""
+        return judged_budgets(table, wanted, budget_rows(table, split))
+
+    @classmethod
+    def budgets_for(
+        cls,
+        controller: DeployedController,
+        table: ProfileTable,
+        split: Split,
+        wanted: Sequence[float] | None,
+    ) -> Tensor:
+        """Return the budgets to judge a trained controller at, see `budgets`."""
+        return cls.budgets(table, split, wanted)
+
+    def add_facts(self, results: RunResults, policies: Policies) -> None:
+        """Add to the results what they have for this task alone."""
+
     def of_rows(self, rows: Tensor) -> Self:
         """Return the evaluator of other test samples, int64 [n]."""
         return type(self)(self.table, self.split._replace(test=rows), self.budgets_ms)
@@ -144,33 +171,9 @@ class Deadlines(_OnTable):
         self.rewards = rewards
 
     @staticmethod
-    def budgets(table: ProfileTable, split: Split, wanted: Sequence[float] | None) -> Tensor:
-        """Return the budgets to judge at, float [B]; by default those that suit the table."""
-        return judged_budgets(table, wanted, budget_rows(table, split))
-
-    @classmethod
-    def budgets_for(
-        cls,
-        controller: DeployedController,
-        table: ProfileTable,
-        split: Split,
-        wanted: Sequence[float] | None,
-    ) -> Tensor:
-        """Return the budgets to judge a trained controller at, see `budgets`."""
-        return cls.budgets(table, split, wanted)
-
-    @staticmethod
-    def check_trained(controller: DeployedController) -> None:
-        """Do nothing: a controller can decide at any time of its training."""
-
-    @staticmethod
     def deadlines(budgets_ms: Tensor) -> Tensor:
         """Return the budgets that predictors learn to keep: these."""
         return budgets_ms
-
-    @staticmethod
-    def check(table: ProfileTable, splits: int) -> None:
-        """Do nothing: there may be several splits, and a first look to pay for."""
 
     def outcomes(self, policy: Any) -> dict[str, Any]:
         """See `Evaluator`. A policy is a `Policy`; it may have `cost_ms`, the time [B] that it is
@@ -191,9 +194,6 @@ class Deadlines(_OnTable):
     def compared(self, decisions: pl.DataFrame) -> pl.DataFrame:
         """Add to decisions the scores that they are compared with."""
         return with_references(self.task, decisions)
-
-    def add_facts(self, results: RunResults, policies: Policies) -> None:
-        """Do nothing: there are no facts about deadlines alone."""
 
     def baselines(self, experts: Experts, seed: int) -> list[Policy]:
         """Return every simple way to decide.
@@ -243,8 +243,9 @@ class MeanBudgets(_OnTable):
         """Return the budgets to judge at, float64 [B], see `mean_budgets`."""
         return mean_budgets(table, split.fitted, wanted)
 
-    @staticmethod
+    @classmethod
     def budgets_for(
+        cls,
         controller: DeployedController,
         table: ProfileTable,
         split: Split,
