@@ -3,8 +3,7 @@ and of `decisions.parquet`."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 from typing import Any, cast
 
 import polars as pl
@@ -49,55 +48,6 @@ GAINED = Metric("test", of=pl.col("utility") - pl.col("utility_before"))
 """What GRPO added to the deployed policy."""
 
 
-@dataclass
-class Charged:
-    """A controller as it is deployed: its decisions and its features take time."""
-
-    policy: Any
-    """What decides of it."""
-    controller: DeployedController
-    cost_ms: Tensor
-    """float64 [B], what it is charged under each budget."""
-    decision_us: Tensor
-    """float64 [B], see `OwnCost`."""
-
-    def choose(self, *request: Any) -> Any:
-        """Choose for n requests, see `Policy.choose`."""
-        return self.policy.choose(*request)
-
-    def reads_features(self, limits: Any) -> Any:
-        """Return where it reads features, by limits [n]: bool [n]."""
-        return self.policy.reads_features(limits)
-
-    @property
-    def worths(self) -> Tensor:
-        """What a right answer is worth under each mean budget, float64 [B]."""
-        worths: Tensor = self.policy.worths
-        return worths
-
-    def mixture(self, table: ProfileTable, rows: Tensor) -> Any:
-        """Decide under mean budgets, see `MixingPolicy`."""
-        return self.policy.mixture(table, rows)
-
-    @torch.no_grad()
-    def outcomes(
-        self, table: ProfileTable, rows: Tensor, chosen: Tensor, budgets_ms: Tensor
-    ) -> dict[str, Any]:
-        """Return what is known of its decisions alone: their time, and the probability of being on
-        time that its teacher, if it has one, expects of choices int64 [n, B]."""
-        columns: dict[str, Any] = {"decision_us": self.decision_us}
-        teacher = self.controller.teacher
-        if teacher is not None:
-            left_ms = (budgets_ms - self.cost_ms).float()
-            moments = teacher.moments(self.controller.controller.normaliser.of_rows(table, rows))
-            expected = []
-            for limit, choice in zip(left_ms, chosen.T, strict=True):
-                meets = moments.meets(limit.expand(len(rows)))
-                expected.append(meets.gather(1, choice[:, None]))
-            columns["expected_on_time"] = torch.cat(expected, 1)
-        return columns
-
-
 def judge_controllers(
     evaluator: Deadlines | MeanBudgets,
     controllers: Sequence[DeployedController],
@@ -120,12 +70,25 @@ def judge_controllers(
         The contents of `results.json` and of `decisions.parquet`.
     """
     deciders = [controller.decider for controller in controllers]
-    costs = own_costs(deciders, evaluator.table, evaluator.rows, evaluator.budgets_ms)
-    costs = [cost._replace(charged_ms=cost.charged_ms * charge) for cost in costs]
-    policies = _policies(evaluator, controllers, seeds, baselines, costs)
+    costs: dict[int | None, OwnCost] = {}
+    timed = own_costs(deciders, evaluator.table, evaluator.rows, evaluator.budgets_ms)
+    for seed, cost in zip(seeds, timed, strict=True):
+        costs[seed] = cost._replace(charged_ms=cost.charged_ms * charge)
+    learned = {LEARNED: _by_seed(seeds, map(evaluator.deployed, controllers))}
+    policies: Policies = {**learned, **alone(baselines)}
+    charged = {LEARNED: costs}
     if evaluator.task.charged:
-        policies |= _beside(controllers, seeds, costs, before)
-    decisions = evaluate(evaluator, policies)
+        if all(controller.teacher is not None for controller in controllers):
+            teachers = _by_seed(seeds, (controller.guarded_teacher for controller in controllers))
+            policies = {**learned, "teacher": teachers, **alone(baselines)}
+        # the controllers as they would be otherwise
+        free = _by_seed(seeds, (controller.if_free for controller in controllers))
+        policies = {**policies, IF_FREE: free}
+        started = [controller for controller in before if controller is not None]
+        if len(started) == len(controllers):
+            policies = {**policies, BEFORE: _by_seed(seeds, started)}
+            charged[BEFORE] = costs
+    decisions = evaluate(evaluator, policies, charged)
     results = controller_results(evaluator, decisions, seeds)
     evaluator.add_facts(results, policies)
     if BEFORE in policies:
@@ -138,42 +101,8 @@ def judge_controllers(
     return results, decisions
 
 
-def _policies(
-    evaluator: Deadlines | MeanBudgets,
-    controllers: Sequence[DeployedController],
-    seeds: Sequence[int],
-    baselines: Sequence[Any],
-    costs: Sequence[OwnCost],
-) -> dict[str, Mapping[int | None, Any]]:
-    """Return the policies that have rows in the results."""
-    learned: dict[int | None, Any] = {}
-    for seed, controller, cost in zip(seeds, controllers, costs, strict=True):
-        decider = evaluator.deployed(controller)
-        learned[seed] = Charged(decider, controller, cost.charged_ms, cost.decision_us)
-    policies: dict[str, Mapping[int | None, Any]] = {LEARNED: learned}
-    taught = all(controller.teacher is not None for controller in controllers)
-    if evaluator.task.charged and taught:
-        teachers = [controller.guarded_teacher for controller in controllers]
-        policies["teacher"] = dict(zip(seeds, teachers, strict=True))
-    return policies | alone(baselines)
-
-
-def _beside(
-    controllers: Sequence[DeployedController],
-    seeds: Sequence[int],
-    costs: Sequence[OwnCost],
-    before: Sequence[DeployedController | None],
-) -> Policies:
-    """Return the controllers as they would be otherwise: if they cost nothing, and before GRPO."""
-    free = [controller.if_free for controller in controllers]
-    policies: dict[str, Mapping[int | None, Any]] = {IF_FREE: dict(zip(seeds, free, strict=True))}
-    started: dict[int | None, Any] = {}
-    for seed, controller, cost in zip(seeds, before, costs, strict=False):
-        if controller is not None:
-            started[seed] = Charged(controller.decider, controller, *reversed(cost))
-    if len(started) == len(controllers):
-        policies[BEFORE] = started
-    return policies
+def _by_seed(seeds: Sequence[int], policies: Iterable[Any]) -> dict[int | None, Any]:
+    return dict(zip(seeds, policies, strict=True))
 
 
 # -- results.json ----------------------------------------------------------------------------------

@@ -33,6 +33,7 @@ from knobwise.agents.evaluation.baselines import (
 )
 from knobwise.agents.evaluation.budgets import judged_budgets
 from knobwise.agents.evaluation.evaluation import judge
+from knobwise.agents.evaluation.own_cost import OwnCost
 from knobwise.agents.evaluation.policy import Policy
 from knobwise.agents.teacher.experts import Experts
 from knobwise.common.errors import InputError
@@ -67,19 +68,37 @@ class Evaluator(Protocol):
         """B budgets or numbers of demonstrations."""
         ...
 
-    def outcomes(self, policy: Any) -> Mapping[str, Any]:
+    def outcomes(self, policy: Any, cost_ms: Any = 0.0) -> Mapping[str, Any]:
         """Let a policy decide for all samples under all conditions: the columns of its decisions,
-        each as `decision_rows` takes it."""
+        each as `decision_rows` takes it.
+
+        Args:
+            cost_ms: [B], what a decision and its features are charged.
+        """
         ...
 
 
-def evaluate(evaluator: Evaluator, policies: Policies) -> pl.DataFrame:
-    """Return the decisions of all policies, see `knobwise.experiments.evidence.decisions`."""
+def evaluate(
+    evaluator: Evaluator,
+    policies: Policies,
+    costs: Mapping[str, Mapping[int | None, OwnCost]] | None = None,
+) -> pl.DataFrame:
+    """Return the decisions of all policies, see `knobwise.experiments.evidence.decisions`.
+
+    Args:
+        costs: what the decisions of some policies cost, by name and seed; others decide for free.
+    """
+    costs = costs or {}
     frames: list[pl.DataFrame] = []
     with progress("judging", sum(map(len, policies.values())), quiet_s=2) as tick:
         for name, of_seeds in policies.items():
             for seed, policy in of_seeds.items():
-                columns = evaluator.outcomes(policy)
+                if name in costs:
+                    cost = costs[name][seed]
+                    columns = dict(evaluator.outcomes(policy, cost.charged_ms))
+                    columns["decision_us"] = cost.decision_us
+                else:
+                    columns = dict(evaluator.outcomes(policy))
                 about = evaluator.samples, evaluator.conditions
                 frames.append(decision_rows(name, seed, *about, columns))
                 tick(len(frames), name)
@@ -175,16 +194,28 @@ class Deadlines(_OnTable):
         """Return the budgets that predictors learn to keep: these."""
         return budgets_ms
 
-    def outcomes(self, policy: Any) -> dict[str, Any]:
-        """See `Evaluator`. A policy is a `Policy`; it may have `cost_ms`, the time [B] that it is
-        charged, and further columns (`Charged.outcomes`)."""
-        cost_ms = getattr(policy, "cost_ms", 0.0)
+    def outcomes(self, policy: Any, cost_ms: Any = 0.0) -> dict[str, Any]:
+        """See `Evaluator`. A policy is a `Policy`; if it has a `teacher`, this one says what it
+        expects."""
         judged = judge(policy, self.table, self.rows, self.budgets_ms, self.rewards, cost_ms)
         columns = dict(vars(judged))
-        if hasattr(policy, "outcomes"):
-            columns |= policy.outcomes(self.table, self.rows, judged.chosen, self.budgets_ms)
+        if getattr(policy, "teacher", None) is not None:
+            left_ms = self.budgets_ms - cost_ms
+            columns["expected_on_time"] = self._expected(policy, judged.chosen, left_ms)
         columns["choice"] = self.chosen(columns.pop("chosen"))
         return columns
+
+    @torch.no_grad()
+    def _expected(self, policy: DeployedController, chosen: Tensor, left_ms: Tensor) -> Tensor:
+        """Return the probability of being on time that the teacher of a controller expects of
+        choices int64 [n, B], float [n, B]; `left_ms` [B] is what its own cost leaves."""
+        x = policy.controller.normaliser.of_rows(self.table, self.rows)
+        moments = policy.teacher.moments(x)
+        columns = []
+        for limit, choice in zip(left_ms.float(), chosen.T, strict=True):
+            meets = moments.meets(limit.expand(len(x)))
+            columns.append(meets.gather(1, choice[:, None]))
+        return torch.cat(columns, 1)
 
     @property
     def utility_budgets(self) -> list[float]:
@@ -214,7 +245,7 @@ class Deadlines(_OnTable):
 
     def deployed(self, controller: DeployedController) -> Policy:
         """Return what decides of a controller."""
-        return controller.decider
+        return controller
 
     def explained_by(self, controller: DeployedController) -> tuple[Tensor, Policy, Tensor | None]:
         """Return what decisions are explained with: the budgets [B], the static policy beside the
@@ -284,24 +315,21 @@ class MeanBudgets(_OnTable):
                 f"no first stage to pay for, as {table.name!r} has if it names first_look_ms"
             )
 
-    def outcomes(self, policy: Any) -> dict[str, Any]:
+    def outcomes(self, policy: Any, cost_ms: Any = 0.0) -> dict[str, Any]:
         """See `Evaluator`."""
         mixture = policy.mixture(self.table, self.rows)
         accuracy, latency_ms = mixture.expected(self.table, self.rows)
         drawn = ~mixture.share.isnan()
         second = mixture.second.where(drawn, -1)
-        columns = {
+        return {
             "choice": self.chosen(mixture.first),
             "second_choice": self.chosen(second).set(
                 pl.Series((second < 0).flatten().numpy()), None
             ),
             "second_share": mixture.share,
             "accuracy": accuracy,
-            "latency_ms": latency_ms + getattr(policy, "cost_ms", 0.0),
+            "latency_ms": latency_ms + cost_ms,
         }
-        if hasattr(policy, "decision_us"):
-            columns["decision_us"] = policy.decision_us
-        return columns
 
     @property
     def utility_budgets(self) -> list[float]:

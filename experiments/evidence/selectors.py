@@ -61,7 +61,7 @@ class Demonstrations:
         self.samples = pl.DataFrame({"sample": [test.query_ids[row] for row in rows.tolist()]})
         self.conditions = list(map(float, shots))
 
-    def outcomes(self, policy: Judged) -> dict[str, Any]:
+    def outcomes(self, policy: Judged, cost_ms: Any = 0.0) -> dict[str, Any]:
         """See `Evaluator`; NaN and null at numbers of shots of which nothing is known."""
         n = len(self.samples)
         shape = n, len(self.conditions)

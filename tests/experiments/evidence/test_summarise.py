@@ -101,7 +101,7 @@ class Tokens:
     conditions = [100.0, 1000.0]
     task = None
 
-    def outcomes(self, policy):
+    def outcomes(self, policy, cost_ms=0.0):
         whole = np.minimum.outer(np.array([50.0, 500.0, 5000.0]) * policy, self.conditions)
         answered = whole < self.conditions
         return {"accuracy": answered, "tokens": whole}
