@@ -531,9 +531,9 @@ def test_k9_five_folds_judge_every_sample_once():
     write_table()
     launch(INDEPENDENT, "optimiser.iterations=2 tracking.tensorboard=false split.folds=5")
     run = Path("runs/controller/run")
-    judged = read_decisions(run).filter(policy="oracle").select("split", "sample_id").unique()
+    judged = read_decisions(run).filter(policy="oracle").select("split", "sample").unique()
     assert read_json(run / "results.json")["test_samples"] == 60
-    assert len(judged) == judged["sample_id"].n_unique() == 60
+    assert len(judged) == judged["sample"].n_unique() == 60
     assert set(judged["split"]) == {0, 1, 2, 3, 4}
 
 

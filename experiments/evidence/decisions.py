@@ -46,6 +46,8 @@ SCHEMA: dict[str, type[pl.DataType]] = {
     "reward": pl.Float32,
     "vote": pl.Float32,
     "decision_us": pl.Float32,
+    "inference_ms": pl.Float32,
+    "overhead_ms": pl.Float32,
 }
 """The columns that every `decisions.parquet` has, with a row for each policy, seed, sample and
 condition. Others may follow, such as further costs. A column is null where it is unknown or means
@@ -75,6 +77,7 @@ The outcomes:
 - `reward`: that of the training, without the policy's own cost.
 - `vote`: whether a majority vote of the demonstrations, without the model, would have been right.
 - `decision_us`: the median time of a decision, for controllers and selectors only.
+- `inference_ms`, `overhead_ms`: live, the model's own time, and what was added to it.
 """
 SHARES = ("accuracy", "on_time", "expected_on_time", "utility", "vote", "second_share")
 """The columns whose numbers are from 0 to 1."""

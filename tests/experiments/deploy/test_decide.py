@@ -17,7 +17,7 @@ import knobwise
 from knobwise.__main__ import main
 from knobwise.agents import NumpyController, load_checkpoint
 from knobwise.experiments.deploy import decide as module
-from knobwise.experiments.wording.choice_sentences import condition
+from knobwise.experiments.wording.choice_sentences import rule_condition
 
 WIDE = words_of("profile=table profile.path=wide.csv profile.features=auto")
 QUICK = words_of(OPTIMISER, "policy=independent policy.fold_networks=1 baselines=false seeds=[0]")
@@ -140,10 +140,10 @@ def test_names_of_columns_stand_in_explain_and_its_rules(capsys):
     assert "features [" not in capsys.readouterr().out
     (kind, *_) = load_checkpoint(f"{RUN}/checkpoints/best.pt").network.normaliser.columns
     assert kind.labels == ["kind=chart", "kind=form", "kind=ocr", "kind=(other)"]
-    assert condition([("kind=ocr", ">", 0.5), ("tokens", "≤", 40.0)], "ms") == (
+    assert rule_condition([("kind=ocr", ">", 0.5), ("tokens", "≤", 40.0)], "ms") == (
         "kind is ocr and tokens ≤ 40"
     )
-    assert condition([("kind=(other)", "≤", 0.5)], "ms") == "kind is not (other)"
+    assert rule_condition([("kind=(other)", "≤", 0.5)], "ms") == "kind is not (other)"
 
 
 def test_another_profile_is_read_with_the_columns_of_the_training(capsys):

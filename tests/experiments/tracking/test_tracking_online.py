@@ -444,9 +444,9 @@ def test_of_many_decisions_whole_samples_are_kept_and_curves_have_their_axes(
     assert "Test/decisions" in capfd.readouterr().err
     assert 500 < len(shown) * len(shown.columns) <= 1000
     whole = whole.filter(pl.col("policy").is_in(shown["policy"].unique()))
-    samples = sorted(shown["sample_id"].unique())
-    assert samples == sorted(whole["sample_id"].unique())[: len(samples)]
-    assert len(whole.filter(pl.col("sample_id").is_in(samples))) == len(shown)
+    samples = sorted(shown["sample"].unique())
+    assert samples == sorted(whole["sample"].unique())[: len(samples)]
+    assert len(whole.filter(pl.col("sample").is_in(samples))) == len(shown)
     changes = [record["config"]["update"] for record in logged.records if "config" in record]
     config = {key: value for change in changes for key, value in change.items()}
     chart = config["_wandb.visualize.Test/by_budget"]["panel_config"]

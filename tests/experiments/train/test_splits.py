@@ -30,6 +30,7 @@ from knobwise.__main__ import main
 from knobwise.agents.evaluation import baselines
 from knobwise.agents.training.checkpoint import load_checkpoint
 from knobwise.envs.readers.long_table import long_frame, read_long_table
+from knobwise.experiments.evidence import evaluate
 from knobwise.experiments.evidence.attainable import QUICK
 from knobwise.experiments.evidence.decisions import read_decisions
 from knobwise.experiments.train import controller
@@ -120,7 +121,7 @@ def test_no_split_is_fitted_on_what_it_is_judged_on():
         rows = extra_of("three", path)
         fitted = torch.cat([rows["train_rows"], rows["validation_rows"]])
         assert not torch.isin(rows["test_rows"], fitted).any()
-        judged = decisions_of("three").filter(split=number)["sample_id"].cast(pl.Int64)
+        judged = decisions_of("three").filter(split=number)["sample"].cast(pl.Int64)
         tests.append({*judged})
         assert tests[-1] == {*rows["test_rows"].tolist()}
     assert tests[0] != tests[1] != tests[2]
@@ -143,8 +144,8 @@ def test_an_interrupted_run_resumes_split_by_split():
 
 
 def test_every_split_divides_the_folds_of_its_baselines_anew(monkeypatch):
-    made = Mock(side_effect=controller.make_baselines)
-    monkeypatch.setattr(controller, "make_baselines", made)
+    made = Mock(side_effect=evaluate.make_baselines)
+    monkeypatch.setattr(evaluate, "make_baselines", made)
     for module in (baselines, controller):  # without the slowest families
         monkeypatch.setattr(module, "FAMILIES", QUICK)
     launch(TRAIN, "baselines=true seeds=[4] split.repeats=2 name=baselines")
@@ -222,11 +223,11 @@ def test_evaluation_judges_the_same_samples(capsys):
 
 def test_several_splits_keep_users_whole():
     launch(TRAIN, GROUPED, "seeds=[0] name=repeats split.repeats=2")
-    decisions = decisions_of("repeats")["split", "sample_id", "cluster"].unique()
-    every = decisions["sample_id", "cluster"].unique()
+    decisions = decisions_of("repeats")["split", "sample", "cluster"].unique()
+    every = decisions["sample", "cluster"].unique()
     for part in decisions.partition_by("split"):
         tested = every.filter(pl.col("cluster").is_in(part["cluster"].unique()))
-        assert {*tested["sample_id"]} == {*part["sample_id"]}
+        assert {*tested["sample"]} == {*part["sample"]}
 
 
 def test_files_without_columns_are_refused(capsys):
