@@ -3,7 +3,7 @@ and of `decisions.parquet`."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, cast
 
 import polars as pl
@@ -127,7 +127,7 @@ def controller_results(
         "seeds": list(seeds),
         "unit": table.unit,
         "budgets_ms": evaluator.conditions,
-        "rows": policy_rows(task, _compared(evaluator, decisions)),
+        "rows": policy_rows(task, compared(decisions, evaluator.compared)),
         "configurations": configurations_of(table, evaluator.rows, evaluator.utility_budgets),
         "knob_usage": usage(decisions, (LEARNED, task.low, task.high), settings, knobs),
     }
@@ -139,7 +139,7 @@ def controller_results(
         results["by_dataset"] = []
         for dataset in sorted(names.unique()):
             part = evaluator.of_rows(evaluator.rows[(names == dataset).to_torch()])
-            of_part = _compared(part, decisions.filter(dataset=dataset))
+            of_part = compared(decisions.filter(dataset=dataset), part.compared)
             for row in _most_important(task, policy_rows(task, of_part, conditions=False)):
                 del row["decision_us_p50"]  # no data set has times of its own
                 about: DatasetRow = {"dataset": dataset, "samples": len(part.rows)}
@@ -147,13 +147,19 @@ def controller_results(
     return results
 
 
-def _compared(evaluator: Deadlines | MeanBudgets, decisions: pl.DataFrame) -> pl.DataFrame:
-    """Return the decisions that have rows, with the scores that they are compared with."""
+def compared(
+    decisions: pl.DataFrame, references: Callable[[pl.DataFrame], pl.DataFrame]
+) -> pl.DataFrame:
+    """Return the decisions of policies that have rows, with the scores that they are compared with.
+
+    Args:
+        references: adds the columns that the metrics of the task need, see `Deadlines.compared`.
+    """
     free = with_score_of(decisions, IF_FREE, "utility", "utility_if_free", seeds=True)
     free = free.with_columns(
         pl.when(policy=LEARNED).then("utility_if_free").alias("utility_if_free")
     )
-    return evaluator.compared(free.filter(~pl.col("policy").is_in([IF_FREE, BEFORE])))
+    return references(free.filter(~pl.col("policy").is_in([IF_FREE, BEFORE])))
 
 
 def policy_rows(task: Task, compared: pl.DataFrame, conditions: bool = True) -> list[PolicyRow]:

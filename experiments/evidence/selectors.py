@@ -203,8 +203,8 @@ def selector_results(
         trained_shots: how many demonstrations they were trained to choose.
         hidden: the blocks of the embeddings that the controls `hidden_…` did not see.
     """
-    rows, differences = _demonstration_rows(decisions, "accuracy")
-    votes, _ = _demonstration_rows(decisions, "vote")
+    rows, differences = demonstration_rows(decisions, "accuracy")
+    votes, _ = demonstration_rows(decisions, "vote")
     results: RunResults = {
         "system": "selector",
         "profile": profile_of(data.table),
@@ -227,7 +227,7 @@ def selector_results(
     return results
 
 
-def _demonstration_rows(
+def demonstration_rows(
     decisions: pl.DataFrame, column: str
 ) -> tuple[list[PolicyRow], list[DifferenceRow]]:
     """Return rows, policy by policy, and differences, at every number of shots.

@@ -13,6 +13,7 @@ is large and not read (reports, previous.pt, the checkpoints of epochs):
 """
 
 import tarfile
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,11 @@ from commands import launch, read_json, words_of
 from helpers import input_error, small_table, trainer_on
 
 from knobwise.agents.training.checkpoint import load_checkpoint
+from knobwise.experiments.evidence import selectors
+from knobwise.experiments.evidence.controllers import compared, policy_rows
+from knobwise.experiments.evidence.decisions import read_decisions
+from knobwise.experiments.evidence.summarise import with_references
+from knobwise.experiments.evidence.task import DEADLINE
 
 ARCHIVE = Path(__file__).parents[2] / "earlier_runs.tar.xz"
 CONTROLLERS = ("lean/x", "lean/independent", "mean_budget/x")
@@ -52,6 +58,21 @@ def test_it_is_evaluated_with_the_same_result(run, name, earlier):
         [row["accuracy"] for row in rows if row["policy"] == name] for rows in (before, after)
     ]
     assert scores[0] == pytest.approx(scores[1], abs=1e-6)
+
+
+@pytest.mark.parametrize("run", [*CONTROLLERS[:2], SELECTOR])
+def test_its_numbers_follow_from_its_decisions(run, earlier):
+    folder = Path("runs", run)
+    decisions, results = read_decisions(folder), read_json(folder / "results.json")
+    if run == SELECTOR:
+        rows, differences = selectors.demonstration_rows(decisions, "accuracy")
+        pairs = zip([*rows, *differences], [*results["rows"], *results["differences"]], strict=True)
+    else:
+        rows = policy_rows(DEADLINE, compared(decisions, partial(with_references, DEADLINE)))
+        pairs = zip(rows, results["rows"], strict=True)
+    for row, wanted in pairs:
+        for key, value in wanted.items():
+            assert row[key] == pytest.approx(value, abs=1e-9), (row["policy"], key)
 
 
 def test_they_are_compared(earlier):
