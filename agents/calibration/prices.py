@@ -349,11 +349,11 @@ class MeanBudgetPolicy:
     def mixture(self, table: ProfileTable, rows: Tensor) -> Mixture:
         """Return what samples int64 [n] get: the policy's own choice, or where it is not deployed
         that of the mix."""
-        own = Mixture.single(self.decided(table, rows))
+        single = Mixture.single(self.decided(table, rows))
         if self.mix is None:
-            return own
+            return single
         mixed = self.mix.mixture(table, rows)
-        sides = zip(own, mixed, strict=True)
+        sides = zip(single, mixed, strict=True)
         return Mixture(*(mine.where(self.deployed, other) for mine, other in sides))
 
 

@@ -21,10 +21,10 @@ from knobwise.agents.selector.evaluation import choose, judged_choices, recorded
 from knobwise.agents.selector.reward_model import REWARD, RewardModel
 from knobwise.agents.selector.selector import Selector
 from knobwise.agents.selector.stages import STAGES, SelectorStage, spread_of, taught
-from knobwise.agents.training.checkpoint import Provenance
 from knobwise.agents.training.seeding import seeded, weight_sums
 from knobwise.agents.training.settings import StageConfig
 from knobwise.agents.training.stage import Validation
+from knobwise.agents.training.state import Provenance
 from knobwise.agents.training.trainer import Trainer
 from knobwise.common.errors import InputError
 from knobwise.envs.demonstrations.beam_table import BeamTable

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from importlib import import_module
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, TypedDict, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
+from knobwise.agents.training.state import Provenance
 from knobwise.common.errors import Damaged, InputError
 from knobwise.common.files import is_damaged, written_whole
 from knobwise.common.progress import say
@@ -31,47 +32,6 @@ class Table(Protocol):
     def name(self) -> str: ...
     @property
     def digest(self) -> str: ...
-
-
-class Provenance(TypedDict, total=False):
-    """How an agent came about; which keys there are depends on the agent and on the file."""
-
-    training: dict[str, Any]
-    """In `last.pt` alone: a `TrainingState` as plain values."""
-    reward_spread: float | None
-
-    # of a controller
-    validation_utility: float
-    iteration: int
-    grpo: dict[str, float]
-    """The validation utility where GRPO starts."""
-    grpo_held_out: dict[str, Tensor]
-    """Scores by held-out sample, before GRPO and of the kept weights."""
-    before_grpo: dict[str, Tensor] | None
-    """The weights before GRPO."""
-    seen: list[str]
-    """Fingerprints of the samples that it was trained on."""
-    fold_seed: int
-    train_rows: Tensor
-    validation_rows: Tensor
-    test_rows: Tensor
-    judged: Any
-    """How it did on test samples, as in `results.json`."""
-    versions: list[str]
-    """Digests of the versions that `knobwise update` made it of."""
-    loss: float
-    """What those updates may have cost, in utility."""
-    adapted: dict[str, Any]
-    """The timed cells that it was adapted to other hardware by."""
-
-    # of a selector
-    validation: float
-    epoch: int
-    shots: int
-    policy: str | None
-    """The name of its variant."""
-    fitted: list[str]
-    """The ids of the queries that it was trained on."""
 
 
 class Loaded(NamedTuple):

@@ -19,11 +19,12 @@ from torch import Tensor, nn
 from knobwise.agents.controller.actor import make_actor, make_critic
 from knobwise.agents.controller.controller import Controller
 from knobwise.agents.controller.settings import PolicyConfig
-from knobwise.agents.training.checkpoint import Provenance, load_checkpoint, started_from
+from knobwise.agents.training.checkpoint import load_checkpoint, started_from
 from knobwise.agents.training.controller_stages import RCE, ControllerStage, grpo_stage
 from knobwise.agents.training.held_out import HeldOut, divided
 from knobwise.agents.training.seeding import seeded, weight_sums
 from knobwise.agents.training.settings import OptimiserConfig
+from knobwise.agents.training.state import Provenance
 from knobwise.agents.training.trainer import Trainer
 from knobwise.common.errors import InputError
 from knobwise.envs.bandit.budgets import default_budgets, judged_worths

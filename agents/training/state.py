@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 from torch import Tensor
 
@@ -68,3 +68,44 @@ class TrainingState:
                 "with this training; start it anew under another name=…"
             )
         return cls(**{**plain, "best": Best(**plain["best"])})
+
+
+class Provenance(TypedDict, total=False):
+    """How an agent came about; which keys there are depends on the agent and on the file."""
+
+    training: dict[str, Any]
+    """In `last.pt` alone: a `TrainingState` as plain values."""
+    reward_spread: float | None
+
+    # of a controller
+    validation_utility: float
+    iteration: int
+    grpo: dict[str, float]
+    """The validation utility where GRPO starts."""
+    grpo_held_out: dict[str, Tensor]
+    """Scores by held-out sample, before GRPO and of the kept weights."""
+    before_grpo: dict[str, Tensor] | None
+    """The weights before GRPO."""
+    seen: list[str]
+    """Fingerprints of the samples that it was trained on."""
+    fold_seed: int
+    train_rows: Tensor
+    validation_rows: Tensor
+    test_rows: Tensor
+    judged: Any
+    """How it did on test samples, as in `results.json`."""
+    versions: list[str]
+    """Digests of the versions that `knobwise update` made it of."""
+    loss: float
+    """What those updates may have cost, in utility."""
+    adapted: dict[str, Any]
+    """The timed cells that it was adapted to other hardware by."""
+
+    # of a selector
+    validation: float
+    epoch: int
+    shots: int
+    policy: str | None
+    """The name of its variant."""
+    fitted: list[str]
+    """The ids of the queries that it was trained on."""

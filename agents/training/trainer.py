@@ -22,17 +22,11 @@ from torchrl.collectors import Collector
 from torchrl.data import LazyTensorStorage, ReplayBuffer, SamplerWithoutReplacement
 from torchrl.envs import EnvBase
 
-from knobwise.agents.training.checkpoint import (
-    Loaded,
-    Provenance,
-    Table,
-    load_if_whole,
-    save_checkpoint,
-)
+from knobwise.agents.training.checkpoint import Loaded, Table, load_if_whole, save_checkpoint
 from knobwise.agents.training.seeding import random_state, seeded, set_random_state
 from knobwise.agents.training.settings import OptimiserConfig
 from knobwise.agents.training.stage import LOGGED, Log, Stage, StagePolicy, Validation
-from knobwise.agents.training.state import Best, TrainingState
+from knobwise.agents.training.state import Best, Provenance, TrainingState
 from knobwise.common.errors import InputError
 from knobwise.common.interruption import held_back
 from knobwise.common.progress import progress, say

@@ -22,9 +22,8 @@ from knobwise.envs.bandit.reward import RewardTable
 from knobwise.envs.tables.divisions import divide
 from knobwise.envs.tables.profile_table import ProfileTable, Split
 from knobwise.envs.tables.units import check_time
-from knobwise.experiments.evidence.controllers import gain_on_held_out, held_out_choices
+from knobwise.experiments.evidence.controllers import EVALUATORS, gain_on_held_out, held_out_choices
 from knobwise.experiments.evidence.decisions import write_decisions
-from knobwise.experiments.evidence.evaluate import EVALUATORS
 from knobwise.experiments.evidence.run_folder import checkpoint_at
 from knobwise.experiments.evidence.schema import RunResults
 from knobwise.experiments.evidence.selectors import judge_selectors

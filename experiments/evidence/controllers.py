@@ -17,13 +17,8 @@ from knobwise.envs.bandit.reward import expected_utility
 from knobwise.envs.demonstrations.beam_table import BeamTable
 from knobwise.envs.tables.profile_table import ProfileTable
 from knobwise.experiments.evidence.decisions import BEFORE, IF_FREE, SAMPLE
-from knobwise.experiments.evidence.evaluate import (
-    Deadlines,
-    MeanBudgets,
-    Policies,
-    alone,
-    evaluate,
-)
+from knobwise.experiments.evidence.evaluate import Deadlines, Policies, alone, evaluate
+from knobwise.experiments.evidence.mean_budgets import MeanBudgets
 from knobwise.experiments.evidence.results import value_of
 from knobwise.experiments.evidence.schema import (
     Chosen,
@@ -44,6 +39,11 @@ from knobwise.experiments.evidence.summarise import (
 from knobwise.experiments.evidence.task import Metric, Task
 
 LEARNED = "controller"
+EVALUATORS: dict[str, type[Deadlines] | type[MeanBudgets]] = {
+    "deadline": Deadlines,
+    "mean": MeanBudgets,
+}
+"""What a budget limits → its evaluator."""
 GAINED = Metric("test", of=pl.col("utility") - pl.col("utility_before"))
 """What GRPO added to the deployed policy."""
 

@@ -287,7 +287,7 @@ def _differences(decisions: pl.DataFrame, column: str, shots: int) -> list[Diffe
     ]
     # only those of which both are known
     pairs = [pair for pair in wanted if set(pair) <= set(known)]
-    frames = [_beside(decisions, column, *pair) for pair in pairs]
+    frames = [_paired_with(decisions, column, *pair) for pair in pairs]
     if not frames:
         return []
     gain = Metric("difference", of=pl.col(column) - pl.col("against"))
@@ -299,7 +299,7 @@ def _differences(decisions: pl.DataFrame, column: str, shots: int) -> list[Diffe
     return rows
 
 
-def _beside(decisions: pl.DataFrame, column: str, policy: str, against: str) -> pl.DataFrame:
+def _paired_with(decisions: pl.DataFrame, column: str, policy: str, against: str) -> pl.DataFrame:
     """Return the decisions of a policy beside the scores of another one, for the seeds that both
     have. A policy that no seed changes is compared with every seed of the other."""
     part = decisions.filter(policy=policy)

@@ -24,10 +24,10 @@ from knobwise.common.errors import InputError
 from knobwise.envs.bandit.budgets import default_budgets, log_moments
 from knobwise.envs.tables.cost_words import in_words
 from knobwise.envs.tables.profile_table import ProfileTable, median_of
-from knobwise.experiments.evidence.attainable import attainable, oracle_of_halves, repeated_share
 from knobwise.experiments.evidence.controllers import configurations_of
 from knobwise.experiments.evidence.explanation import difficulty_of
 from knobwise.experiments.evidence.statistics import pareto_front
+from knobwise.experiments.inspection.attainable import attainable, oracle_of_halves, repeated_share
 from knobwise.experiments.inspection.faults import faults_of
 from knobwise.experiments.wording.words import number
 
@@ -59,7 +59,7 @@ def inspect_table(table: ProfileTable) -> dict[str, Any]:
         - `latency_spread_between_configurations`: the same over a sample's configurations
         - `knobs`: means over the profiled cells with each value
         - `headroom`: see `_headroom`
-        - `attainable`, `oracle_of_halves`: see `knobwise.experiments.evidence.attainable`
+        - `attainable`, `oracle_of_halves`: see `knobwise.experiments.inspection.attainable`
         - `configuration_means`: see `_configurations`; `pareto`: which of them are on the front
         - `examples`: samples from easy to hard, with the latency of their cheapest right answer
         - `datasets`, `clusters`, `features`, `digest`, `notes` (of the reader),

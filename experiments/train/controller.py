@@ -35,17 +35,19 @@ from knobwise.envs.tables.divisions import divide
 from knobwise.envs.tables.profile_table import ProfileTable
 from knobwise.envs.tables.splits import FOLDS
 from knobwise.envs.tables.units import MS
-from knobwise.experiments.evidence.attainable import add_shares, attainable_by
 from knobwise.experiments.evidence.controllers import (
+    EVALUATORS,
     controller_results,
     gain_on_held_out,
     held_out_choices,
     judge_controllers,
 )
-from knobwise.experiments.evidence.evaluate import EVALUATORS, Deadlines, MeanBudgets
+from knobwise.experiments.evidence.evaluate import Deadlines
 from knobwise.experiments.evidence.explanation import Explained, explain_policy
+from knobwise.experiments.evidence.mean_budgets import MeanBudgets
 from knobwise.experiments.evidence.run_folder import checkpoint_at
 from knobwise.experiments.evidence.schema import Attainable, GrpoGain, RunResults, TrainingFacts
+from knobwise.experiments.inspection.attainable import add_shares, attainable_by
 from knobwise.experiments.inspection.faults import warnings_of
 from knobwise.experiments.settings.options import EvaluateRun, TrainRun, resolve
 from knobwise.experiments.settings.profiles import read_profile, read_questions

@@ -17,7 +17,7 @@ from knobwise.agents.evaluation.baselines import static_of
 from knobwise.agents.teacher.experts import Experts
 from knobwise.agents.teacher.regressors import FAMILIES
 from knobwise.envs import default_budgets
-from knobwise.experiments.evidence.attainable import (
+from knobwise.experiments.inspection.attainable import (
     QUICK,
     attainable_by,
     quick_predictions,

@@ -15,7 +15,7 @@ from knobwise.agents.evaluation.baselines import static_of
 from knobwise.envs.bandit.budgets import default_budgets
 from knobwise.envs.tables.profile_table import Split
 from knobwise.experiments.evidence import explanation
-from knobwise.experiments.evidence.evaluate import EVALUATORS
+from knobwise.experiments.evidence.controllers import EVALUATORS
 from knobwise.experiments.evidence.explanation import (
     Explained,
     best_and_worst,

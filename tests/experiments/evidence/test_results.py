@@ -32,8 +32,8 @@ from knobwise.experiments.evidence.controllers import (
     judge_controllers,
 )
 from knobwise.experiments.evidence.decisions import read_decisions
-from knobwise.experiments.evidence.equal_latency import Reference
-from knobwise.experiments.evidence.evaluate import Deadlines, MeanBudgets
+from knobwise.experiments.evidence.evaluate import Deadlines
+from knobwise.experiments.evidence.mean_budgets import MeanBudgets, Reference
 
 MEAN = words_of(
     "train experiment=mean_budget",

@@ -18,7 +18,8 @@ from knobwise.agents.training.checkpoint import load_checkpoint
 from knobwise.envs.bandit.budgets import default_budgets
 from knobwise.envs.tables.profile_table import ProfileTable, Split
 from knobwise.experiments.evidence.controllers import judge_controllers
-from knobwise.experiments.evidence.evaluate import Deadlines, MeanBudgets
+from knobwise.experiments.evidence.evaluate import Deadlines
+from knobwise.experiments.evidence.mean_budgets import MeanBudgets
 from knobwise.experiments.evidence.results import read_results
 from knobwise.experiments.report.report import print_results
 from knobwise.experiments.report.tables import by_dataset

@@ -31,8 +31,8 @@ from knobwise.agents.evaluation import baselines
 from knobwise.agents.training.checkpoint import load_checkpoint
 from knobwise.envs.readers.long_table import long_frame, read_long_table
 from knobwise.experiments.evidence import evaluate
-from knobwise.experiments.evidence.attainable import QUICK
 from knobwise.experiments.evidence.decisions import read_decisions
+from knobwise.experiments.inspection.attainable import QUICK
 from knobwise.experiments.train import controller
 
 TRAIN = words_of(

@@ -11,8 +11,8 @@ from helpers import small_table, table_of, two_kinds
 from knobwise.agents.teacher.experts import Experts
 from knobwise.agents.teacher.regressors import FAMILIES
 from knobwise.envs.bandit.budgets import default_budgets
-from knobwise.experiments.evidence import attainable as module
-from knobwise.experiments.evidence.attainable import (
+from knobwise.experiments.inspection import attainable as module
+from knobwise.experiments.inspection.attainable import (
     QUICK,
     add_shares,
     attainable,

@@ -1,0 +1,249 @@
+"""Controllers under mean budgets: the evaluator, and what others get at *equal mean latency*.
+
+Under a mean budget a policy hardly ever spends exactly its budget. So it is compared with what the
+static mix, the best single configuration and the oracle get with the latency that it spent, on the
+same samples.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import polars as pl
+import torch
+from torch import Tensor
+
+from knobwise.agents.calibration.deployed_controller import DeployedController
+from knobwise.agents.calibration.prices import (
+    BestSingle,
+    MixingPolicy,
+    OracleAtMean,
+    StaticMix,
+    best_single_at,
+    make_priced_baselines,
+    mean_budgets,
+    oracle_at_mean,
+    outcomes_of,
+    static_hull,
+)
+from knobwise.agents.evaluation.baselines import LookupTable, averages
+from knobwise.agents.evaluation.policy import Policy
+from knobwise.agents.teacher.experts import Experts
+from knobwise.common.errors import InputError
+from knobwise.envs.bandit.reward import RewardTable
+from knobwise.envs.tables.profile_table import ProfileTable, Split
+from knobwise.experiments.evidence.decisions import array_of
+from knobwise.experiments.evidence.evaluate import OnTable, Policies
+from knobwise.experiments.evidence.schema import ConfigurationRow, RunResults
+from knobwise.experiments.evidence.summarise import with_score_of
+from knobwise.experiments.evidence.task import MEAN_BUDGET
+
+
+class Reference:
+    """Policies that any other is compared with, by its spending on the test samples.
+
+    Args:
+        fitted: int64, the rows that static policies are chosen on.
+        test: int64 [n], the rows that they are judged on.
+    """
+
+    def __init__(self, table: ProfileTable, fitted: Tensor, test: Tensor) -> None:
+        self.table = table
+        self.fitted = fitted
+        self.test = test
+        self.mask = table.mask[test]
+        self.averages = averages(table, fitted)
+        self.corners = static_hull(*self.averages)
+        at_corners = StaticMix(*self.averages, self.averages[1][self.corners])
+        self._accuracy, latency_ms = at_corners.expected(table, test)
+        # a dearer corner may turn out cheaper on the test samples; from there on the mix costs what
+        # the dearest did
+        self._means = latency_ms.mean(0).cummax(0).values
+
+    def hull(self) -> list[ConfigurationRow]:
+        """Return the corners of the static mix, from the cheapest to the most accurate."""
+        labels = list(map(self.table.label, self.corners.tolist()))
+        means = self._accuracy.mean(0).tolist(), self._means.tolist()
+        corners: list[ConfigurationRow] = []
+        for label, accuracy, latency_ms in zip(labels, *means, strict=True):
+            corners.append({"label": label, "accuracy": accuracy, "latency_ms": latency_ms})
+        return corners
+
+    def static_mix(self, spent: Tensor) -> Tensor:
+        """Return the accuracy of the static mix whose mean latency on the test samples is `spent`,
+        float64 [B] ms → [n, B].
+
+        It mixes two neighbours on the hull of the averages of `fitted`; only their shares are set
+        on the test samples, and by latency alone. Below the cheapest corner it is this corner,
+        above the dearest that one.
+        """
+        # of a single corner both neighbours are this one
+        high = torch.searchsorted(self._means, spent).clamp(1, len(self._means) - 1)
+        low = high - 1
+        share = (spent - self._means[low]) / (self._means[high] - self._means[low])
+        share = share.nan_to_num(0.0).clamp(0, 1)
+        return torch.lerp(self._accuracy[:, low], self._accuracy[:, high], share)
+
+    def best_single(self, spent: Tensor) -> Tensor:
+        """Return the accuracy of the single configuration that was the most accurate on `fitted`
+        among those whose mean latency on the test samples is at most `spent`, or up to 1 % more, so
+        that no hair decides: float64 [B] ms → [n, B]."""
+        cost = averages(self.table, self.test)[1]
+        chosen = best_single_at(self.averages[0], cost, 1.01 * spent, self.mask)
+        return self._accuracy_of(chosen)
+
+    def at_equal_latency(self, decisions: pl.DataFrame) -> pl.DataFrame:
+        """Add to decisions what others would get with the mean latency that their policy spent
+        under the same budget: the static mix (`of_reference`), the oracle (`of_upper_bound`) and
+        the best single configuration (`of_best_single`)."""
+        frames = []
+        for (policy,), part in decisions.group_by("policy", maintain_order=True):
+            latency_ms = array_of(decisions, str(policy), "latency_ms")
+            spent = torch.from_numpy(latency_ms.mean((0, 1)))
+            scores = {
+                "of_reference": self.static_mix(spent),
+                "of_upper_bound": self.oracle(spent * (1 + 1e-9)),
+                "of_best_single": self.best_single(spent),
+            }
+            # the same for every seed
+            seeds = len(latency_ms)
+            columns = {name: np.tile(each.numpy().ravel(), seeds) for name, each in scores.items()}
+            frames.append(part.with_columns(**{k: pl.Series(v) for k, v in columns.items()}))
+        return pl.concat(frames)
+
+    def oracle(self, budgets_ms: Tensor) -> Tensor:
+        """Return the accuracy of the choices that are the most accurate at these mean latencies, in
+        hindsight, float64 [B] ms → [n, B]."""
+        cells = self.table.accuracy[self.test], self.table.latency_ms[self.test], self.mask
+        return self._accuracy_of(oracle_at_mean(*cells, budgets_ms))
+
+    def _accuracy_of(self, chosen: Tensor) -> Tensor:
+        return outcomes_of(self.table, self.test, chosen)[0]
+
+
+class MeanBudgets(OnTable):
+    """Controllers whose latency must not exceed a budget on average. Policies are `MixingPolicy`;
+    their outcomes are expectations, without the noise of draws."""
+
+    task = MEAN_BUDGET
+
+    def __init__(
+        self,
+        table: ProfileTable,
+        split: Split,
+        budgets_ms: Tensor,
+        rewards: RewardTable | None = None,
+    ) -> None:
+        super().__init__(table, split, budgets_ms)
+        self.reference = Reference(table, split.fitted, self.rows)
+
+    @staticmethod
+    def budgets(table: ProfileTable, split: Split, wanted: Sequence[float] | None) -> Tensor:
+        """Return the budgets to judge at, float64 [B], see `mean_budgets`."""
+        return mean_budgets(table, split.fitted, wanted)
+
+    @classmethod
+    def budgets_for(
+        cls,
+        controller: DeployedController,
+        table: ProfileTable,
+        split: Split,
+        wanted: Sequence[float] | None,
+    ) -> Tensor:
+        """Return the budgets that a controller was calibrated for.
+
+        Raises:
+            InputError: another one is wanted.
+        """
+        mean = controller.decider.mean
+        assert mean is not None
+        try:
+            mean.groups(np.array(wanted or mean.budgets_ms))
+        except ValueError as error:
+            raise InputError(f"budgets_ms: {error}") from error
+        return torch.from_numpy(mean.budgets_ms)
+
+    @staticmethod
+    def check_trained(controller: DeployedController) -> None:
+        """Raise InputError for a controller that does not know the worths of its budgets yet."""
+        if not controller.settled.mean:
+            raise InputError("its worths were not calibrated yet; let its training end")
+
+    @staticmethod
+    def deadlines(budgets_ms: Tensor) -> Tensor:
+        """Return no budgets: under a mean budget predictors learn without a deadline."""
+        return budgets_ms[:0]
+
+    @staticmethod
+    def check(table: ProfileTable, splits: int) -> None:
+        """Raise InputError for several splits, and for a first look to pay for."""
+        if table.first_look_ms is not None or splits > 1:
+            raise InputError(
+                "budget=mean: has one split, so leave out split.folds and split.repeats, and "
+                f"no first stage to pay for, as {table.name!r} has if it names first_look_ms"
+            )
+
+    def outcomes(self, policy: Any, cost_ms: Any = 0.0) -> dict[str, Any]:
+        """See `Evaluator`."""
+        mixture = policy.mixture(self.table, self.rows)
+        accuracy, latency_ms = mixture.expected(self.table, self.rows)
+        drawn = ~mixture.share.isnan()
+        second = mixture.second.where(drawn, -1)
+        return {
+            "choice": self.chosen(mixture.first),
+            "second_choice": self.chosen(second).set(
+                pl.Series((second < 0).flatten().numpy()), None
+            ),
+            "second_share": mixture.share,
+            "accuracy": accuracy,
+            "latency_ms": latency_ms + cost_ms,
+        }
+
+    @property
+    def utility_budgets(self) -> list[float]:
+        """No budgets: a configuration has no utility."""
+        return []
+
+    def compared(self, decisions: pl.DataFrame) -> pl.DataFrame:
+        """Add to decisions the scores that they are compared with, at equal mean latency."""
+        at_budget = with_score_of(decisions, self.task.low, self.task.score, "of_mix_at_budget")
+        return self.reference.at_equal_latency(at_budget)
+
+    def add_facts(self, results: RunResults, policies: Policies) -> None:
+        """Add the corners of the static mix, and to rows `price` (λ) and `worth_ms` (1/λ, None at
+        price 0) where their policies have them."""
+        results |= {"sense": "mean", "static_hull": self.reference.hull()}
+        prices = {}
+        for name, of_seeds in policies.items():
+            worths = [policy.worths for policy in of_seeds.values() if hasattr(policy, "worths")]
+            if worths:
+                prices[name] = (1 / torch.stack(worths)).mean(0).tolist()
+        for row in (*results["rows"], *results.get("by_dataset", [])):
+            row |= {"price": None, "worth_ms": None}
+            # a price belongs to a budget, so a mean over the budgets has none
+            if row["policy"] in prices and row.get("budget_ms") is not None:
+                by_budget = dict(zip(self.conditions, prices[row["policy"]], strict=True))
+                row["price"] = by_budget[row["budget_ms"]]
+                row["worth_ms"] = 1 / row["price"] if row["price"] else None
+
+    def baselines(self, experts: Experts, seed: int) -> list[MixingPolicy]:
+        """Return every simple way to decide, see `Deadlines.baselines`."""
+        priced = make_priced_baselines(self.table, self.split, self.budgets_ms, experts)
+        first, second, last = self.references()
+        return [first, second, *priced, last]
+
+    def references(self) -> list[MixingPolicy]:
+        """Return the static policies and the upper bound alone."""
+        about = *self.reference.averages, self.budgets_ms
+        return [StaticMix(*about), BestSingle(*about), OracleAtMean(self.budgets_ms)]
+
+    def deployed(self, controller: DeployedController) -> MixingPolicy:
+        """Return what decides of a controller."""
+        return controller.under_mean_budgets()
+
+    def explained_by(self, controller: DeployedController) -> tuple[Tensor, Policy, Tensor | None]:
+        """See `Deadlines.explained_by`."""
+        prices = 1 / torch.from_numpy(controller.settled.mean["worths"])
+        return self.budgets_ms, LookupTable(self.table, self.split.fitted, 0.0), prices
