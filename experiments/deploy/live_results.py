@@ -272,8 +272,8 @@ def _add_replay(
                 off = unsure * model_ms[row["policy"]]
             # independent errors add up in squares
             difference = gap[what]
-            ends = np.subtract(gap[f"{what}_ci95"], difference)
-            below, above = np.hypot(ends, off).tolist()
+            bounds = np.subtract(gap[f"{what}_ci95"], difference)
+            below, above = np.hypot(bounds, off).tolist()
             results["agreement"].append(
                 {
                     "policy": row["policy"],
