@@ -68,16 +68,16 @@ Record = dict[str, Array]
 
 # what is said of every policy, and compared with the replay
 COMPARED = (
-    Metric("accuracy", of=pl.col("accuracy")),
-    Metric("latency_ms", of=pl.col("latency_ms")),
-    Metric("satisfaction", of=pl.col("on_time")),
-    Metric("utility", of=pl.col("utility")),
+    Metric("accuracy", value=pl.col("accuracy")),
+    Metric("latency_ms", value=pl.col("latency_ms")),
+    Metric("satisfaction", value=pl.col("on_time")),
+    Metric("utility", value=pl.col("utility")),
 )
 NUMBERS = (
     *COMPARED,
-    Metric("latency_ms_p95", samples=pl.quantile("latency_ms", 0.95, "linear")),
+    Metric("latency_ms_p95", aggregate=pl.quantile("latency_ms", 0.95, "linear")),
     # on the same requests, so that the interval is a paired one
-    Metric("behind", of=pl.col("of_controller") - pl.col("utility")),
+    Metric("behind", value=pl.col("of_controller") - pl.col("utility")),
 )
 
 
@@ -244,13 +244,13 @@ def _add_replay(
     """
     feasible = live.filter("feasible")
     results["infeasible"] = 1 - len(feasible) / len(live)
-    on_time = Metric("satisfaction_feasible", of=pl.col("on_time"))
+    on_time = Metric("satisfaction_feasible", value=pl.col("on_time"))
     shares = {row["policy"]: row for row in summarise(feasible, [on_time], conditions=False)}
     columns = ("accuracy", "latency_ms", "on_time", "utility")
     other = replay.select("policy", "request", pl.col(columns).name.suffix("_replay"))
     both = live.join(other, on=["policy", "request"], maintain_order="left")
     gaps = [
-        Metric(metric.key, of=_gap(column))
+        Metric(metric.key, value=_gap(column))
         for metric, column in zip(COMPARED, columns, strict=True)
     ]
     replayed = summarise(replay, COMPARED, conditions=False)

@@ -44,7 +44,7 @@ EVALUATORS: dict[str, type[Deadlines] | type[MeanBudgets]] = {
     "mean": MeanBudgets,
 }
 """What a budget limits → its evaluator."""
-GAINED = Metric("test", of=pl.col("utility") - pl.col("utility_before"))
+GAINED = Metric("test", value=pl.col("utility") - pl.col("utility_before"))
 """What GRPO added to the deployed policy."""
 
 

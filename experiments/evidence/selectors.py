@@ -237,7 +237,7 @@ def demonstration_rows(
     """
     rows: list[dict[str, Any]] = []
     differences: list[DifferenceRow] = []
-    scored = Metric("accuracy", of=pl.col(column), in_parts=True)
+    scored = Metric("accuracy", value=pl.col(column), in_parts=True)
     metrics = [scored, DECISION] if column == "accuracy" else [scored]
     ordered = decisions.sort("condition", maintain_order=True)
     for part in ordered.partition_by("condition", maintain_order=True):
@@ -290,7 +290,7 @@ def _differences(decisions: pl.DataFrame, column: str, shots: int) -> list[Diffe
     frames = [_paired_with(decisions, column, *pair) for pair in pairs]
     if not frames:
         return []
-    gain = Metric("difference", of=pl.col(column) - pl.col("against"))
+    gain = Metric("difference", value=pl.col(column) - pl.col("against"))
     rows: list[DifferenceRow] = []
     gains = summarise(pl.concat(frames, how="diagonal"), [gain], over_conditions=False)
     for (policy, against), row in zip(pairs, gains, strict=True):

@@ -45,8 +45,8 @@ def summarise(
     decisions = decisions.with_columns(pl.col(pl.Float32).cast(pl.Float64))
     samples = decisions.select(*SAMPLE, "cluster").unique(maintain_order=True)
     splits = splits_of(samples)
-    means = _aggregated(decisions, [metric for metric in metrics if metric.samples is not None])
-    estimated = [metric for metric in metrics if metric.of is not None]
+    means = _aggregated(decisions, [metric for metric in metrics if metric.aggregate is not None])
+    estimated = [metric for metric in metrics if metric.value is not None]
     rows: list[dict[str, Any]] = []
     ratios: list[_Ratio] = []
     for (policy,), part in decisions.group_by("policy", maintain_order=True):
@@ -54,7 +54,7 @@ def summarise(
         slices: dict[float | None, slice] = {None: slice(None)} if over_conditions else {}
         if conditions:
             slices |= {condition: slice(i, i + 1) for i, condition in enumerate(judged)}
-        cubes = [_Ratio.of(part, metric, len(judged)) for metric in estimated]
+        cubes = [_Ratio.from_decisions(part, metric, len(judged)) for metric in estimated]
         for condition, places in slices.items():
             row = {"policy": policy, "condition": condition, **means[policy, condition]}
             for metric, cube in zip(estimated, cubes, strict=True):
@@ -77,7 +77,7 @@ def _aggregated(
 ) -> dict[tuple[str, float | None], dict[str, Any]]:
     """Return the numbers that have no interval, by policy and condition; None for the mean over
     the conditions at which they are known."""
-    numbers = {metric.key: metric.samples for metric in metrics}
+    numbers = {metric.key: metric.aggregate for metric in metrics}
     # rows keep their order, so that sums do not differ between two runs
     aggregations = {name: cast("pl.Expr", samples) for name, samples in numbers.items()}
     of_seeds = decisions.group_by("policy", "condition", "seed", maintain_order=True).agg(
@@ -115,10 +115,10 @@ class _Ratio(NamedTuple):
     below: Array | None = None
 
     @classmethod
-    def of(cls, decisions: pl.DataFrame, metric: Metric, conditions: int) -> _Ratio:
+    def from_decisions(cls, decisions: pl.DataFrame, metric: Metric, conditions: int) -> _Ratio:
         """Return a metric of a policy with S seeds for n samples under each condition, [S, n, B],
         NaN where it is unknown."""
-        sides = [side for side in (metric.of, metric.per) if side is not None]
+        sides = [side for side in (metric.value, metric.per) if side is not None]
         arrays = []
         for side in sides:
             column = decisions.select("seed", side.cast(pl.Float64).fill_null(np.nan).alias("x"))

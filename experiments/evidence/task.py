@@ -41,9 +41,9 @@ TRAINED = (*LEARNED, *CONTROLS)
 class Metric:
     """A number in the rows of `results.json`, and how the decisions give it.
 
-    `of` is a value of every decision. The number is its mean over the samples, then over seeds and
-    over conditions, and has an interval. With `per` it is the ratio of two such means. A number
-    without an interval aggregates the `samples` of a policy with one seed under one condition.
+    Every decision has a `value`. The number is its mean over the samples, then over seeds and over
+    conditions, and has an interval. With `per` it is the ratio of two such means. A number without
+    an interval is an `aggregate` of the samples of a policy with one seed under one condition.
     """
 
     key: str
@@ -55,9 +55,9 @@ class Metric:
     """The format of a score, a share or a difference; a quantity has a unit instead."""
     unit: str = ""
     """`ms` or `µs`. Costs that are no times have the unit of `results["unit"]`."""
-    of: pl.Expr | None = None
+    value: pl.Expr | None = None
     per: pl.Expr | None = None
-    samples: pl.Expr | None = None
+    aggregate: pl.Expr | None = None
     in_parts: bool = False
     """Whether it is also given by seed and by split."""
 
@@ -72,32 +72,32 @@ def over(score: str, other: str = "of_reference") -> pl.Expr:
     return pl.col(score) - pl.col(other)
 
 
-UTILITY = Metric("utility", "utility", of=pl.col("utility"), in_parts=True)
-ACCURACY = Metric("accuracy", "accuracy", samples=pl.mean("accuracy"))
-SCORE = Metric("accuracy", "accuracy", of=pl.col("accuracy"), in_parts=True)
-FREE = Metric("utility_free", "if free", samples=pl.mean("utility_if_free"))
+UTILITY = Metric("utility", "utility", value=pl.col("utility"), in_parts=True)
+ACCURACY = Metric("accuracy", "accuracy", aggregate=pl.mean("accuracy"))
+SCORE = Metric("accuracy", "accuracy", value=pl.col("accuracy"), in_parts=True)
+FREE = Metric("utility_free", "if free", aggregate=pl.mean("utility_if_free"))
 GAP_WIDTH = UPPER_BOUND - REFERENCE
-GAP = Metric("gap_closed", "oracle gap closed", ".0%", of=over("utility"), per=GAP_WIDTH)
-LATENCY = Metric("latency_ms_mean", "mean latency", unit="ms", samples=pl.mean("latency_ms"))
-ON_TIME = Metric("satisfaction", "on time", ".1%", samples=pl.mean("on_time"))
+GAP = Metric("gap_closed", "oracle gap closed", ".0%", value=over("utility"), per=GAP_WIDTH)
+LATENCY = Metric("latency_ms_mean", "mean latency", unit="ms", aggregate=pl.mean("latency_ms"))
+ON_TIME = Metric("satisfaction", "on time", ".1%", aggregate=pl.mean("on_time"))
 FEASIBLE = Metric(
     "satisfaction_feasible",
     "on time (feasible)",
     ".1%",
-    samples=pl.col("on_time").filter("feasible").mean(),
+    aggregate=pl.col("on_time").filter("feasible").mean(),
 )
-OVER_MIX = Metric("over_static_mix", "over static mix", "+.3f", of=over("accuracy"))
+OVER_MIX = Metric("over_static_mix", "over static mix", "+.3f", value=over("accuracy"))
 OVER_SINGLE = Metric(
-    "over_best_single", "over best single", "+.3f", of=over("accuracy", "of_best_single")
+    "over_best_single", "over best single", "+.3f", value=over("accuracy", "of_best_single")
 )
 ATTAINED = Metric("attained", "attained", ".0%")
 """Added where the whole run is known."""
-DECISION = Metric("decision_us_p50", "decision time", unit="µs", samples=pl.mean("decision_us"))
+DECISION = Metric("decision_us_p50", "decision time", unit="µs", aggregate=pl.mean("decision_us"))
 P95 = Metric(
     "latency_ms_p95",
     unit="ms",
     # the latencies of a mixture are expectations
-    samples=pl.when(pl.col("second_choice").is_null().all()).then(
+    aggregate=pl.when(pl.col("second_choice").is_null().all()).then(
         pl.quantile("latency_ms", 0.95, "linear")
     ),
 )
@@ -189,10 +189,10 @@ DEADLINE = Task(
     charged=True,
     metrics=(UTILITY, FREE, GAP, ACCURACY, LATENCY, ON_TIME, FEASIBLE, DECISION),
     numbers=(
-        Metric("over_static", of=over("utility")),
+        Metric("over_static", value=over("utility")),
         P95,
-        Metric("infeasible", samples=1 - pl.mean("feasible")),
-        Metric("reward", samples=pl.mean("reward")),
+        Metric("infeasible", aggregate=1 - pl.mean("feasible")),
+        Metric("reward", aggregate=pl.mean("reward")),
     ),
     low="budget_aware_static",
     trained=("controller", "teacher"),
@@ -213,13 +213,13 @@ MEAN_BUDGET = Task(
         LATENCY,
         OVER_MIX,
         OVER_SINGLE,
-        Metric("gap_closed", "oracle gap closed", ".0%", of=over("accuracy"), per=GAP_WIDTH),
+        Metric("gap_closed", "oracle gap closed", ".0%", value=over("accuracy"), per=GAP_WIDTH),
         DECISION,
     ),
     numbers=(
-        Metric("utility", of=pl.col("accuracy"), in_parts=True),
-        Metric("over_static_mix_at_budget", of=over("accuracy", "of_mix_at_budget")),
-        Metric("oracle_accuracy", samples=UPPER_BOUND.mean()),
+        Metric("utility", value=pl.col("accuracy"), in_parts=True),
+        Metric("over_static_mix_at_budget", value=over("accuracy", "of_mix_at_budget")),
+        Metric("oracle_accuracy", aggregate=UPPER_BOUND.mean()),
         P95,
     ),
     low="static_mix",

@@ -75,7 +75,7 @@ def test_a_column_more_is_a_metric_more():
     """The 95 % quantile of latencies: no interval, an aggregation of the samples."""
     latency_ms = np.arange(101.0)[:, None] * [1.0, 2.0]
     table = decisions_of({"controller": np.ones((1, 101, 2))}, latency_ms=latency_ms)
-    p95 = Metric("p95", "p95", unit="ms", samples=pl.quantile("latency_ms", 0.95, "linear"))
+    p95 = Metric("p95", "p95", unit="ms", aggregate=pl.quantile("latency_ms", 0.95, "linear"))
     rows = by_condition(summarise(table, [p95]))
     assert [row["p95"] for row in rows.values()] == [pytest.approx(142.5), 95, 190]
 
@@ -85,7 +85,7 @@ def test_a_metric_more_has_its_interval():
     scores = np.random.default_rng(0).random((2, 40, 2)).astype(np.float32)
     best = scores.max(0, keepdims=True)
     table = decisions_of({"controller": scores, "budget_aware_static": scores[:1], "oracle": best})
-    regret = Metric("regret", "regret", of=pl.col("of_upper_bound") - pl.col("utility"))
+    regret = Metric("regret", "regret", value=pl.col("of_upper_bound") - pl.col("utility"))
     rows = by_condition(summarise(with_references(DEADLINE, table), [regret], conditions=False))
     values = (best - scores).astype(float).mean(2)
     assert rows["controller", None]["regret"] == pytest.approx(values.mean())
@@ -110,8 +110,8 @@ class Tokens:
 def test_a_condition_of_another_kind_is_an_evaluator_more():
     table = evaluate(Tokens(), {"short": {None: 1.0}, "long": {0: 2.0, 1: 4.0}})
     metrics = [
-        Metric("accuracy", of=pl.col("accuracy")),
-        Metric("tokens", samples=pl.mean("tokens")),
+        Metric("accuracy", value=pl.col("accuracy")),
+        Metric("tokens", aggregate=pl.mean("tokens")),
     ]
     rows = by_condition(summarise(table, metrics))
     accuracy = {key: row["accuracy"] for key, row in rows.items()}
