@@ -56,7 +56,7 @@ from knobwise.experiments.evidence.problem import DEADLINE
 from knobwise.experiments.evidence.run_folder import checkpoint_at
 from knobwise.experiments.evidence.schema import Attainable, GrpoGain, RunResults, TrainingFacts
 from knobwise.experiments.evidence.summary import summary_of
-from knobwise.experiments.inspection.faults import warnings_of
+from knobwise.experiments.inspection.checks import warnings_of
 from knobwise.experiments.settings.options import EvaluateRun, TrainRun, resolve
 from knobwise.experiments.settings.profiles import read_profile, read_questions
 from knobwise.experiments.settings.tracking import TrackingSettings
