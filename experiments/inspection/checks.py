@@ -9,6 +9,7 @@ and of repeats alone, and another machine only where knobs cannot explain a conf
 
 from __future__ import annotations
 
+import itertools
 import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -35,7 +36,7 @@ FAULT, WARNING = "fault", "warning"
 class Check(NamedTuple):
     """Something that is looked for."""
 
-    look: Callable[[Measured], Findings]
+    notices: Callable[[Measured], Findings]
     """Returns what is noticed; its name is that of the check."""
     sentence: str
     """What it looks for."""
@@ -46,7 +47,7 @@ class Check(NamedTuple):
 
     @property
     def name(self) -> str:
-        return self.look.__name__
+        return self.notices.__name__
 
 
 CHECKS = (
@@ -119,13 +120,13 @@ def findings_by_check(
     with np.errstate(all="ignore"), warnings.catch_warnings(action="ignore"):
         for check in CHECKS:
             applies = check.kind in kinds and (table.unit == MS or not check.timed)
-            noticed[check.name] = list(check.look(measured)) if applies else []
+            noticed[check.name] = list(check.notices(measured)) if applies else []
     return noticed
 
 
 def faults_of(table: ProfileTable) -> list[Finding]:
     """Return the faults of a profile that are noticed, refused ones first."""
-    faults = [finding for found in findings_by_check(table).values() for finding in found]
+    faults = list(itertools.chain(*findings_by_check(table).values()))
     return sorted(faults, key=lambda fault: not fault.refused)
 
 

@@ -102,7 +102,7 @@ def test_every_check_has_an_instance():
 
 def test_a_check_is_one_short_function_with_a_sentence():
     for check in CHECKS:
-        (function,) = ast.parse(inspect.getsource(check.look)).body
+        (function,) = ast.parse(inspect.getsource(check.notices)).body
         # without comments and docstring
         body = [
             node
@@ -110,7 +110,7 @@ def test_a_check_is_one_short_function_with_a_sentence():
             if not isinstance(node, ast.Expr) or isinstance(node.value, ast.Yield | ast.YieldFrom)
         ]
         lines = "\n".join(
-            ast.get_source_segment(inspect.getsource(check.look), node) for node in body
+            ast.get_source_segment(inspect.getsource(check.notices), node) for node in body
         ).splitlines()
         code = [line for line in lines if line.strip() and not line.strip().startswith("#")]
         assert 0 < len(code) < 30, check.name
