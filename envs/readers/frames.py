@@ -12,6 +12,8 @@ import json
 import math
 import re
 from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +24,7 @@ from knobwise.common.errors import InputError
 from knobwise.common.files import check_unpacked, most_unpacked
 from knobwise.common.json_text import decoded, encoding_of, text_of
 from knobwise.common.parquet import read_parquet
-from knobwise.common.text_files import LOOKED_AT, form_of, with_points
+from knobwise.common.text_files import LOOKED_AT, form_of, rows_of_text, with_points
 from knobwise.envs.readers.arff import arff_frame
 from knobwise.envs.tables.profile_table import Knob
 
@@ -46,17 +48,46 @@ FLOAT_AS_TEXT = r"^[+-]?\d+(\.0+|\.\d+[eE]\+\d+)$"
 """A whole number that was a float when it was written, such as 7.0."""
 
 
-def read_frame(path: Path, notes: list[str] | None = None) -> pl.DataFrame:
+@dataclass
+class Lines:
+    """Where the rows of a file stand, and which are left out."""
+
+    numbers: Sequence[int] = ()
+    """The line of text that each row begins in, counted from 1; of files without lines, or where
+    one document holds all rows, the number of the row."""
+    refused: dict[int, str] = field(default_factory=dict)
+    """What is wrong with the rows that cannot be read, by the same numbers."""
+
+
+def read_frame(
+    path: Path, notes: list[str] | None = None, lines: Lines | None = None
+) -> pl.DataFrame:
     """Read one table file, of the format that its suffix says.
 
     The columns of a CSV stay text: `007` is an id, not a number. Long tables, feature files,
-    questions and image names are all read by this, so a new format here is one for each of them.
-    What is noticed goes to `notes`.
+    questions, image names and requests are all read by this, so a new format here is one for each
+    of them.
+
+    Args:
+        path: of the file.
+        notes: takes what is noticed.
+        lines: if given, takes where rows stand. A row of text that cannot be read is then left out
+            and named there, and a column may mix types; else the file is refused.
+
+    Raises:
+        InputError: there is no such file, or it cannot be read.
     """
+    frame = _read(path, [] if notes is None else notes, lines)
+    if lines is not None and not lines.numbers:
+        lines.numbers = range(1, len(frame) + 1)
+    return frame
+
+
+def _read(path: Path, notes: list[str], lines: Lines | None) -> pl.DataFrame:
+    """Read a file as `read_frame` does; of files without lines, these stay empty."""
     if not path.is_file():
         raise InputError(f"{path}: no such file")
     name = path.name.removesuffix(".gz")
-    notes = [] if notes is None else notes
     try:
         if path.suffix == ".gz":
             content: bytes | Path = _unpacked(path)
@@ -64,10 +95,10 @@ def read_frame(path: Path, notes: list[str] | None = None) -> pl.DataFrame:
             content = path
         # the name without .gz decides the format
         if name.endswith((".csv", ".tsv")):
-            return _delimited(content, notes)
+            return _delimited(content, notes, lines)
         if name.endswith((".json", ".jsonl", ".ndjson")):
             text = text_of(content if isinstance(content, bytes) else path.read_bytes())
-            return _frame(_rows(text, name.endswith(".json"), notes))
+            return _frame(_rows(text, not name.endswith(".json"), notes, lines), lines)
         if name.endswith(".arff"):
             text = text_of(content if isinstance(content, bytes) else path.read_bytes())
             return arff_frame(text)
@@ -86,23 +117,27 @@ def read_frame(path: Path, notes: list[str] | None = None) -> pl.DataFrame:
     )
 
 
-def _delimited(content: bytes | Path, notes: list[str]) -> pl.DataFrame:
+def _delimited(content: bytes | Path, notes: list[str], lines: Lines | None) -> pl.DataFrame:
     """Read delimited text, whatever separates its values.
 
     Raises:
         ValueError: it is not UTF-8 or marked UTF-16, or its commas may mean two things.
-        PolarsError: its rows are not as long as its header.
+        PolarsError: a row is longer than the header, and no `lines` are given.
     """
     with io.BytesIO(content) if isinstance(content, bytes) else content.open("rb") as file:
         head = list(itertools.islice(file, LOOKED_AT))
         # polars reads UTF-8, and lines that end in a line feed
         encoding = encoding_of(head[0] if head else b"")
-        if not encoding.startswith("utf-8") or (len(head) == 1 and b"\r" in head[0].rstrip()):
+        old = len(head) == 1 and b"\r" in head[0].rstrip()
+        if lines is not None or old or not encoding.startswith("utf-8"):
             file.seek(0)
             content = text_of(file.read()).replace("\r\n", "\n").replace("\r", "\n").encode()
             head = content.splitlines(keepends=True)[:LOOKED_AT]
-    lines = [line.decode("utf-8-sig", errors="replace") for line in head]
-    separator, skipped = form_of(lines)
+    begin = [line.decode("utf-8-sig", errors="replace") for line in head]
+    separator, skipped = form_of(begin)
+    if lines is not None and isinstance(content, bytes):
+        content = _even_rows(content, separator, skipped, lines)
+        skipped = 0
     try:
         # the parser would give a second column of a name another one, as if it were a knob
         frame = pl.read_csv(
@@ -122,31 +157,89 @@ def _delimited(content: bytes | Path, notes: list[str]) -> pl.DataFrame:
     return with_points(frame, separator, notes)
 
 
-def _rows(text: str, whole: bool, notes: list[str]) -> list[Any]:
+def _even_rows(content: bytes, separator: str, skipped: int, lines: Lines) -> bytes:
+    """Return delimited text, in UTF-8, without the rows that are longer or shorter than the header;
+    `lines` take these, and where the others stand.
+
+    Args:
+        skipped: how many lines stand before the header.
+    """
+    rows = rows_of_text(content.decode(), separator)
+    rows = rows.filter(pl.col("line") > skipped)
+    if rows.is_empty():
+        raise ValueError("it is empty")
+    width = rows["values"][0]
+    even = rows["values"] == width
+    for row in rows.filter(~even).iter_rows(named=True):
+        lines.refused[row["line"]] = f"has {row['values']} values, but the header {width}"
+    rows = rows.filter(even)
+    lines.numbers = rows["line"][1:].to_list()
+    return "\n".join(rows["text"]).encode()
+
+
+def _rows(text: str, by_line: bool, notes: list[str], lines: Lines | None) -> dict[int, Any]:
     """Return the rows of JSON: an array, lines of objects, or the only list of rows in a document,
     which is noted.
 
     Args:
-        whole: whether the file is named as one document, not as lines. Either may hold the other.
+        by_line: whether the file is named as lines, not as one document. Either may hold the other.
+        lines: if given, a line that is not JSON is refused there.
+
+    Returns:
+        The rows by the lines they stand in, or in a document by their number.
 
     Raises:
         ValueError: it is neither, or holds no list of rows, or several.
     """
-    readings = [_lines, decoded]
-    if whole:
-        readings.reverse()
+    readings: dict[bool, Callable[[str], Any]] = {True: _lines, False: decoded}
+    content: Any
     try:
-        rows = readings[0](text)
-        if not whole and rows and isinstance(rows[0], list):
-            rows = decoded(text)
+        content = readings[by_line](text)
+        if by_line and isinstance(next(iter(content.values()), None), list):
+            by_line = False
+            content = decoded(text)
     except ValueError as error:
+        by_line = not by_line
         try:
-            rows = readings[1](text)
+            content = readings[by_line](text)
         except ValueError:
-            raise error from None
-    if not isinstance(rows, dict):
-        return rows
-    lists = _lists(rows)
+            # it may still be lines of which some are broken
+            if by_line or lines is None:
+                raise error from None
+            by_line = True
+            content = _lines(text, lines.refused)
+            if not any(isinstance(row, dict) for row in content.values()):
+                raise error from None
+    return content if by_line else dict(enumerate(_rows_in(content, notes), 1))
+
+
+def _lines(text: str, refused: dict[int, str] | None = None) -> dict[int, Any]:
+    """Decode JSON lines, by their numbers.
+
+    Raises:
+        ValueError: a line is not JSON, and there is no dictionary that takes what is wrong with it.
+    """
+    rows = {}
+    for number, line in enumerate(io.StringIO(text, newline="\n"), 1):
+        if line.strip():
+            try:
+                rows[number] = decoded(line)
+            except ValueError as error:
+                if refused is None:
+                    raise ValueError(f"line {number}: {error}") from None
+                refused[number] = f"is not JSON ({error})"
+    return rows
+
+
+def _rows_in(document: Any, notes: list[str]) -> list[Any]:
+    """Return a list of rows, or the only one in an object, which is noted.
+
+    Raises:
+        ValueError: an object holds no list of rows, or several.
+    """
+    if not isinstance(document, dict):
+        return document
+    lists = _lists(document)
     if len(lists) > 1:
         raise ValueError(
             f"it has several lists of rows ({', '.join(list(lists)[:5])}); write one of them to a "
@@ -154,23 +247,11 @@ def _rows(text: str, whole: bool, notes: list[str]) -> list[Any]:
         )
     if not lists:
         raise ValueError(
-            f"it is one object with {', '.join(list(rows)[:5])}, and no list of rows; write a list "
-            "of objects, as pandas does with orient='records'"
+            f"it is one object with {', '.join(list(document)[:5])}, and no list of rows; write a "
+            "list of objects, as pandas does with orient='records'"
         )
-    ((key, rows_in_it),) = lists.items()
+    ((key, rows),) = lists.items()
     notes.append(f"the rows are those of {key!r} in the file")
-    return rows_in_it
-
-
-def _lines(text: str) -> list[Any]:
-    """Decode JSON lines. Raises ValueError with the number of a line that is not JSON."""
-    rows = []
-    for number, line in enumerate(text.split("\n"), 1):
-        if line.strip():
-            try:
-                rows.append(decoded(line))
-            except ValueError as error:
-                raise ValueError(f"line {number}: {error}") from None
     return rows
 
 
@@ -188,35 +269,57 @@ def _lists(document: dict[str, Any]) -> dict[str, list[Any]]:
     return lists
 
 
-def _frame(rows: list[Any]) -> pl.DataFrame:
-    """Return rows as a frame.
+def _frame(rows: dict[int, Any], lines: Lines | None) -> pl.DataFrame:
+    """Return rows, by their numbers, as a frame; `lines`, if given, take the numbers and what is
+    wrong with single rows.
 
-    Raises ValueError for what polars would turn into something else: lines that are no objects,
-    true among numbers, fractions among names, and whole numbers that 64 bits do not hold.
+    Raises:
+        ValueError: without `lines` for what polars would turn into something else: lines that are
+            no objects, true among numbers, fractions among names, and whole numbers that 64 bits do
+            not hold.
     """
     # the first row of each type of value
     kinds: dict[str, dict[type, int]] = defaultdict(dict)
-    for line, row in enumerate(rows, 1):
-        if not isinstance(row, dict):
-            raise ValueError(f"row {line} is not an object, but {str(row)[:20]}")
+    sound = {}
+    for number, row in rows.items():
+        try:
+            _check_row(row)
+        except ValueError as error:
+            if lines is None:
+                raise ValueError(f"row {number} {error}") from None
+            lines.refused[number] = str(error)
+            continue
+        sound[number] = row
         for name, value in row.items():
-            if type(value) is int and not -(1 << 63) <= value < 1 << 63:
-                raise ValueError(
-                    f"the column {name!r} holds {value}, which has more than 64 bits; write ids "
-                    "as text"
-                )
             if value is not None:
-                kinds[name].setdefault(type(value), line)
-    # true is 1 to polars, and a fraction becomes text
+                kinds[name].setdefault(type(value), number)
+    if lines is None:
+        _refuse_mixed(kinds, rows)
+    else:
+        lines.numbers = list(sound)
+    return pl.DataFrame(list(sound.values()), infer_schema_length=None)
+
+
+def _check_row(row: Any) -> None:
+    """Raise ValueError if a row is not an object, or holds a whole number of more than 64 bits."""
+    if not isinstance(row, dict):
+        raise ValueError(f"is not an object, but {str(row)[:20]}")
+    for name, value in row.items():
+        if type(value) is int and not -(1 << 63) <= value < 1 << 63:
+            raise ValueError(f"has {value} in {name!r}, more than 64 bits; write ids as text")
+
+
+def _refuse_mixed(kinds: dict[str, dict[type, int]], rows: dict[int, Any]) -> None:
+    """Raise ValueError for a column whose values are of types, each with the first row that has it,
+    that polars would turn into each other: true is 1 to it, and a fraction becomes text."""
     for name, types in kinds.items():
         mixed = bool in types and len(types) > 1
         if mixed or (float in types and types.keys() - {int, float}):
-            held = [f"{rows[line - 1][name]!r} in row {line}" for line in types.values()]
+            held = [f"{rows[number][name]!r} in row {number}" for number in types.values()]
             raise ValueError(
                 f"the column {name!r} holds {' and '.join(held[:3])}; write numbers alone, null "
                 "where there is none, or text alone"
             )
-    return pl.DataFrame(rows, infer_schema_length=None)
 
 
 def _unpacked(path: Path) -> bytes:

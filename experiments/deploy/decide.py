@@ -1,15 +1,9 @@
-"""Decide for the requests in a file: their features and budgets in, knob values out.
-
-The file is read in batches, so that a long one needs little memory.
-"""
+"""Decide for the requests in a file: their features and budgets in, knob values out."""
 
 from __future__ import annotations
 
-import csv
-from collections.abc import Iterator, Sequence
-from itertools import chain, islice
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, TextIO
 
 import numpy as np
 import polars as pl
@@ -19,24 +13,18 @@ from knobwise.agents.deployed.controller import MOST_MS, NumpyController
 from knobwise.agents.serving.inputs import limit_of
 from knobwise.common.errors import InputError, naming
 from knobwise.common.files import written_whole
-from knobwise.common.json_text import decoded, encoding_of
-from knobwise.common.parquet import decoded_size, refuse_unpacked
 from knobwise.common.progress import say
-from knobwise.common.text_files import LOOKED_AT, form_of, with_points
 from knobwise.envs.readers.feature_columns import encode, number
-from knobwise.envs.readers.frames import refuse_lost_digits
+from knobwise.envs.readers.frames import Lines, read_frame, refuse_lost_digits
 from knobwise.envs.tables.columns import FEATURES, Column, columns_of
 from knobwise.experiments.evidence.run_folder import checkpoint_at
 from knobwise.experiments.settings.options import DecideRun
 from knobwise.experiments.wording.words import counted
 
 AT_ONCE = 50_000
-"""Rows of a batch."""
+"""Rows that are decided together; so many features and outcomes take little memory."""
 SOME_REFUSED = 3
 """The exit status if some rows were refused."""
-Batch = tuple[Sequence[int], pl.DataFrame, pl.Series]
-"""Some rows of a file: the line, or in Parquet the row, that each begins in, counted from 1; their
-values; and what is wrong with each, null for nothing."""
 
 
 def run(config: DecideRun) -> int:
@@ -59,34 +47,36 @@ def run(config: DecideRun) -> int:
     # the budgets that the controller was judged at, where it has a guard
     calibrated = controller.calibrated
     tried = np.array([0, np.inf]) if calibrated is None else calibrated.budgets_ms
-    total = 0
-    count = 0
+    notes = list[str]()
+    lines = Lines()
+    frame = read_frame(path, notes, lines)
+    for note in notes:
+        say(note)
+    refused = dict(lines.refused)
+    total = len(frame) + len(refused)
+    if not total:
+        raise InputError(f"{path}: holds no requests")
     untried = 0
-    with written_whole(out) as temporary, temporary.open("wb") as file:
-        for lines, frame, faults in _batches(path):
-            with naming(path):
-                ids, chosen, faults = _decided(controller, frame, faults, config)
-            ids.insert_column(0, pl.Series("line", lines))
+    with written_whole(out) as temporary, temporary.open("wb") as file, naming(path):
+        for first in range(0, max(len(frame), 1), AT_ONCE):
+            ids, chosen, faults = _decided(controller, frame.slice(first, AT_ONCE), config)
+            ids.insert_column(0, pl.Series("line", lines.numbers[first : first + AT_ONCE]))
             good = faults.is_null()
             decided = pl.concat([ids.filter(good), settings[chosen]], how="horizontal")
-            decided.write_csv(file, include_header=not total)
+            decided.write_csv(file, include_header=not first)
             untried += int((~decided["budget_ms"].is_between(tried.min(), tried.max())).sum())
-            # the others are listed, as compilers do
-            refused = pl.DataFrame([ids["line"], faults]).filter(~good)
-            for line, fault in refused.iter_rows():
-                say(f"{path}:{line}: {fault}")
-            total += len(good)
-            count += len(refused)
-        if not total:
-            raise InputError(f"{path}: holds no requests")
-    print(f"decided: {total - count} of {total} requests, in {out}")
+            refused |= pl.DataFrame([ids["line"], faults]).filter(~good).iter_rows()
+    # the others are listed, as compilers do
+    for line in sorted(refused):
+        say(f"{path}:{line}: {refused[line]}")
+    print(f"decided: {total - len(refused)} of {total} requests, in {out}")
     if untried:
         say(
             f"{counted(int(untried), 'budget')} outside {tried.min():.4g} to {tried.max():.4g} "
             f"{controller.unit}, where the controller was judged: nothing is known about decisions "
             "there"
         )
-    return SOME_REFUSED if count else 0
+    return SOME_REFUSED if refused else 0
 
 
 def _controller_at(path: str) -> NumpyController:
@@ -107,7 +97,7 @@ def _controller_at(path: str) -> NumpyController:
 
 
 def _decided(
-    controller: NumpyController, frame: pl.DataFrame, fault: pl.Series, config: DecideRun
+    controller: NumpyController, frame: pl.DataFrame, config: DecideRun
 ) -> tuple[pl.DataFrame, Array, pl.Series]:
     """Decide for the rows of a frame.
 
@@ -118,7 +108,7 @@ def _decided(
     Raises:
         InputError: a column is missing, or ids have lost digits.
     """
-    faults = [fault]
+    faults = []
     blocks = {}
     for name in controller.feature_sizes:
         blocks[name], wrong = _block(controller, frame, name)
@@ -180,109 +170,3 @@ def _block(controller: NumpyController, frame: pl.DataFrame, name: str) -> tuple
         )
     block, faults = encode(frame, columns)
     return block[:, :width], faults
-
-
-# -- reading ---------------------------------------------------------------------------------------
-
-
-def _batches(path: Path) -> Iterator[Batch]:
-    """Yield the rows of a file of requests.
-
-    Raises:
-        InputError: no such file, or one that cannot be read.
-    """
-    known = (".csv", ".tsv", ".jsonl", ".ndjson", ".parquet")
-    if not path.is_file():
-        raise InputError(f"requests={path}: no such file")
-    if path.suffix not in known:
-        raise InputError(f"requests={path}: must be a file of {', '.join(known)}")
-    try:
-        if path.suffix == ".parquet":
-            yield from _parquet_batches(path)
-            return
-        with path.open("rb") as begin:
-            encoding = encoding_of(begin.read(4))
-        with path.open(encoding=encoding.replace("utf-8-sig", "utf-8"), newline="") as file:
-            if encoding == "utf-8-sig":
-                file.read(1)
-            if path.suffix in (".csv", ".tsv"):
-                yield from _csv_batches(file)
-            else:
-                yield from _json_batches(file)
-    except UnicodeError as error:
-        raise InputError(f"requests={path}: cannot be read ({error}); save it as UTF-8") from error
-    except (ValueError, TypeError, csv.Error, pl.exceptions.PolarsError) as error:
-        if isinstance(error, InputError):
-            raise
-        raise InputError(f"requests={path}: cannot be read ({error})") from error
-
-
-def _csv_batches(file: TextIO) -> Iterator[Batch]:
-    """Yield the rows of a CSV; one of another length than the header is at fault."""
-    head = list(islice(file, LOOKED_AT))
-    separator, skipped = form_of(head)
-    reader = csv.reader(chain(head[skipped:], file), strict=True, delimiter=separator)
-    header: list[str] = next(reader, [])
-    if len(set(header)) < len(header):
-        raise csv.Error(f"a column occurs twice: {', '.join(header)}")
-    rows = _csv_rows(reader, len(header), skipped)
-    noted: set[str] = set()
-    while batch := list(islice(rows, AT_ONCE)):
-        lines, values, faults = zip(*batch, strict=True)
-        frame = pl.DataFrame(values, dict.fromkeys(header, pl.String), orient="row")
-        notes = list[str]()
-        frame = with_points(frame, separator, notes)
-        # other batches have much the same to say
-        for note in {*notes} - noted:
-            say(note)
-        noted.update(notes)
-        yield lines, frame, pl.Series("fault", faults, pl.String)
-
-
-def _csv_rows(reader: Any, width: int, skipped: int) -> Iterator[tuple[int, list[str], str | None]]:
-    """Yield the line that each row begins in, its values, and what is wrong with it. The reader
-    began after the lines that were skipped."""
-    line = reader.line_num + 1 + skipped
-    for row in reader:
-        fault = None
-        # an empty line is no row
-        if row and len(row) != width:
-            fault = f"has {len(row)} values, but the header {width}"
-            row = [""] * width
-        if row:
-            yield line, row, fault
-        line = reader.line_num + 1 + skipped
-
-
-def _json_batches(file: TextIO) -> Iterator[Batch]:
-    """Yield the rows of JSON lines; one that is no object is at fault."""
-    numbered = ((number, line) for number, line in enumerate(file, 1) if line.strip())
-    while batch := list(islice(numbered, AT_ONCE)):
-        rows: list[dict[str, Any]] = []
-        faults: list[str | None] = []
-        for _, line in batch:
-            rows.append({})
-            faults.append(None)
-            try:
-                row = decoded(line)
-                if not isinstance(row, dict):
-                    raise ValueError(f"it is a {type(row).__name__}")
-                rows[-1] = row
-            except ValueError as error:
-                faults[-1] = f"is not a JSON object ({error})"
-        if not any(rows):
-            raise ValueError(f"line {batch[0][0]} {faults[0]}")
-        frame = pl.DataFrame(rows, infer_schema_length=None)
-        yield [number for number, _ in batch], frame, pl.Series("fault", faults, pl.String)
-
-
-def _parquet_batches(path: Path) -> Iterator[Batch]:
-    """Yield the rows of a Parquet file. Raises ValueError if its footer is damaged."""
-    scan = pl.scan_parquet(path.absolute(), glob=False)
-    size, count = decoded_size(path)
-    # a batch takes its share of the memory
-    refuse_unpacked(path, size * min(AT_ONCE, count) // max(count, 1))
-    for first in range(0, count, AT_ONCE):
-        frame = scan.slice(first, AT_ONCE).collect()
-        no_faults = pl.repeat(None, len(frame), dtype=pl.String, eager=True)
-        yield range(first + 1, first + len(frame) + 1), frame, no_faults

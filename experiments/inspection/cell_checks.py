@@ -1,4 +1,5 @@
-"""Checks of outcomes: units, samples that occur twice, times and machines."""
+"""Checks of outcomes: units, samples that occur twice, times and machines; `checks.CHECKS` says
+what each looks for."""
 
 from __future__ import annotations
 
@@ -9,8 +10,8 @@ import torch
 
 from knobwise.envs.bandit.budgets import TIME_OUT_RATIO, TIME_OUT_SHARE
 from knobwise.experiments.inspection.measured import (
-    Fault,
-    Faults,
+    Finding,
+    Findings,
     Measured,
     expected_of,
     gaps_of,
@@ -25,61 +26,70 @@ LONG_MS = 60_000
 """Few models are waited for longer: such latencies may be microseconds."""
 EPOCH = 1e9
 """Times of day, in seconds or smaller units since 1970, are larger; as a latency it is 11 days."""
+IN_MS = "Write all latencies in ms."
+ALONE = "Measure every cell by itself, with a finer timer."
+DRIFTED = "Measure again on a quiet machine, or divide the drift out."
 
 
 # -- units -----------------------------------------------------------------------------------------
 
 
-def units_of_time(measured: Measured) -> Faults:
-    """Notice latencies that are times of day, and those in other units: in all rows, some
-    configurations, some samples or cells, or some of a cell's repeats."""
-    if measured.table.unit != "ms":
-        return
-    advice = "Write all latencies in ms."
-    epochs = measured.log_ms > math.log(EPOCH)
-    if epochs.any():
-        sample = measured.ids[epochs.any(1).argmax()]
-        words = f"{epochs.sum():,} latencies, such as of sample {sample}, are above {EPOCH:.0e} ms "
-        words += "(11 days), as times of day are"
-        yield Fault(words, "nearly certain", "Write how long it took: the end minus the start.")
+def times_of_day(measured: Measured) -> Findings:
+    late = measured.log_ms > math.log(EPOCH)
+    if late.any():
+        words = (
+            f"{late.sum():,} latencies, such as of sample {measured.ids[late.any(1).argmax()]}, "
+        )
+        words += f"are above {EPOCH:.0e} ms (11 days), as times of day are"
+        yield Finding(words, "nearly certain", "Write how long it took: the end minus the start.")
+
+
+def usual_time(measured: Measured) -> Findings:
     median = float(np.exp(np.nanmedian(measured.log_ms)))
     if median < QUICKEST_MS:
-        yield Fault(f"The median latency is {median:.3g} ms", "likely", advice)
+        yield Finding(f"The median latency is {median:.3g} ms", "likely", IN_MS)
     elif median > LONG_MS:
         words = f"The median latency is {median:,.0f} ms, which is {median / 60_000:,.1f} minutes"
-        yield Fault(words, "perhaps", "If they are microseconds, divide them by 1,000.")
+        yield Finding(words, "perhaps", "If they are microseconds, divide them by 1,000.")
+
+
+def units_of_samples(measured: Measured) -> Findings:
     columns, rows = gaps_of(measured.log_ms, max(5, len(measured.log_ms) // 50))
-    if columns.mean() > 0.25:
-        share = rows[:, columns].mean(1)
-        count = int((share > 0.5).sum())
-        words = f"Latencies of {count:,} samples are a thousand or more times smaller than others"
-        # where rows were mixed, a sample has cells of both kinds
-        if ((share > 0) & (share < 1)).mean() > 0.5:
-            words = (
-                f"{int(rows[:, columns].sum()):,} latencies are a thousand or more times smaller "
-            )
-            words += "than others of their configuration"
-        yield Fault(words, "nearly certain", advice)
+    if columns.mean() <= 0.25:
+        return
+    smaller = rows[:, columns]
+    share = smaller.mean(1)
+    words = f"Latencies of {(share > 0.5).sum():,} samples are a thousand or more times smaller "
+    words += "than others"
+    # where rows were mixed, a sample has cells of both kinds
+    if ((share > 0) & (share < 1)).mean() > 0.5:
+        words = f"{smaller.sum():,} latencies are a thousand or more times smaller than others of "
+        words += "their configuration"
+    yield Finding(words, "nearly certain", IN_MS)
+
+
+def units_of_repeats(measured: Measured) -> Findings:
     repeats = np.log(measured.repeats_ms)
     distant = np.nanmax(repeats, 2) - np.nanmin(repeats, 2) > math.log(300)
     if distant.mean() > 0.02:
         words = f"Repeats of {distant.sum():,} cells are hundreds of times apart"
-        yield Fault(words, "likely", advice)
-    medians = np.nanmedian(measured.log_ms, 0)[:, None]
-    parted, smaller = gaps_of(medians, 1)
+        yield Finding(words, "likely", IN_MS)
+
+
+def units_of_configurations(measured: Measured) -> Findings:
+    parted, smaller = gaps_of(np.nanmedian(measured.log_ms, 0)[:, None], 1)
     if parted.any():
-        names = ", ".join(map(measured.table.label, np.flatnonzero(smaller[:, 0])[:3]))
+        names = measured.labels(smaller[:, 0])
         words = f"Configurations such as {names} are about a thousand times faster than the others"
-        yield Fault(words, "likely", advice)
+        yield Finding(words, "likely", IN_MS)
 
 
-def percent(measured: Measured) -> Faults:
-    """Notice accuracies that are a hundredth of the others, as where some rows were per cent."""
+def percent(measured: Measured) -> Findings:
     known = measured.accuracy[measured.accuracy > 0]
     small = (known <= 0.0101).mean()
     between = ((known > 0.0101) & (known < 0.05)).mean()
     if small > 0.02 and between < 0.2 * small and (known > 0.2).mean() > 0.02:
-        yield Fault(
+        yield Finding(
             f"{small:.0%} of the accuracies above 0 are at most 0.01, and hardly any are between "
             "0.01 and 0.05",
             "likely",
@@ -90,10 +100,9 @@ def percent(measured: Measured) -> Faults:
 # -- samples ---------------------------------------------------------------------------------------
 
 
-def same_samples(measured: Measured) -> Faults:
-    """Notice samples that occur under several ids and that a split may part: with equal features
-    (in tables without features equal outcomes), as often right, and latencies that hardly
-    differ."""
+def same_samples(measured: Measured) -> Findings:
+    """Look for those that a split may part: with equal features (in tables without features equal
+    outcomes), as often right, and latencies that hardly differ."""
     rows = measured.features
     alike = "features" if measured.names else "outcomes"
     if not measured.names:
@@ -109,7 +118,7 @@ def same_samples(measured: Measured) -> Faults:
     right = np.isclose(measured.accuracy[first], measured.accuracy[second], equal_nan=True)
     same = (right.mean(1) > 0.95) & (np.nanmedian(differences, 1) < 0.25 * usual)
     if same.any():
-        yield Fault(
+        yield Finding(
             f"{same.sum():,} samples, such as {measured.ids[second[same.argmax()]]}, have the same "
             f"{alike} as another one, are as often right, and take about as long",
             "likely",
@@ -121,16 +130,14 @@ def same_samples(measured: Measured) -> Faults:
 # -- times -----------------------------------------------------------------------------------------
 
 
-def times_of_zero(measured: Measured) -> Faults:
-    """Notice times of 0."""
+def times_of_zero(measured: Measured) -> Findings:
     zeros = int((measured.repeats_ms == 0).sum())
-    if zeros and measured.table.unit == "ms":
+    if zeros:
         advice = "Leave out cells that timed out or were not timed."
-        yield Fault(f"{zeros} latencies are 0", "nearly certain", advice)
+        yield Finding(f"{zeros} latencies are 0", "nearly certain", advice)
 
 
-def capped(measured: Measured) -> Faults:
-    """Notice a largest latency that occurs often, as time-outs do."""
+def capped(measured: Measured) -> Findings:
     known = measured.log_ms[~np.isnan(measured.log_ms)]
     values, counts = np.unique(known, return_counts=True)
     usual = max(TIME_OUT_SHARE * len(known), TIME_OUT_RATIO * counts[-2:][0])
@@ -143,32 +150,31 @@ def capped(measured: Measured) -> Faults:
             advice = "They look like time-outs: default budgets leave them out. Give accuracy 0 to "
             advice += f"the {scored:,} of them that have more, unless they were in time."
         words = f"{counts[-1]:,} cells have the largest latency, {math.exp(values[-1]):.4g}"
-        yield Fault(words, "nearly certain", advice)
+        yield Finding(words, "nearly certain", advice)
 
 
-def repeated_digits(measured: Measured) -> Faults:
-    """Notice latencies that are equal to the last digit: of repeats, of configurations, or of
-    samples, as a coarse timer or a copied column has them."""
-    advice = "Measure every cell by itself, with a finer timer."
+def equal_repeats(measured: Measured) -> Findings:
     repeats = measured.repeats_ms
     several = (~np.isnan(repeats)).sum(2) > 1
     copied = (np.nanmin(repeats, 2) == np.nanmax(repeats, 2))[several].mean()
     if copied > 0.2:
         words = f"The repeats of {copied:.0%} of the cells are equal to the last digit"
-        yield Fault(words, "likely", advice)
+        yield Finding(words, "likely", ALONE)
+
+
+def equal_times(measured: Measured) -> Findings:
+    """Look at the samples of a configuration, as a coarse timer has them, and at the configurations
+    of a sample, as a copied column has them."""
     which = ("samples of a configuration", "configurations of a sample")
     for axis, most in enumerate((0.9, 0.5)):
         ordered = np.sort(measured.log_ms, axis)
         equal = (np.diff(ordered, axis=axis) == 0).sum(axis)
         known = (~np.isnan(ordered)).sum(axis)
         if np.median((equal / known)[known > 3]) > most:
-            yield Fault(f"Most {which[axis]} have equal latencies", "likely", advice)
+            yield Finding(f"Most {which[axis]} have equal latencies", "likely", ALONE)
 
 
-def drift(measured: Measured) -> Faults:
-    """Notice a machine that became slower or faster: between repeats, or at some sample, by more
-    than the features explain."""
-    advice = "Measure again on a quiet machine, or divide the drift out."
+def later_repeats(measured: Measured) -> Findings:
     logs = np.log(measured.repeats_ms)
     steps = np.diff(logs, axis=2)
     # readers sort repeats without an order by size
@@ -177,18 +183,20 @@ def drift(measured: Measured) -> Faults:
         worst = change[np.abs(change).argmax()]
         if abs(worst) > math.log(1.2):
             words = f"Later repeats take {math.exp(worst):.2f} times as long as the first"
-            yield Fault(words, "likely", advice)
+            yield Finding(words, "likely", DRIFTED)
+
+
+def later_samples(measured: Measured) -> Findings:
     if len(measured.few) < 100:
         return
     place, jump, spread = jump_of(levels_of(measured, measured.log_ms))
     if abs(jump) > max(math.log(1.5), spread):
         sample = measured.ids[measured.few[place]]
         words = f"From sample {sample} on, latencies are {math.exp(jump):.2f} times as long"
-        yield Fault(words, "likely", advice)
+        yield Finding(words, "likely", DRIFTED)
 
 
-def other_machine(measured: Measured) -> Faults:
-    """Notice configurations that are slower or faster by a factor than their knobs explain."""
+def other_machine(measured: Measured) -> Findings:
     codes = torch.nn.functional.one_hot(measured.table.configurations).flatten(1).double().numpy()
     medians = np.nanmedian(measured.log_ms, 0)
     if len(measured.table.knobs) < 2 or len(medians) < 2 * np.linalg.matrix_rank(codes):
@@ -202,16 +210,13 @@ def other_machine(measured: Measured) -> Faults:
         slower = (left > (left.min() + left.max()) / 2).astype(np.float64)[:, None]
     factor = abs(weights[-1])
     if factor > max(math.log(1.5), 6 * (medians - effects @ weights).std()):
-        names = ", ".join(map(measured.table.label, np.flatnonzero(slower[:, 0])[:3]))
-        words = (
-            f"{int(slower.sum())} of {len(medians)} configurations, such as {names}, take "
-            f"{math.exp(factor):.2f} times as long as their knobs explain"
-        )
-        yield Fault(words, "likely", "Measure all configurations on the same machine.")
+        names = measured.labels(slower[:, 0] > 0)
+        words = f"{int(slower.sum())} of {len(medians)} configurations, such as {names}, take "
+        words += f"{math.exp(factor):.2f} times as long as their knobs explain"
+        yield Finding(words, "likely", "Measure all configurations on the same machine.")
 
 
-def missing_where_slow(measured: Measured) -> Faults:
-    """Notice cells that are missing where the model is slow."""
+def missing_where_slow(measured: Measured) -> Findings:
     missing = np.isnan(measured.log_ms)
     if missing.sum() < 10:
         return
@@ -219,7 +224,7 @@ def missing_where_slow(measured: Measured) -> Faults:
     expected = expected_of(measured.log_ms)
     slower = expected[missing].mean() - expected[~missing].mean()
     if slower > max(0.3, 5 / math.sqrt(missing.sum())) * expected.std():
-        yield Fault(
+        yield Finding(
             f"The {missing.sum():,} cells that are missing would take {math.exp(slower):.2f} times "
             "as long as the others",
             "likely",

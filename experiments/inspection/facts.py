@@ -18,9 +18,7 @@ import torch
 from torch import Tensor
 
 from knobwise.agents.evaluation.baselines import Oracle, static_of
-from knobwise.agents.evaluation.budgets import few_budgets
 from knobwise.agents.evaluation.evaluation import judge
-from knobwise.common.errors import InputError
 from knobwise.envs.bandit.budgets import default_budgets, log_moments
 from knobwise.envs.tables.cost_words import in_words
 from knobwise.envs.tables.profile_table import ProfileTable, median_of
@@ -28,8 +26,7 @@ from knobwise.experiments.evidence.controllers import configurations_of
 from knobwise.experiments.evidence.explanation import difficulty_of
 from knobwise.experiments.evidence.statistics import pareto_front
 from knobwise.experiments.inspection.attainable import attainable, oracle_of_halves, repeated_share
-from knobwise.experiments.inspection.faults import faults_of
-from knobwise.experiments.wording.words import number
+from knobwise.experiments.inspection.checks import CHECKS, FAULT, findings_by_check
 
 Facts = Mapping[str, Any]
 """What `inspect_table` returns."""
@@ -62,8 +59,9 @@ def inspect_table(table: ProfileTable) -> dict[str, Any]:
         - `attainable`, `oracle_of_halves`: see `knobwise.experiments.inspection.attainable`
         - `configuration_means`: see `_configurations`; `pareto`: which of them are on the front
         - `examples`: samples from easy to hard, with the latency of their cheapest right answer
-        - `datasets`, `clusters`, `features`, `digest`, `notes` (of the reader),
-          `warnings`, `faults` (see `knobwise.experiments.inspection.faults`)
+        - `datasets`, `clusters`, `features`, `digest`, `notes` (of the reader)
+        - `findings`: what the checks notice, refused ones first, see `_findings`; `faults` and
+          `warnings`: the same in sentences
     """
     # digest and policies are those of the whole profile, which may have a first look
     whole = table
@@ -108,12 +106,27 @@ def inspect_table(table: ProfileTable) -> dict[str, Any]:
         "clusters": len(set(table.clusters)) or None,
         "features": {name: block.shape[1] for name, block in table.features.items()},
         "notes": list(table.notes),
-        "faults": [in_words(str(fault), table.unit) for fault in faults_of(whole)],
         "examples": _examples(table),
         "pareto": sorted(front.tolist(), key=lambda i: means[i]["latency_ms"]),
     }
-    warnings = _warnings(facts) + few_budgets(budgets_ms) + _split_faults(table)
-    return facts | {"warnings": [in_words(warning, table.unit) for warning in warnings]}
+    findings = _findings(whole, facts)
+    faults = [each["text"] for each in findings if each["kind"] == FAULT]
+    warnings = [each["text"] for each in findings if each["kind"] != FAULT]
+    return facts | {"findings": findings, "faults": faults, "warnings": warnings}
+
+
+def _findings(table: ProfileTable, facts: Facts) -> list[dict[str, Any]]:
+    """Return what the checks notice: the `check`, its `kind` and what it looks for (`sentence`);
+    what was found (`text`), how `sure` that is, and whether it is `refused`."""
+    noticed = findings_by_check(table, facts)
+    findings = []
+    for check in CHECKS:
+        about = {"check": check.name, "kind": check.kind, "sentence": check.sentence}
+        for finding in noticed[check.name]:
+            text = in_words(str(finding), table.unit)
+            outcome = {"text": text, "sure": finding.sure, "refused": finding.refused}
+            findings.append(about | outcome)
+    return sorted(findings, key=lambda finding: not finding["refused"])
 
 
 def _range_of(values: Tensor) -> Tensor:
@@ -195,61 +208,3 @@ def mean_headroom(facts: Facts) -> tuple[float, ...]:
     """Return the mean utility over the budgets of static and of the oracle."""
     columns = pl.DataFrame(facts["headroom"])
     return columns.select(pl.mean("budget_aware_static", "oracle")).row(0)
-
-
-def _split_faults(table: ProfileTable) -> list[str]:
-    """Say why nothing can be trained by the split that a file fixes, if so."""
-    if table.parts:
-        try:
-            table.split()
-        except InputError as error:
-            return [f"Training will refuse its split: {error}."]
-    return []
-
-
-# -- warnings --------------------------------------------------------------------------------------
-
-FEW_CLUSTERS = 100
-"""Of fewer clusters the test part holds less than 20."""
-NEXT_TO_NOTHING = 0.02
-"""A smaller share or variation counts as next to nothing."""
-
-
-def _warnings(facts: Facts) -> list[str]:
-    """Say what a person should know before training on this profile."""
-    headroom = facts["headroom"]
-    gains = np.subtract(headroom["oracle"], headroom["budget_aware_static"])
-    varies = facts["latency_cv_within_configuration"]
-    # warning → whether it holds
-    warnings = {
-        f"Only {facts['samples']} samples: intervals on a test split of them will be wide.": (
-            facts["samples"] < 200
-        ),
-        f"Only {facts['clusters']} groups (profile.group): the test part holds few of them, and "
-        "intervals over few groups are too narrow.": (facts["clusters"] or FEW_CLUSTERS)
-        < FEW_CLUSTERS,
-        f"{number(1 - facts['coverage'], '.1%')} of the cells were not profiled: means per "
-        "configuration or knob and the best static choice then come from different samples; "
-        "compare them with caution.": facts["coverage"] < 1,
-        "Accuracy hardly depends on the configuration: choosing can save time, but not gain "
-        "accuracy.": facts["config_dependent_share"] < NEXT_TO_NOTHING,
-        "Latency is the same for every sample: these look like means per configuration, not "
-        "measurements.": varies == 0,
-        "Latency hardly differs between samples: the configuration alone determines the time.": (
-            0 < varies < NEXT_TO_NOTHING
-        ),
-        "The oracle is hardly better than budget-aware static: choosing per input can gain next "
-        "to nothing.": gains.max() < NEXT_TO_NOTHING,
-        "No features: a policy sees only the budget, and cannot do better than budget-aware "
-        "static.": not facts["features"],
-    }
-    for name, knob in facts["knobs"].items():
-        alone = len(knob["values"]) < 2
-        warnings[f"Knob {name} has only one value: there is nothing to choose."] = alone
-        # half a point of accuracy, or a hundredth of the latency, is nothing
-        idle = np.ptp(knob["accuracy"]) < 0.005
-        idle = idle and np.ptp(knob["latency_ms"]) < 0.01 * max(knob["latency_ms"])
-        warnings[f"Knob {name} changes neither accuracy nor latency on average."] = (
-            idle and not alone
-        )
-    return [warning for warning, holds in warnings.items() if holds]

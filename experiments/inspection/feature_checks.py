@@ -1,4 +1,5 @@
-"""Checks of features: those that hold an outcome, are in a wrong order, or tell nothing."""
+"""Checks of features: those that hold an outcome, are in a wrong order, or tell nothing;
+`checks.CHECKS` says what each looks for."""
 
 from __future__ import annotations
 
@@ -12,8 +13,8 @@ from scipy.stats import rankdata
 from torch import Tensor
 
 from knobwise.experiments.inspection.measured import (
-    Fault,
-    Faults,
+    Finding,
+    Findings,
     Measured,
     correlations,
     filled,
@@ -37,8 +38,7 @@ JITTER = 0.002
 # -- outcomes among the features -------------------------------------------------------------------
 
 
-def copied_outcomes(measured: Measured) -> Faults:
-    """Notice a feature that equals a column of outcomes, or orders the samples as it does."""
+def copied_outcomes(measured: Measured) -> Findings:
     targets, names = _outcomes(measured)
     if not measured.names or not names:
         return
@@ -53,7 +53,7 @@ def copied_outcomes(measured: Measured) -> Faults:
         equal = np.abs(values - targets[:, target]) <= 1e-6 * values
         timed = names[target].startswith("latency") and len(np.unique(values)) > 10
         certain = bool(timed and equal.all())
-        yield Fault(
+        yield Finding(
             f"Feature {measured.names[column]} orders the samples as the {names[target]} does",
             "certain" if certain else "nearly certain",
             "An outcome is not known before the decision: leave this feature out.",
@@ -83,9 +83,9 @@ def _outcomes(measured: Measured) -> tuple[np.ndarray, list[str]]:
     return targets[:, varied], list(itertools.compress(columns, varied))
 
 
-def predicted_too_well(measured: Measured) -> Faults:
-    """Notice outcomes that few features together predict better than any input could: latencies
-    closer than their own jitter, accuracies nearly without error."""
+def predicted_too_well(measured: Measured) -> Findings:
+    """Look for latencies that are predicted closer than their own jitter, and accuracies nearly
+    without error."""
     if not measured.names or len(measured.few) < 20:
         return
     outcomes = np.hstack([measured.accuracy, measured.log_ms])[measured.few]
@@ -101,7 +101,7 @@ def predicted_too_well(measured: Measured) -> Faults:
     right = (accuracy_left < 0.14 * accuracy_spread) & (accuracy_spread > 0.1)
     for what, hits in (("latency", timed), ("accuracy", right)):
         if hits.any():
-            yield Fault(
+            yield Finding(
                 f"Features predict the {what} of {hits.sum()} configurations, such as "
                 f"{measured.table.label(int(hits.argmax()))}, better than any input could",
                 "likely",
@@ -109,18 +109,10 @@ def predicted_too_well(measured: Measured) -> Faults:
             )
 
 
-def order_of_features(measured: Measured) -> Faults:
-    """Notice features that tell nothing about outcomes in their order, and whether they do in
-    another one."""
+def order_of_features(measured: Measured) -> Findings:
     if not measured.names or len(measured.few) < 50:
         return
-    # means over the configurations, and the main components of all outcomes
-    accuracy = filled(measured.accuracy)
-    log_ms = filled(measured.log_ms)
-    outcomes = np.hstack([accuracy, log_ms])
-    components = np.linalg.svd(scaled(outcomes)[measured.few], full_matrices=False)[2][:4]
-    means = np.stack([accuracy.mean(1), log_ms.mean(1)], 1)
-    y = np.hstack([means, outcomes @ components.T])
+    y = _main_outcomes(measured)
 
     def explained(order: np.ndarray) -> float:
         """Return the share of variance that features explain if position i is sample order[i]."""
@@ -144,45 +136,77 @@ def order_of_features(measured: Measured) -> Faults:
     if explained(orders[name]) > chance + 0.05:
         words = f"Features fit the outcomes only if ids are taken {name}"
         sure = "nearly certain"
-    yield Fault(words, sure, "Match features and samples by their ids.")
+    yield Finding(words, sure, "Match features and samples by their ids.")
+
+
+def _main_outcomes(measured: Measured) -> np.ndarray:
+    """Return the means over the configurations, and the main components of all outcomes, float64
+    [n, k]."""
+    accuracy = filled(measured.accuracy)
+    log_ms = filled(measured.log_ms)
+    outcomes = np.hstack([accuracy, log_ms])
+    components = np.linalg.svd(scaled(outcomes)[measured.few], full_matrices=False)[2][:4]
+    means = np.stack([accuracy.mean(1), log_ms.mean(1)], 1)
+    return np.hstack([means, outcomes @ components.T])
 
 
 # -- columns of features ---------------------------------------------------------------------------
 
 
-def idle_features(measured: Measured) -> Faults:
-    """Notice features that are missing, never vary, or repeat another one."""
-    columns: list[Tensor] = []
-    labels: list[str] = []
-    for name, block in measured.table.features.items():
-        numbers = []
-        names = []
-        for column in measured.table.columns_of_block(name):
-            # the places of a text follow from each other, and the last one may be empty
-            is_number = column.categories is None
-            numbers += [is_number] * len(column.labels)
-            names += [column.name] * is_number
-        block = block[:, torch.tensor(numbers)]
+def missing_features(measured: Measured) -> Findings:
+    for name, (names, block) in _numbers(measured).items():
         if missing := float(block.isnan().double().sum() / max(1, block.numel())):
             words = f"Features {name}: {missing:.1%} of the values are missing"
             words += _named(names, block.isnan().any(0))
-            yield Fault(words, "certain", "Missing values count as the median.")
-        known = block.nan_to_num()
-        varies = (known != known[0]).any(0)
+            yield Finding(words, "certain", "Missing values count as the median.")
+
+
+def constant_features(measured: Measured) -> Findings:
+    for name, (names, block) in _numbers(measured).items():
+        varies = _varies(block)
         if not varies.all():
             words = f"Features {name}: {int((~varies).sum())} of {len(varies)} columns never vary"
             words += _named(names, ~varies)
-            yield Fault(words, "certain", "They can be left out.")
+            yield Finding(words, "certain", "They can be left out.")
+
+
+def repeated_features(measured: Measured) -> Findings:
+    columns: list[Tensor] = []
+    labels: list[str] = []
+    for names, block in _numbers(measured).values():
+        varies = _varies(block)
         labels += itertools.compress(names, varies.tolist())
-        columns += known[:, varies].unbind(1)
-    if columns:
-        numbered = numbers_of(torch.stack(columns))
-        copied = np.ones(len(numbered), bool)
-        copied[np.unique(numbered, return_index=True)[1]] = False
-        if copied.any():
-            words = f"{copied.sum()} features repeat another one"
-            words += _named(labels, copied)
-            yield Fault(words, "certain", "They can be left out.")
+        columns += block.nan_to_num()[:, varies].unbind(1)
+    if not columns:
+        return
+    numbered = numbers_of(torch.stack(columns))
+    copied = np.ones(len(numbered), bool)
+    copied[np.unique(numbered, return_index=True)[1]] = False
+    if copied.any():
+        words = f"{copied.sum()} features repeat another one"
+        words += _named(labels, copied)
+        yield Finding(words, "certain", "They can be left out.")
+
+
+def _numbers(measured: Measured) -> dict[str, tuple[list[str], Tensor]]:
+    """Return for each block of features the names of its columns of numbers, and their values,
+    [N, d]. The places of a text are left out: they follow from each other, and the last may be
+    empty."""
+    blocks = {}
+    for name, block in measured.table.features.items():
+        numbers: list[bool] = []
+        names = []
+        for column in measured.table.columns_of_block(name):
+            is_number = column.categories is None
+            numbers += [is_number] * len(column.labels)
+            names += [column.name] * is_number
+        blocks[name] = (names, block[:, torch.tensor(numbers)])
+    return blocks
+
+
+def _varies(block: Tensor) -> Tensor:
+    known = block.nan_to_num()
+    return (known != known[0]).any(0)
 
 
 def _named(names: Sequence[str], chosen: Iterable[bool]) -> str:

@@ -13,20 +13,21 @@ import math
 import numpy as np
 from scipy.stats import spearmanr
 
-from knobwise.experiments.inspection.measured import Fault, Faults, Measured, expected_of
+from knobwise.experiments.inspection.measured import Finding, Findings, Measured, expected_of
 
 COLD = 8
 """A configuration that takes so many times as long as its knobs explain was not warm: machines in
 use together differ by less."""
 FASTER = 1.5
 """Machines that differ by a smaller factor cannot be told from what a knob does."""
+ERRORS = "If errors were counted, accuracy is 1 minus that."
 
 
 # -- knob values -----------------------------------------------------------------------------------
 
 
-def reversed_values(measured: Measured) -> Faults:
-    """Notice a knob whose values make some samples faster in the order in which they make the
+def reversed_values(measured: Measured) -> Findings:
+    """Look for a knob whose values make some samples faster in the order in which they make the
     others slower, to the same extent and with nothing between."""
     for knob, effects in zip(measured.table.knobs, _effects(measured), strict=True):
         # what changes its sign where the values are reversed; its main direction
@@ -41,7 +42,7 @@ def reversed_values(measured: Measured) -> Faults:
         other = -np.median(strength[few])
         between = (np.abs(strength) < 0.2 * min(usual, other)).mean()
         if between < 0.02 and 1 / FASTER < other / usual < FASTER and usual > 0.05:
-            yield Fault(
+            yield Finding(
                 f"In {few.sum():,} samples, such as {measured.ids[few.argmax()]}, the values of "
                 f"knob {knob.name} have the effect on latency that they have in reverse order "
                 "elsewhere",
@@ -50,9 +51,7 @@ def reversed_values(measured: Measured) -> Faults:
             )
 
 
-def value_elsewhere(measured: Measured) -> Faults:
-    """Notice a number of a knob whose time is out of line, while the times of its other numbers are
-    in line: it was measured on another machine."""
+def value_elsewhere(measured: Measured) -> Findings:
     for knob, effects in zip(measured.table.knobs, _effects(measured), strict=True):
         values = np.array(knob.values)
         if values.dtype.kind not in "iuf" or len(values) < 3:
@@ -63,7 +62,7 @@ def value_elsewhere(measured: Measured) -> Faults:
         if len(places):
             # the one without which the times of the others are closest
             worst = min(places, key=lambda i: np.ptp(np.delete(times, i)))
-            yield Fault(
+            yield Finding(
                 f"{knob.name}={values[worst]} takes {math.exp(off[worst]):.2f} times as long as "
                 f"the other values of {knob.name} let expect; it, or a value beside it, may have "
                 "been measured on another machine",
@@ -107,8 +106,7 @@ def _out_of_line(values: np.ndarray, times: np.ndarray, place: int) -> float:
 # -- configurations --------------------------------------------------------------------------------
 
 
-def cold_configurations(measured: Measured) -> Faults:
-    """Notice few configurations that take much longer than the values of their knobs explain."""
+def cold_configurations(measured: Measured) -> Findings:
     table = measured.table
     medians = np.nanmedian(measured.log_ms, 0)
     if len(table.knobs) < 2 or len(medians) < 6:
@@ -122,8 +120,8 @@ def cold_configurations(measured: Measured) -> Faults:
     usual = 1.4826 * np.nanmedian(np.abs(left))
     cold = left > max(math.log(COLD), 8 * usual)
     if 0 < cold.sum() <= 0.25 * len(cold):
-        names = ", ".join(map(table.label, np.flatnonzero(cold)[:3]))
-        yield Fault(
+        names = measured.labels(cold)
+        yield Finding(
             f"{math.exp(np.median(left[cold])):.0f} times as long as their knobs explain: {names} "
             f"({cold.sum()} of {len(cold)} configurations)",
             "likely",
@@ -131,12 +129,8 @@ def cold_configurations(measured: Measured) -> Faults:
         )
 
 
-def errors_as_accuracy(measured: Measured) -> Faults:
-    """Notice accuracies that fall as configurations take longer, and configurations that are right
-    where the others are wrong."""
-    advice = "If errors were counted, accuracy is 1 minus that."
-    accuracy = measured.accuracy
-    means = np.nanmean(accuracy, 0)
+def slower_is_worse(measured: Measured) -> Findings:
+    means = np.nanmean(measured.accuracy, 0)
     # where many requests end at a limit, slow configurations are right less often
     in_time = measured.log_ms < np.nanmax(measured.log_ms) - 0.02
     times = np.nanmedian(np.where(in_time, measured.log_ms, np.nan), 0)
@@ -147,18 +141,20 @@ def errors_as_accuracy(measured: Measured) -> Faults:
         if rank.statistic < -0.6 and rank.pvalue < 0.01:
             words = "Configurations that take longer are right less often: rank correlation "
             words += f"{rank.statistic:.2f} over {known.sum()} configurations"
-            yield Fault(words, "perhaps", advice)
-    centred = np.nan_to_num(accuracy - means)
+            yield Finding(words, "perhaps", ERRORS)
+
+
+def contrary_configurations(measured: Measured) -> Findings:
+    centred = np.nan_to_num(measured.accuracy - np.nanmean(measured.accuracy, 0))
     others = centred.sum(1, keepdims=True) - centred
     agree = np.nan_to_num((centred * others).mean(0) / (centred.std(0) * others.std(0)))
     # the correlation of unrelated columns varies by 1/√n
-    against = agree < -max(0.1, 5 / math.sqrt(len(accuracy)), 0.5 * np.median(agree))
+    against = agree < -max(0.1, 5 / math.sqrt(len(centred)), 0.5 * np.median(agree))
     # solvers that complement each other disagree too, but then it is many of them
     if 0 < against.sum() <= max(1, len(agree) // 8) and np.median(agree) > 0.1:
-        names = ", ".join(map(measured.table.label, np.flatnonzero(against)[:3]))
-        words = f"Right where the other configurations are wrong: {names} ({against.sum()} of "
-        words += f"{len(agree)} configurations)"
-        yield Fault(words, "likely", advice)
+        words = "Right where the other configurations are wrong: "
+        words += f"{measured.labels(against)} ({against.sum()} of {len(agree)} configurations)"
+        yield Finding(words, "likely", ERRORS)
 
 
 def _effects(measured: Measured) -> list[np.ndarray]:

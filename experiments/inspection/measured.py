@@ -1,11 +1,10 @@
-"""What a check for faults takes and yields, `Measured` and `Fault`, and the arithmetic that checks
-share."""
+"""What a check takes and yields, `Measured` and `Finding`, and the arithmetic that checks share."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -30,6 +29,7 @@ class Measured:
 
     Attributes:
         table: the whole profile.
+        facts: see `inspect_table`; empty before training.
         accuracy, log_ms: float64 [n, C], NaN where not profiled; ln of the latencies.
         repeats_ms: float64 [n, C, R], as in the profile.
         few: int64 [m], the samples that regressions are fitted on.
@@ -40,10 +40,11 @@ class Measured:
         ids, datasets, split_keys: of the n samples; data sets and keys by number.
     """
 
-    def __init__(self, table: ProfileTable) -> None:
+    def __init__(self, table: ProfileTable, facts: Mapping[str, Any] | None = None) -> None:
         rows = thinned(torch.arange(table.num_samples), MOST_SAMPLES)
         few = thinned(torch.arange(len(rows)), MOST_FITTED)
         self.table = table
+        self.facts = facts or {}
         self.accuracy = table.accuracy[rows].double().numpy()
         self.log_ms = log_measured(table.latency_ms[rows].double()).numpy()
         self.repeats_ms = table.measurements_ms[rows].double().numpy()
@@ -61,24 +62,33 @@ class Measured:
         keys = np.unique(table.split_keys, axis=0, return_inverse=True)[1]
         self.split_keys = keys.reshape(-1)[samples]
 
+    def labels(self, configurations: np.ndarray) -> str:
+        """Return the names of the first three of these configurations, bool [C]."""
+        return ", ".join(map(self.table.label, np.flatnonzero(configurations)[:3]))
 
-class Fault(NamedTuple):
-    """A fault that was noticed."""
+
+CERTAIN = ("certain", "nearly certain")
+SURE = (*CERTAIN, "likely", "perhaps")
+"""How sure a finding may be, the most certain first; the others are likely."""
+
+
+class Finding(NamedTuple):
+    """Something that was noticed."""
 
     what: str
-    """What it is, and where."""
+    """What it is, and where; without advice a sentence of its own."""
     sure: str
-    """How sure that is: certain, nearly certain, likely or perhaps."""
-    advice: str
+    """How sure that is, of `SURE`."""
+    advice: str = ""
     """What to do."""
     refused: bool = False
     """Whether nothing can be trained with it."""
 
     def __str__(self) -> str:
-        return f"{self.what} ({self.sure}). {self.advice}"
+        return f"{self.what} ({self.sure}). {self.advice}" if self.advice else self.what
 
 
-Faults = Iterator[Fault]
+Findings = Iterator[Finding]
 
 
 def correlations(x: np.ndarray, targets: np.ndarray) -> np.ndarray:

@@ -15,6 +15,7 @@ from rich.console import Console
 
 from knobwise.envs.tables.cost_words import in_words
 from knobwise.experiments.inspection.facts import Facts, mean_headroom
+from knobwise.experiments.inspection.measured import CERTAIN, SURE
 from knobwise.experiments.report.tables import (
     Folded,
     print_lines,
@@ -152,7 +153,7 @@ def _sections(facts: Facts, figures: Mapping[str, Any]) -> dict[str, list[Any]]:
     tables = {
         "Headroom": Folded("Headroom per budget", [table_of(budgets)]),
         "What the profile holds": _sentences(facts),
-        "Faults, warnings and notes": facts["faults"] + facts["warnings"] + facts["notes"],
+        **_noticed(facts),
         "Samples": None,
         "Accuracy and latency": Folded(pareto, [table_of(best)]),
         "Latency distributions": None,
@@ -161,9 +162,19 @@ def _sections(facts: Facts, figures: Mapping[str, Any]) -> dict[str, list[Any]]:
     }
     # a figure stands above its numbers
     sections = {name: [*figures.get(name, []), block] for name, block in tables.items()}
-    # notes name columns, whatever these are called
-    notes = "Faults, warnings and notes"
-    return reworded(sections, facts["unit"]) | {notes: sections[notes]}
+    # findings and notes name columns, whatever these are called
+    kept = {name: sections[name] for name in _noticed(facts)}
+    return reworded(sections, facts["unit"]) | kept
+
+
+def _noticed(facts: Facts) -> dict[str, list[str]]:
+    """Return what was noticed: first what is certain, then what is likely, each with the most
+    certain first, and the notes of the reader."""
+    noticed: dict[str, list[str]] = {"Certain": [], "Likely": [], "Notes": facts["notes"]}
+    for finding in sorted(facts["findings"], key=lambda each: SURE.index(each["sure"])):
+        group = "Certain" if finding["sure"] in CERTAIN else "Likely"
+        noticed[group].append(finding["text"])
+    return noticed
 
 
 def _front(facts: Facts) -> list[Facts]:

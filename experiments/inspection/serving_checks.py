@@ -1,5 +1,6 @@
 """Checks for what happens while a model is served: retries, caches, cold starts, batches, answers
-that are cut off, requests that fail, and other versions of the model."""
+that are cut off, requests that fail, and other versions of the model; `checks.CHECKS` says what
+each looks for."""
 
 from __future__ import annotations
 
@@ -10,8 +11,8 @@ import torch
 from scipy.stats import binom
 
 from knobwise.experiments.inspection.measured import (
-    Fault,
-    Faults,
+    Finding,
+    Findings,
     Measured,
     expected_of,
     jump_of,
@@ -27,60 +28,70 @@ SLOW = 12
 """A cell that takes so many times as long, where few take a quarter of that, was measured cold."""
 
 
-def retried(measured: Measured) -> Faults:
-    """Notice cells with more measurements than others, which differ by far."""
+def retried(measured: Measured) -> Findings:
     logs = np.log(measured.repeats_ms)
     counts = (~np.isnan(logs)).sum(2)
     more = counts > np.median(counts[counts > 0])
     differ = np.nanmax(logs[more], 1, initial=-np.inf) - np.nanmin(logs[more], 1, initial=np.inf)
     far = int((differ > math.log(1.5)).sum())
     if far >= 3 and far > 0.5 * more.sum() and more.mean() < 0.3:
-        yield Fault(
+        yield Finding(
             f"{far} cells have more measurements than the others, and these differ by far",
             "likely",
             "If requests were sent again, keep one row: the whole time, and the last answer.",
         )
 
 
-def far_off(measured: Measured) -> Faults:
-    """Notice single cells that take a thousand times as long as they should, as where a clock was
-    changed; and many that take a small part, as answers from a cache do, or many times it, as
-    those of a model that is not warm do."""
-    if min(measured.log_ms.shape) < 3 or measured.table.unit != "ms":
-        return
-    beyond = measured.log_ms - expected_of(measured.log_ms)
+def wrong_clock(measured: Measured) -> Findings:
+    beyond = _beyond(measured)
     late = beyond > math.log(FAR)
     if 0 < late.sum() < 0.05 * late.size:
         row, column = np.unravel_index(np.nanargmax(beyond), beyond.shape)
-        yield Fault(
+        yield Finding(
             f"{late.sum():,} cells take {FAR} times as long as they should or longer, such as "
             f"sample {measured.ids[row]} with {measured.table.label(int(column))}",
             "nearly certain",
             "Remove them; did a clock change between start and end?",
         )
-    # many in a small part of the usual time, or in many times it, with hardly any between
-    for sign, factor, words, advice in (
-        (
-            -1,
-            CACHED,
-            f"less than a {CACHED}th of",
-            "answered from a cache, measure them without it",
-        ),
-        (1, SLOW, f"over {SLOW} times", "measured before the model was warm, measure them again"),
-    ):
-        far = (sign * beyond > math.log(factor)) & ~late
-        count = int(far.sum())
-        between = int((sign * beyond > math.log(factor / 4)).sum()) - count - int(late.sum())
-        if count > max(5, 0.003 * beyond.size) and between < 0.5 * count:
-            sample = measured.ids[far.any(1).argmax()]
-            words = f"{count:,} cells, such as of sample {sample}, take {words} the time that they "
-            words += "should"
-            yield Fault(words, "likely", f"If they were {advice}.")
 
 
-def cold_start(measured: Measured) -> Faults:
-    """Notice first samples that take much longer than the others, since the model was not warm."""
-    if len(measured.few) < 100 or measured.table.unit != "ms":
+def cached(measured: Measured) -> Findings:
+    advice = "If they were answered from a cache, measure them without it."
+    return _parted(measured, -1, CACHED, f"less than a {CACHED}th of", advice)
+
+
+def cold_cells(measured: Measured) -> Findings:
+    advice = "If they were measured before the model was warm, measure them again."
+    return _parted(measured, 1, SLOW, f"over {SLOW} times", advice)
+
+
+def _beyond(measured: Measured) -> np.ndarray:
+    """Return how far ln latency is above what its sample and its configuration let expect, float64
+    [n, C]; 0 for tables that are too small to tell."""
+    if min(measured.log_ms.shape) < 3:
+        return np.zeros_like(measured.log_ms)
+    return measured.log_ms - expected_of(measured.log_ms)
+
+
+def _parted(measured: Measured, sign: int, factor: int, words: str, advice: str) -> Findings:
+    """Notice many cells that take so many times the time that they should, or with sign −1 such a
+    part of it, with hardly any between; not those of `wrong_clock`."""
+    beyond = _beyond(measured)
+    late = beyond > math.log(FAR)
+    far = (sign * beyond > math.log(factor)) & ~late
+    count = int(far.sum())
+    between = int((sign * beyond > math.log(factor / 4)).sum()) - count - int(late.sum())
+    if count > max(5, 0.003 * beyond.size) and between < 0.5 * count:
+        sample = measured.ids[far.any(1).argmax()]
+        yield Finding(
+            f"{count:,} cells, such as of sample {sample}, take {words} the time that they should",
+            "likely",
+            advice,
+        )
+
+
+def cold_start(measured: Measured) -> Findings:
+    if len(measured.few) < 100:
         return
     levels = levels_of(measured, measured.log_ms)
     centred = levels - np.median(levels)
@@ -91,7 +102,7 @@ def cold_start(measured: Measured) -> Faults:
     # so many among the first would hardly be chance
     if 0 < first <= 0.1 * len(high) and usual**first < 0.005:
         factor = math.exp(centred[:first].mean())
-        yield Fault(
+        yield Finding(
             f"The samples before {measured.ids[measured.few[first]]} take {factor:.1f} times as "
             "long as others with such features",
             "likely",
@@ -99,8 +110,7 @@ def cold_start(measured: Measured) -> Faults:
         )
 
 
-def cut_answers(measured: Measured) -> Faults:
-    """Notice configurations whose slowest answers take the same time and are hardly ever right."""
+def cut_answers(measured: Measured) -> Findings:
     ranks = np.argsort(np.argsort(-np.nan_to_num(measured.log_ms, nan=-np.inf), 0), 0)
     slowest = measured.log_ms > np.nanmax(measured.log_ms, 0) - 0.02
     count = slowest.sum(0)
@@ -114,7 +124,7 @@ def cut_answers(measured: Measured) -> Faults:
     hits = often & (right < 0.3 * usual) & (chance < 1e-5)
     if hits.any():
         worst = int((count * hits).argmax())
-        yield Fault(
+        yield Finding(
             f"With {hits.sum()} configurations, such as {measured.table.label(worst)}, the slowest "
             f"{count[worst]:,} answers take the same time, and few are right",
             "likely",
@@ -122,35 +132,31 @@ def cut_answers(measured: Measured) -> Faults:
         )
 
 
-def batches(measured: Measured) -> Faults:
-    """Notice samples that share all their latencies with others, as members of a batch do."""
-    if measured.log_ms.shape[1] < 2 or measured.table.unit != "ms":
+def batches(measured: Measured) -> Findings:
+    if measured.log_ms.shape[1] < 2:
         return
     number = numbers_of(torch.from_numpy(measured.log_ms).float())
     sizes = np.bincount(number)
     shared = (sizes[number] > 1).mean()
     if shared > 0.3 and len(sizes) >= 5:
-        yield Fault(
+        yield Finding(
             f"{shared:.0%} of the samples have all their latencies in common with another one",
             "likely",
             "If they were answered in batches, measure each by itself, as it will be served.",
         )
 
 
-def failed_requests(measured: Measured) -> Faults:
-    """Notice samples that no configuration answers, in a small part of the usual time."""
+def failed_requests(measured: Measured) -> Findings:
     levels = np.nanmedian(measured.log_ms - np.nanmedian(measured.log_ms, 0), 1)
     wrong = np.nanmax(measured.accuracy, 1) == 0
     failed = wrong & (levels < np.median(levels[~wrong]) - math.log(4))
     if failed.sum() >= 5 and measured.log_ms.shape[1] > 1:
         words = f"{failed.sum():,} samples such as {measured.ids[failed.argmax()]} are answered by "
         words += "no configuration, in less than a quarter of the usual time"
-        yield Fault(words, "likely", "If these requests failed, leave them out.")
+        yield Finding(words, "likely", "If these requests failed, leave them out.")
 
 
-def shifted_scores(measured: Measured) -> Faults:
-    """Notice configurations whose accuracies fit the other configurations only one sample later or
-    earlier."""
+def shifted_scores(measured: Measured) -> Findings:
     accuracy = measured.accuracy
     count, columns = accuracy.shape
     if count < 100 or columns < 3:
@@ -169,7 +175,7 @@ def shifted_scores(measured: Measured) -> Faults:
     chance = 5 / math.sqrt(count)
     hits = (shifted > np.maximum(straight, 0) + chance) & (straight < chance / 2)
     if hits.any():
-        yield Fault(
+        yield Finding(
             f"Accuracies of {hits.sum()} configurations, such as "
             f"{measured.table.label(int((shifted * hits).argmax()))}, fit the others only if they "
             "are moved by one sample",
@@ -178,8 +184,7 @@ def shifted_scores(measured: Measured) -> Faults:
         )
 
 
-def other_version(measured: Measured) -> Faults:
-    """Notice a sample from which on answers are right more or less often than features explain."""
+def other_version(measured: Measured) -> Findings:
     if len(measured.few) < 100:
         return
     place, jump, spread = jump_of(levels_of(measured, measured.accuracy))
@@ -189,4 +194,4 @@ def other_version(measured: Measured) -> Faults:
         sample = measured.ids[measured.few[place]]
         words = f"From sample {sample} on, accuracy changes by {jump:+.2f} on average"
         advice = "Was another version of the model measured, or other samples?"
-        yield Fault(words, "perhaps", advice)
+        yield Finding(words, "perhaps", advice)

@@ -323,8 +323,8 @@ class DecideRun:
     were refused and the others written, 2 if nothing was written."""
 
     requests: str = MISSING
-    """CSV, Parquet or JSON lines with a row for each request: the features as columns, by their
-    names in the training, and optionally `budget_ms` and `sample_id`."""
+    """A CSV, Parquet, JSON or ARFF file with a row for each request: the features as columns, by
+    their names in the training, and optionally `budget_ms` and `sample_id`."""
     checkpoint: str = "runs/latest"
     """The controller: a checkpoint, the folder of a run, which stands for the policy it deploys, or
     an exported controller.npz."""

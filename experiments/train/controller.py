@@ -48,7 +48,7 @@ from knobwise.experiments.evidence.mean_budgets import MeanBudgets
 from knobwise.experiments.evidence.run_folder import checkpoint_at
 from knobwise.experiments.evidence.schema import Attainable, GrpoGain, RunResults, TrainingFacts
 from knobwise.experiments.inspection.attainable import add_shares, attainable_by
-from knobwise.experiments.inspection.faults import warnings_of
+from knobwise.experiments.inspection.checks import warnings_of
 from knobwise.experiments.settings.options import EvaluateRun, TrainRun, resolve
 from knobwise.experiments.settings.profiles import read_profile, read_questions
 from knobwise.experiments.settings.tracking import TrackingSettings

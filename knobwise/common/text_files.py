@@ -69,3 +69,30 @@ def with_points(frame: pl.DataFrame, separator: str, notes: list[str]) -> pl.Dat
         )
     notes.append(f"decimal commas are read as points: {', '.join(columns)}")
     return frame.with_columns(pl.col(columns).str.replace(",", ".", literal=True))
+
+
+def rows_of_text(text: str, separator: str) -> pl.DataFrame:
+    """Return the rows of delimited text whose lines end in line feeds: `line`, counted from 1, that
+    each begins in; its `text`; and how many `values` it has. Empty lines are no rows; a value in
+    quotes may go on over several lines.
+
+    Raises:
+        ValueError: a quote inside a value hides where rows end.
+    """
+    rows = pl.Series("text", [text]).str.split("\n").explode().to_frame().with_row_index("line", 1)
+    quotes = rows["text"].str.count_matches('"', literal=True).cum_sum()
+    # after an odd number of quotes a line goes on with the row above
+    begins = quotes.shift(1, fill_value=0) % 2 == 0
+    if not begins.all():
+        rows = rows.group_by(row=begins.cum_sum(), maintain_order=True).agg(
+            pl.col("line").first(), pl.col("text").str.join("\n")
+        )
+    part = rf"\x{{{ord(separator):x}}}"
+    value = rf'(?:"(?:[^"]|"")*"|[^"{part}]*)'
+    several = rows.filter(pl.col("text").str.contains("\n", literal=True))
+    wrong = several.filter(~pl.col("text").str.contains(f"^{value}(?:{part}{value})*$"))
+    if len(wrong):
+        raise ValueError(f"line {wrong['line'][0]} has a quote that does not close, or in a value")
+    bare = pl.col("text").str.replace_all('"[^"]*"', "")
+    rows = rows.with_columns(values=bare.str.count_matches(separator, literal=True) + 1)
+    return rows.select("line", "text", "values").filter(pl.col("text") != "")

@@ -19,7 +19,7 @@ from campaign.profiles.served import SERVED, UNNOTICED, measured_once, normal
 from campaign.profiles.written import SELDOM, WRITTEN
 from knobwise.envs.readers.long_table import read_long_table
 from knobwise.envs.tables.profile_table import ProfileTable, median_of
-from knobwise.experiments.inspection.faults import faults_by_check
+from knobwise.experiments.inspection.checks import findings_by_check
 from knobwise.testbeds.profiles import builtin_profile, ocr_profile
 from knobwise.testbeds.simulated.calibrated import simulate
 from knobwise.testbeds.simulated.settings import SimulatedConfig
@@ -214,21 +214,21 @@ NOTICED_BY = {
     a_noisy_latency: "copied_outcomes, predicted_too_well",
     features_shifted: "order_of_features",
     features_shuffled: "order_of_features",
-    all_in_seconds: "units_of_time",
-    samples_in_seconds: "units_of_time",
-    configurations_in_microseconds: "units_of_time",
+    all_in_seconds: "usual_time",
+    samples_in_seconds: "units_of_samples",
+    configurations_in_microseconds: "units_of_configurations",
     samples_in_percent: "percent",
     copied_samples: "same_samples",
     measured_twice: "same_samples",
     time_outs_as_zero: "times_of_zero",
     capped_times: "capped",
-    copied_repeats: "repeated_digits",
-    coarse_timer: "repeated_digits",
-    slower_from_a_sample_on: "drift",
-    slower_repeats: "drift",
+    copied_repeats: "equal_repeats",
+    coarse_timer: "equal_times",
+    slower_from_a_sample_on: "later_samples",
+    slower_repeats: "later_repeats",
     another_machine: "other_machine",
     missing_where_slow: "missing_where_slow",
-    idle_features: "idle_features",
+    idle_features: "missing_features, constant_features, repeated_features",
     **SERVED,
     **WRITTEN,
 }
@@ -245,7 +245,7 @@ def instance(fault, tables, draws):
 
 def main(paths):
     tables = sound_tables(paths)
-    sound = [(table.name, faults_by_check(table)) for table in tables]
+    sound = [(table.name, findings_by_check(table)) for table in tables]
     print(f"| fault | noticed by | found in {INSTANCES} | false alarms on {len(tables)} |")
     print("|---|---|---|---|")
     for number, fault in enumerate([*NOTICED_BY, *SELDOM, *UNNOTICED]):
@@ -255,7 +255,7 @@ def main(paths):
         check = (NOTICED_BY | SELDOM).get(fault, "")
         checks = check.split(", ") if check else [*sound[0][1]]
         for _ in range(INSTANCES):
-            before, after = map(faults_by_check, instance(fault, tables, draws))
+            before, after = map(findings_by_check, instance(fault, tables, draws))
             seen += any(len(after[name]) > len(before[name]) for name in checks)
         false = [name for name, faults in sound if check and any(map(faults.get, checks))]
         words = fault.__name__.replace("_", " ")

@@ -119,9 +119,9 @@ def another_version(table, draws):
 
 SERVED = {
     retries_logged_twice: "retried",
-    answers_from_a_cache: "far_off",
+    answers_from_a_cache: "cached",
     slow_first_rows: "cold_start",
-    an_hour_more: "far_off",
+    an_hour_more: "wrong_clock",
     answers_cut_at_a_length: "cut_answers",
     times_of_batches: "batches",
     an_outage: "failed_requests",

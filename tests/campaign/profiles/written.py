@@ -108,19 +108,19 @@ def all_in_microseconds(table, draws):
 
 
 WRITTEN = {
-    cells_in_seconds: "units_of_time",
-    times_of_day: "units_of_time",
-    repeats_in_seconds: "units_of_time",
+    cells_in_seconds: "units_of_samples",
+    times_of_day: "times_of_day",
+    repeats_in_seconds: "units_of_repeats",
     values_reversed: "reversed_values",
     value_on_another_machine: "value_elsewhere",
     # two of them with a value in common look like another machine
     cold_configurations: "cold_configurations, other_machine",
-    cold_cells: "far_off",
-    errors_as_accuracy: "errors_as_accuracy",
-    errors_of_a_configuration: "errors_as_accuracy",
+    cold_cells: "cold_cells",
+    errors_as_accuracy: "slower_is_worse",
+    errors_of_a_configuration: "contrary_configurations",
     numbered: "numbers_of_samples",
     huge_features: "extreme_features",
 }
 """Fault → the check that should notice it."""
-SELDOM = {all_in_microseconds: "units_of_time"}
+SELDOM = {all_in_microseconds: "usual_time"}
 """These are noticed only in profiles of slow models."""

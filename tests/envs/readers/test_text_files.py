@@ -10,7 +10,7 @@ import torch
 from helpers import identical, input_error
 
 import knobwise
-from knobwise.common.text_files import form_of
+from knobwise.common.text_files import form_of, rows_of_text
 from knobwise.envs.readers.feature_files import read_features
 
 ROWS = [
@@ -83,6 +83,15 @@ def test_a_table_is_read_whatever_a_spreadsheet_made_of_it(form, encoding, tmp_p
 )
 def test_the_separator(lines, form):
     assert form_of(lines) == form
+
+
+def test_rows_of_text_by_hand():
+    text = 'a|b\n\n1|"x|y""\n\n|z"\n  \n"2"|3|4\n'
+    rows = [(1, "a|b", 2), (3, '1|"x|y""\n\n|z"', 2), (6, "  ", 1), (7, '"2"|3|4', 3)]
+    assert rows_of_text(text, "|").rows() == rows
+    for wrong in ('a\tb\n1\t"x\n2\ty\n', 'a\tb\n5" x\t1\n3" x\t1\n'):
+        with pytest.raises(ValueError, match="line 2 "):
+            rows_of_text(wrong, "\t")
 
 
 @pytest.mark.parametrize(

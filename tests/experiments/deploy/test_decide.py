@@ -1,6 +1,7 @@
 """From one wide CSV to decisions: train, explain, evaluate, decide in Python, in NumPy and by
 `knobwise decide`."""
 
+import gzip
 import json
 import subprocess
 import sys
@@ -296,6 +297,8 @@ def test_blocks_without_names_come_as_lists_or_by_position(capsys, tmp_path):
         ("requests=empty.csv budget_ms=9", "no requests"),
         ("requests=twice.csv budget_ms=9", "kind"),
         ("requests=short.csv budget_ms=9", "sample_id"),
+        ("requests=quotes.csv budget_ms=9", "line 3"),
+        ("requests=lists.jsonl budget_ms=9", "lists.jsonl"),
         ("requests=bytes.csv budget_ms=9", "bytes.csv"),
         ("requests=bytes.parquet budget_ms=9", "bytes.parquet"),
         ("requests=wide.txt budget_ms=9", "wide.txt"),
@@ -306,6 +309,9 @@ def test_mistakes_leave_nothing_behind(words, field, capsys):
     Path("few.csv").write_text("kind\nocr\n")
     Path("empty.csv").write_text("kind,tokens,sharpness\n")
     Path("twice.csv").write_text("kind,kind\na,b\n")
+    # no reader can tell which rows a quote takes with it
+    Path("quotes.csv").write_text('kind,tokens,sharpness\nocr,1,2\n5" ocr,1,2\nform,1,2\n')
+    Path("lists.jsonl").write_text('["ocr", 1, 2]\n["form", 1, 2]\n')
     short = REQUESTS[0] | {"sample_id": "1.23E+11"}
     pl.DataFrame([short]).drop("budget_ms").write_csv("short.csv")
     for name in ("bytes.csv", "bytes.parquet", "wide.txt", "wide.npz"):
@@ -330,4 +336,21 @@ def test_requests_are_read_in_every_form_of_text(capsys):
     rows, err = decided("requests=r.jsonl checkpoint=" + RUN, capsys, status=3)
     assert [row["line"] for row in rows] == ["1", "2", "3"]
     assert [row["mode"] for row in rows] == [row["mode"] for row in wanted]
-    assert [line.split(":")[1] for line in err if "not a JSON object" in line] == ["4", "5"]
+    assert [line.split(":")[1] for line in err] == ["4", "5"]
+    Path("r.json").write_text(json.dumps({"requests": REQUESTS}))
+    Path("r.csv.gz").write_bytes(gzip.compress(text.encode()))
+    for path in ("r.json", "r.csv.gz"):
+        rows, _ = decided(f"requests={path} checkpoint={RUN}", capsys)
+        assert [row["mode"] for row in rows] == [row["mode"] for row in wanted]
+
+
+def test_json_lines_that_cannot_be_decided_are_listed_by_line(capsys):
+    rows = [REQUESTS[0], {"tokens": "many"}, {"sharpness": True}, {"budget_ms": 2**70}, REQUESTS[2]]
+    lines = [json.dumps(REQUESTS[0] | row) for row in rows]
+    lines.insert(1, " ")
+    Path("r.jsonl").write_text("\n".join(lines) + "\n")
+    rows, err = decided("requests=r.jsonl checkpoint=" + RUN, capsys, status=3)
+    assert [row["line"] for row in rows] == ["1", "4", "6"]
+    assert [line.split(":")[1] for line in err] == ["3", "5"]
+    assert "tokens" in err[0]
+    assert "budget_ms" in err[1]

@@ -1,5 +1,7 @@
 """Faults of a profile: each is noticed on a small table, and a sound one raises no alarm."""
 
+import ast
+import inspect
 from dataclasses import replace
 
 import numpy as np
@@ -19,25 +21,28 @@ from campaign.profiles.written import (
     values_reversed,
 )
 from helpers import input_error, repeated, small_table, table_of, two_kinds
+from rich.console import Console
 
 from knobwise.envs.readers.long_table import long_frame, table_from_frame
 from knobwise.envs.tables.columns import Column
 from knobwise.envs.tables.profile_table import Knob
-from knobwise.experiments.inspection.facts import inspect_table
-from knobwise.experiments.inspection.faults import (
+from knobwise.experiments.inspection.checks import (
     CHECKS,
-    Fault,
-    faults_by_check,
+    FAULT,
     faults_of,
+    findings_by_check,
     warnings_of,
 )
+from knobwise.experiments.inspection.facts import inspect_table
 from knobwise.experiments.inspection.measured import (
+    Finding,
     Measured,
     correlations,
     gaps_of,
     numbers_of,
     residuals,
 )
+from knobwise.experiments.inspection.page import print_inspection
 
 
 def sound_table(seed=0, **options):
@@ -66,14 +71,14 @@ def test_sound_tables_raise_no_alarm(seed):
 )
 def test_a_fault_is_noticed_by_its_check(fault, sound):
     faulty = fault(sound, np.random.default_rng(1))
-    noticed = {name for name, faults in faults_by_check(faulty).items() if faults}
+    noticed = {name for name, faults in findings_by_check(faulty).items() if faults}
     assert noticed & {*NOTICED_BY[fault].split(", ")}
 
 
 @pytest.mark.parametrize("factor", [1e-5, 1e8])
 def test_latencies_that_are_hardly_milliseconds_are_noticed(sound, factor):
-    faults = faults_by_check(replace(sound, latency_ms=sound.latency_ms * factor))
-    assert any("The median latency" in str(fault) for fault in faults["units_of_time"])
+    faults = findings_by_check(replace(sound, latency_ms=sound.latency_ms * factor))
+    assert any("The median latency" in str(fault) for fault in faults["usual_time"])
 
 
 def test_configurations_of_another_machine_are_noticed():
@@ -82,16 +87,50 @@ def test_configurations_of_another_machine_are_noticed():
     latency_ms = (grid.float() @ torch.tensor([0.4, 0.2, 0.1]) + noise).exp()
     knobs = Knob("a", (0, 1, 2, 3)), Knob("b", (0, 1, 2, 3)), Knob("c", (0, 1))
     table = table_of(torch.ones(60, 32), latency_ms, knobs=knobs, configurations=grid)
-    assert not faults_by_check(table)["other_machine"]
+    assert not findings_by_check(table)["other_machine"]
     slower = torch.where(torch.rand(32) < 0.3, 2.0, 1.0)
     table = replace(table, latency_ms=latency_ms * slower)
-    (fault,) = faults_by_check(table)["other_machine"]
+    (fault,) = findings_by_check(table)["other_machine"]
     assert fault.what.startswith(f"{int((slower > 1).sum())} of 32")
 
 
 def test_every_check_has_an_instance():
     named = {name for names in NOTICED_BY.values() for name in names.split(", ")}
-    assert named == {check.__name__ for check in CHECKS}
+    named.add("features_in_units")  # below
+    assert named == {check.name for check in CHECKS if check.kind == FAULT}
+
+
+def test_a_check_is_one_short_function_with_a_sentence():
+    for check in CHECKS:
+        (function,) = ast.parse(inspect.getsource(check.notices)).body
+        # without comments and docstring
+        body = [
+            node
+            for node in function.body
+            if not isinstance(node, ast.Expr) or isinstance(node.value, ast.Yield | ast.YieldFrom)
+        ]
+        lines = "\n".join(
+            ast.get_source_segment(inspect.getsource(check.notices), node) for node in body
+        ).splitlines()
+        code = [line for line in lines if line.strip() and not line.strip().startswith("#")]
+        assert 0 < len(code) < 30, check.name
+        assert check.sentence
+    assert len({check.name for check in CHECKS}) == len(CHECKS)
+
+
+def test_what_is_certain_stands_before_what_is_likely(sound, capsys):
+    latency = sound.latency_ms.clone()
+    latency[3, 4] = 0.0
+    flat = {"x": torch.cat([sound.features["x"], torch.ones(250, 1)], 1)}
+    facts = inspect_table(replace(sound, latency_ms=latency * 20_000, features=flat))
+    sure = {finding["sure"]: finding["text"] for finding in facts["findings"]}
+    assert {*sure} == {"certain", "nearly certain", "perhaps"}
+    assert {*sure.values()} <= {*facts["faults"], *facts["warnings"]}
+    print_inspection(facts, Console(width=400))
+    text = capsys.readouterr().out
+    parts = ["\nCertain\n", sure["certain"], sure["nearly certain"], "\nLikely\n", sure["perhaps"]]
+    places = [text.index(part) for part in parts]
+    assert places == sorted(places)
 
 
 def test_only_a_measured_latency_among_the_features_is_refused(sound):
@@ -104,7 +143,7 @@ def test_only_a_measured_latency_among_the_features_is_refused(sound):
 
 def test_the_order_that_features_are_in_is_named(sound):
     shifted = features_shifted(sound, np.random.default_rng(0))
-    (fault,) = faults_by_check(shifted)["order_of_features"]
+    (fault,) = findings_by_check(shifted)["order_of_features"]
     assert fault.sure == "nearly certain"
 
 
@@ -115,7 +154,7 @@ def test_tables_of_any_shape_are_looked_at():
     alone = table_of(torch.ones(30, 1), torch.arange(1.0, 31).unsqueeze(1), torch.ones(30, 2))
     never = replace(small_table(40), features={"x": torch.full((40, 2), torch.nan)})
     for table in (few, bare, holes, alone, never):
-        assert all(isinstance(fault, Fault) for fault in faults_of(table))
+        assert all(isinstance(fault, Finding) for fault in faults_of(table))
 
 
 def test_left_out_residuals_are_those_of_fits_without_the_sample():
@@ -152,7 +191,9 @@ def test_columns_that_repeat_or_never_vary_are_counted():
     x = torch.randn(40, 3)
     blocks = {"a": torch.cat([x, torch.ones(40, 2)], 1), "b": x[:, :1]}
     table = replace(small_table(40), features=blocks)
-    constant, same = map(str, faults_by_check(table)["idle_features"])
+    found = findings_by_check(table)
+    (constant,) = map(str, found["constant_features"])
+    (same,) = map(str, found["repeated_features"])
     assert "2 of 5" in constant
     assert same.startswith("1 ")
 
@@ -166,8 +207,9 @@ def test_faults_name_the_columns_of_features(sound):
         features={"features": torch.cat(columns, 1)},
         columns=tuple(Column(name, None, False) for name in names),
     )
-    found = faults_by_check(faulty)
-    constant, same = map(str, found["idle_features"])
+    found = findings_by_check(faulty)
+    (constant,) = map(str, found["constant_features"])
+    (same,) = map(str, found["repeated_features"])
     assert ("flat" in constant, "twin" in constant) == (True, False)
     assert ("twin" in same, "flat" in same) == (True, False)
     assert "leak" in str(found["copied_outcomes"][0])
@@ -187,7 +229,7 @@ def test_drift_is_noticed_in_the_order_of_the_times(sound):
     drift = []
     for rows, time in ((frame.drop("at"), None), (frame, "at")):
         table = table_from_frame(rows, name="t", time=time)
-        drift.append(faults_by_check(table)["drift"])
+        drift.append(findings_by_check(table)["later_samples"])
     by_id, (fault,) = drift
     assert by_id == []
     first = sound.sample_ids[int(np.flatnonzero(measured_at == 150)[0])]
@@ -197,7 +239,7 @@ def test_drift_is_noticed_in_the_order_of_the_times(sound):
 def test_the_knob_whose_values_were_reversed_is_named(sound):
     for place, knob in enumerate(sound.knobs):
         faulty = values_reversed(sound, np.random.default_rng(0), place)
-        (fault,) = faults_by_check(faulty)["reversed_values"]
+        (fault,) = findings_by_check(faulty)["reversed_values"]
         # the rows that were drawn
         count = int((np.random.default_rng(0).uniform(size=250) < 0.5).sum())
         few = min(count, 250 - count)
@@ -207,7 +249,7 @@ def test_the_knob_whose_values_were_reversed_is_named(sound):
 
 def test_the_value_from_another_machine_is_named(sound):
     faulty = value_on_another_machine(sound, np.random.default_rng(0))
-    (fault,) = faults_by_check(faulty)["value_elsewhere"]
+    (fault,) = findings_by_check(faulty)["value_elsewhere"]
     assert fault.what.startswith("max_crops=6 takes 0.4")
 
 
@@ -225,7 +267,7 @@ def test_values_out_of_line(times, named):
     noise = 1 + 0.01 * torch.rand(40, 5, generator=torch.Generator().manual_seed(0))
     table = table_of(torch.ones(40, 5), torch.tensor(times) * noise)
     table = replace(table, knobs=(Knob("blocks", (4, 5, 6, 7, 8)),))
-    found = [fault.what.split()[0] for fault in faults_by_check(table)["value_elsewhere"]]
+    found = [fault.what.split()[0] for fault in findings_by_check(table)["value_elsewhere"]]
     assert found == ([] if named is None else [f"blocks={4 + named}"])
 
 
@@ -233,22 +275,22 @@ def test_a_cold_configuration_is_named_with_its_factor(sound):
     factor = torch.ones(12)
     factor[7] = 30.0
     table = replace(sound, latency_ms=sound.latency_ms * factor)
-    (fault,) = faults_by_check(table)["cold_configurations"]
+    (fault,) = findings_by_check(table)["cold_configurations"]
     assert fault.what.split()[0] in {"29", "30", "31"}
     assert sound.label(7) in fault.what
 
 
 def test_microseconds_are_hinted_at_where_they_would_be_minutes(sound):
     draws = np.random.default_rng(0)
-    assert faults_by_check(all_in_microseconds(sound, draws))["units_of_time"] == []
+    assert findings_by_check(all_in_microseconds(sound, draws))["usual_time"] == []
     slow = replace(sound, latency_ms=sound.latency_ms * 20)
-    (fault,) = faults_by_check(all_in_microseconds(slow, draws))["units_of_time"]
+    (fault,) = findings_by_check(all_in_microseconds(slow, draws))["usual_time"]
     assert "minutes" in fault.what
 
 
 def test_the_feature_that_numbers_the_samples_is_named(sound):
     for seed in range(4):
-        (fault,) = faults_by_check(numbered(sound, np.random.default_rng(seed)))[
+        (fault,) = findings_by_check(numbered(sound, np.random.default_rng(seed)))[
             "numbers_of_samples"
         ]
         assert fault.what.startswith("Feature further[0] ")
@@ -256,10 +298,10 @@ def test_the_feature_that_numbers_the_samples_is_named(sound):
     ids = tuple(f"q{number}" for number in np.random.default_rng(0).permutation(1000)[:250])
     numbers = torch.tensor([float(each[1:]) for each in ids]).unsqueeze(1)
     table = replace(sound, sample_ids=ids, features={"id": numbers.square()})
-    assert len(faults_by_check(table)["numbers_of_samples"]) == 1
+    assert len(findings_by_check(table)["numbers_of_samples"]) == 1
     # some numbers of a larger range, in another order, may be anything
     table = replace(sound, features={"id": numbers})
-    assert faults_by_check(table)["numbers_of_samples"] == []
+    assert findings_by_check(table)["numbers_of_samples"] == []
 
 
 def test_times_of_day_in_two_units_among_the_features(sound):
@@ -267,7 +309,7 @@ def test_times_of_day_in_two_units_among_the_features(sound):
     mixed = torch.where(torch.arange(250)[:, None] % 2 == 0, seconds, 1000 * seconds)
     for column, count in ((seconds, 0), (mixed, 1)):
         table = replace(sound, features={"at": column.float()})
-        found = faults_by_check(table)["extreme_features"]
+        found = findings_by_check(table)["features_in_units"]
         assert len(found) == count
         assert all(fault.what.startswith("Feature at[0] ") for fault in found)
 
@@ -281,7 +323,7 @@ def test_time_outs_that_count_as_wrong_need_no_advice_to_count_them_so():
     for scored in (0.0, 1.0):
         accuracy[:30, 0] = scored
         table = table_of(torch.from_numpy(accuracy).float(), torch.from_numpy(latency_ms).float())
-        (fault,) = faults_by_check(table)["capped"]
+        (fault,) = findings_by_check(table)["capped"]
         advice.append(fault.advice)
     assert "Give accuracy 0" not in advice[0]
     assert "Give accuracy 0 to the 30 " in advice[1]

@@ -1,0 +1,110 @@
+"""Checks of what training on a profile can bring, by the facts that `inspect_table` gathers;
+`checks.CHECKS` says what each looks for."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from knobwise.agents.evaluation.budgets import few_budgets
+from knobwise.common.errors import InputError
+from knobwise.experiments.inspection.measured import Finding, Findings, Measured
+from knobwise.experiments.wording.words import number
+
+FEW_SAMPLES = 200
+FEW_CLUSTERS = 100
+"""Of fewer clusters the test part holds less than 20."""
+NEXT_TO_NOTHING = 0.02
+"""A smaller share or variation counts as next to nothing."""
+
+
+def few_samples(measured: Measured) -> Findings:
+    samples = measured.facts["samples"]
+    if samples < FEW_SAMPLES:
+        yield _certain(f"Only {samples} samples: intervals on a test split of them will be wide.")
+
+
+def few_groups(measured: Measured) -> Findings:
+    clusters = measured.facts["clusters"]
+    if clusters and clusters < FEW_CLUSTERS:
+        yield _certain(
+            f"Only {clusters} groups (profile.group): the test part holds few of them, and "
+            "intervals over few groups are too narrow."
+        )
+
+
+def holes(measured: Measured) -> Findings:
+    missing = 1 - measured.facts["coverage"]
+    if missing > 0:
+        yield _certain(
+            f"{number(missing, '.1%')} of the cells were not profiled: means per configuration or "
+            "knob and the best static choice then come from different samples; compare them with "
+            "caution."
+        )
+
+
+def same_accuracy(measured: Measured) -> Findings:
+    if measured.facts["config_dependent_share"] < NEXT_TO_NOTHING:
+        yield _certain(
+            "Accuracy hardly depends on the configuration: choosing can save time, but not gain "
+            "accuracy."
+        )
+
+
+def same_latency(measured: Measured) -> Findings:
+    varies = measured.facts["latency_cv_within_configuration"]
+    if varies == 0:
+        yield _certain(
+            "Latency is the same for every sample: these look like means per configuration, not "
+            "measurements."
+        )
+    elif 0 < varies < NEXT_TO_NOTHING:
+        yield _certain(
+            "Latency hardly differs between samples: the configuration alone determines the time."
+        )
+
+
+def little_headroom(measured: Measured) -> Findings:
+    headroom = measured.facts["headroom"]
+    gains = np.subtract(headroom["oracle"], headroom["budget_aware_static"])
+    if gains.max() < NEXT_TO_NOTHING:
+        yield _certain(
+            "The oracle is hardly better than budget-aware static: choosing per input can gain "
+            "next to nothing."
+        )
+
+
+def no_features(measured: Measured) -> Findings:
+    if not measured.facts["features"]:
+        yield _certain(
+            "No features: a policy sees only the budget, and cannot do better than budget-aware "
+            "static."
+        )
+
+
+def useless_knobs(measured: Measured) -> Findings:
+    for name, knob in measured.facts["knobs"].items():
+        # half a point of accuracy, or a hundredth of the latency, is nothing
+        idle = np.ptp(knob["accuracy"]) < 0.005
+        idle &= np.ptp(knob["latency_ms"]) < 0.01 * max(knob["latency_ms"])
+        if len(knob["values"]) < 2:
+            yield _certain(f"Knob {name} has only one value: there is nothing to choose.")
+        elif idle:
+            yield _certain(f"Knob {name} changes neither accuracy nor latency on average.")
+
+
+def few_distinct_budgets(measured: Measured) -> Findings:
+    budgets = torch.tensor(measured.facts["headroom"]["budgets_ms"])
+    yield from map(_certain, few_budgets(budgets))
+
+
+def refused_split(measured: Measured) -> Findings:
+    if measured.table.parts:
+        try:
+            measured.table.split()
+        except InputError as error:
+            yield _certain(f"Training will refuse its split: {error}.")
+
+
+def _certain(sentence: str) -> Finding:
+    return Finding(sentence, "certain")
