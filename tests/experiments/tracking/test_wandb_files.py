@@ -59,7 +59,7 @@ def test_without_a_key_it_is_built_and_checked(capsys, tmp_path):
         "Parallel Coordinates Plot": 2,
         "Weave": 3,
         "Media Browser": 1,
-        "Run History Line Plot": 18,
+        "Run History Line Plot": 36,
         "Run Comparer": 1,
     }
     assert by_kind["Scatter Plot"][0]["showMaxYAxisLine"]
