@@ -33,6 +33,8 @@ SCORES = ("Val/Utility", "Val/Reward_Mean", "Val/Accuracy_Mean")
 """Columns of TensorBoard's table of hyperparameters: the scores that settings are chosen by."""
 LONGEST_NAME = 40
 """The most letters that changed settings take in the name of a W&B run."""
+NAME_END = 9
+"""The letters at the end of a longer name that stay: the digest in the name of our run."""
 MODES = ("online", "offline", "disabled")
 
 
@@ -272,10 +274,12 @@ class Tracker:
 def short_name(experiment: str, name: str, stage: str = "", seed: int | None = None) -> str:
     """Return the name of a W&B run, such as `controller s0`: the changed settings without their
     sections, or the experiment if nothing was changed; then the stage and the seed. Seeds and
-    baselines do not change what a run trains."""
+    baselines do not change what a run trains. Of a long name the middle is left out."""
     same = r"default$|seeds-[-\d,]+(?:_|$)|baselines-\w+?(?:_|$)"
     changed = re.sub(rf"(?:(?<=_)|^)(?:{same}|(?:[a-z_]+\.)+(?=[a-z]))", "", name)
-    parts = [changed[:LONGEST_NAME].strip("_"), stage]
+    if len(changed) > LONGEST_NAME:
+        changed = f"{changed[: LONGEST_NAME - NAME_END - 1]}…{changed[-NAME_END:]}"
+    parts = [changed.strip("_"), stage]
     if not any(parts):
         parts = [experiment]
     if seed is not None:

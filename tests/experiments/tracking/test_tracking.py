@@ -129,6 +129,7 @@ def test_wandb_run_says_where_it_belongs_and_what_was_best(run):
         ("loss.group_size-8_optimiser.lr-0.001", "", 1, "group_size-8_lr-0.001 s1"),
         ("profile-table_profile.path-a.b.csv", "rce", None, "profile-table_path-a.b.csv rce"),
         ("baselines-false_policy.hidden-32_seeds--0-1", "", 0, "hidden-32 s0"),
+        (f"{'x' * 50}-01234567", "", None, f"{'x' * 30}…-01234567"),
     ],
 )
 def test_names_of_runs_are_short(name, stage, seed, title):
