@@ -154,7 +154,8 @@ def explains_each(explained, logged):
 def short(key):
     """The name that a table, a picture or a page was logged under; W&B notes several values of
     each."""
-    return re.sub(r"^(Test/\w+?|Knobs/[^.]+?|Charts/[^/.]+|report)(_table)?\.\w+$", r"\1", key)
+    named = r"^(Test/\w+?|Knobs/[^.]+?|Charts/[^/.]+|report|Val/Advantages)(_table)?\.\w+$"
+    return re.sub(named, r"\1", key)
 
 
 def pattern_of(line):
@@ -239,7 +240,8 @@ def test_metrics_csv_holds_the_training_names(runs, names):
     headers = [pl.read_csv(run / "metrics.csv", n_rows=0).columns for run in runs.values()]
     columns = set().union(*headers)
     of_stages = {name for name in columns if name.count("/") == 2}
-    assert {re.sub("/.+/", "/", name) for name in of_stages} == names["selector"] - {THROUGHPUT}
+    elsewhere = {THROUGHPUT, "Val/Advantages"}
+    assert {re.sub("/.+/", "/", name) for name in of_stages} == names["selector"] - elsewhere
     assert columns - of_stages == {"seed", "step", *names["controller"]} - {THROUGHPUT}
 
 

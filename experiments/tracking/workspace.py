@@ -44,7 +44,7 @@ def workspace(config: WorkspaceRun) -> None:
     view = view_of(config)
     print("the view is valid")
     if config.json is not None:
-        write_text(config.json, json.dumps(asdict(view, dict_factory=_given), indent=1))
+        write_text(config.json, json.dumps(asdict(view, dict_factory=_public_fields), indent=1))
         print(f"written: {config.json}")
     if mode == "online":
         print(f"saved: {_save(view, Path(config.runs) / SAVED)}")
@@ -64,7 +64,7 @@ def save_once(settings: TrackingSettings, runs: Path, knobs: list[str]) -> None:
         say(f"{reason(error)}; tracking.workspace=false saves no view")
 
 
-def _given(fields: list[tuple[str, Any]]) -> dict[str, Any]:
+def _public_fields(fields: list[tuple[str, Any]]) -> dict[str, Any]:
     """Return the public fields of a part of a view that are not None."""
     return {name: value for name, value in fields if name[0] != "_" and value is not None}
 

@@ -73,7 +73,7 @@ def test_what_is_sent_has_every_panel(stub):
         "Parallel Coordinates Plot": 2,
         "Weave": 3,
         "Media Browser": 1,
-        "Run History Line Plot": 36,
+        "Run History Line Plot": 37,
         "Run Comparer": 1,
     }
     assert by_kind["Scatter Plot"][0]["showMaxYAxisLine"]
