@@ -308,6 +308,13 @@ class WandbStub:
         }
         return {"upsertBucket": {"bucket": bucket, "inserted": inserted}}
 
+    def _GetProject(self, variables):
+        if variables["name"] not in self.projects:
+            return {"project": None}
+        found = {"id": "p", "name": variables["name"], "entityName": variables["entity"]}
+        about = {"__typename": "Project", "createdAt": "2026-01-01T00:00:00Z"}
+        return {"project": found | about | {"isBenchmark": False, "user": None}}
+
     def _View(self, variables):
         if variables["projectName"] not in self.projects:
             return {"project": None}
@@ -317,7 +324,7 @@ class WandbStub:
         return {"project": {"allViews": {"edges": [{"node": view} for view in found]}}}
 
     def _UpsertView2(self, variables):
-        identity = variables.get("id") or f"view-{len(self.views)}"
+        identity = variables.get("id") or f"id-of-{variables['name']}"
         self.views[identity] = {"id": identity, **variables}
         view = {"id": identity, "name": variables["name"]}
         return {"upsertView": {"view": view, "inserted": True}}

@@ -80,6 +80,11 @@ class SelectorStage(Stage):
     def validation_loss(self, batch: TensorDictBase) -> Tensor:
         """Return the loss on validation queries whose sequences have been scored, [V]."""
 
+    def validation_advantages(self, batch: TensorDictBase) -> Tensor | None:
+        """Return the advantages of all sequences of these queries, [n]; None for a stage that has
+        none."""
+        return None
+
     def is_better(self, validation: Validation, best: Best) -> bool:
         """Return True if the present epoch replaces the kept one, as `keep` says."""
         keep = self.setup.config.keep
@@ -217,6 +222,12 @@ class SequenceGRPO(SelectorStage):
         mask = batch["group_mask"]
         weight = preference.masked_fill(~mask, LOWEST).softmax(-1) * mask
         return -expectation(reward, weight).mean()
+
+    def validation_advantages(self, batch: TensorDictBase) -> Tensor:
+        reward = batch["next", "reward"]
+        mask = batch["group_mask"]
+        self.grpo.reward_spread = self.reward_spread
+        return self.grpo.advantages(reward.masked_fill(~mask, 0.0), even_weight(mask))[mask]
 
     @torch.no_grad()
     def _kl_of_policy(self, minibatch: TensorDictBase) -> Tensor:

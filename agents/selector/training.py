@@ -170,9 +170,11 @@ class SelectorSetup:
             outcome = judged_choices(self.table, self.scorer, choices, rows).correct
         score = float(outcome.nanmean().nan_to_num())
         metrics = {f"{self.judged_by.title().replace(' ', '_')}_Mean": score}
+        distributions: dict[str, Tensor] = {}
         if logged or self.config.keep == "best_kl":
-            metrics |= self._validation_metrics()
-        return Validation(score, metrics)
+            more, distributions = self._validation_metrics()
+            metrics |= more
+        return Validation(score, metrics, distributions=distributions)
 
     @functools.cached_property
     def _recorded(self) -> BeamTable:
@@ -194,8 +196,9 @@ class SelectorSetup:
         return self._env(batch_size=len(rows), rows=rows, scorer=scorer)
 
     @torch.no_grad()
-    def _validation_metrics(self) -> dict[str, float]:
-        """Return the loss on the validation queries, and after SFT the KL to the SFT policy.
+    def _validation_metrics(self) -> tuple[dict[str, float], dict[str, Tensor]]:
+        """Return the loss on the validation queries, after SFT the KL to the SFT policy, and in
+        GRPO what the advantages are; and these themselves, by name.
 
         The KL is k3, over the policy's draws.
         """
@@ -213,7 +216,12 @@ class SelectorSetup:
         if self.stage.name != "sft":
             reference = self.reference.policy(drawn).log_prob(drawn["action"])
             metrics["KL"] = float(k3(log_prob, reference).mean())
-        return metrics
+        advantages = self.stage.validation_advantages(batch)
+        if advantages is None:
+            return metrics, {}
+        metrics["Advantage_Mean"] = float(advantages.mean())
+        metrics["Advantage_Std"] = float(advantages.std(correction=0))
+        return metrics, {"Advantages": advantages.cpu()}
 
 
 def selector_trainer(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
@@ -45,7 +46,8 @@ LOGGED = {
 class Log(Protocol):
     """A log of metrics, such as `knobwise.experiments.tracking.tracker.Tracker`."""
 
-    def log(self, metrics: Mapping[str, float], step: int) -> None: ...
+    def log(self, metrics: Mapping[str, float | Tensor], step: int) -> None:
+        """Log numbers of one step, and the distributions of the numbers in tensors [n]."""
 
 
 class Validation(NamedTuple):
@@ -57,6 +59,8 @@ class Validation(NamedTuple):
     """What is logged, without `Val/`."""
     by_sample: Tensor | None = None
     """The score of each held-out sample, where they are noted."""
+    distributions: Mapping[str, Tensor] = MappingProxyType({})
+    """What is logged as histograms, [n] each, without `Val/`."""
 
 
 class Stage(ABC):

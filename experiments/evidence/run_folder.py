@@ -26,8 +26,8 @@ UNFINISHED = ".unfinished"
 """A locked file in a run's folder until its last step is done."""
 VERSION = "controller.pt"
 """The checkpoint in a version that `knobwise update` wrote."""
-LONGEST_NAME = 120
-"""The most characters of the name of a folder."""
+LONGEST_NAME = 60
+"""The most characters of a folder's name that is made from options."""
 LEFT_OUT_OF_NAME = ("experiment", "name", "runs", "tracking", "device", "threads", "jobs")
 """Settings that do not change the results, or have their place in the path."""
 
@@ -207,17 +207,22 @@ def taken_up_if_damaged(folder: Path) -> bool:
 
 
 def run_name(overrides: list[str]) -> str:
-    """Return a readable name, equal for equal words: the changed settings, or `default`. In a long
-    name a digest replaces the end."""
+    """Return a readable name, equal for equal words: the changed settings, or `default`. A long
+    name does without the sections of the settings, and a digest replaces its end."""
     # the words in order, so that equal settings have equal names
-    parts = []
+    changed = []
     for word in sorted(overrides):
         key, _, value = word.partition("=")
         if key.lstrip("+~").split(".")[0] not in LEFT_OUT_OF_NAME:
-            short = f"{key}={Path(value).name}"  # the last part of a path
-            parts.append(re.sub(r"[^\w.=-]+", "-", short).replace("=", "-").strip("-"))
-    name = "_".join(parts)
+            changed.append((key, Path(value).name))  # the last part of a path
+    name = "_".join(_as_in_a_name(f"{key}={value}") for key, value in changed)
     if len(name) > LONGEST_NAME:
         digest = hashlib.sha256(name.encode()).hexdigest()[:8]
-        name = f"{name[: LONGEST_NAME - len(digest) - 1]}-{digest}"
+        short = "_".join(_as_in_a_name(f"{key.split('.')[-1]}={value}") for key, value in changed)
+        name = f"{short[: LONGEST_NAME - len(digest) - 1].rstrip('_')}-{digest}"
     return name or "default"
+
+
+def _as_in_a_name(word: str) -> str:
+    """Return a word of the command line with `-` for what a file should not have in its name."""
+    return re.sub(r"[^\w.=-]+", "-", word).replace("=", "-").strip("-")

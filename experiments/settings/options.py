@@ -395,8 +395,11 @@ class WorkspaceRun:
     """W&B team or user; None means the key's default."""
     knobs: list[str] = field(default_factory=lambda: ["max_crops", "top_k", "num_active_blocks"])
     """The knobs whose shares are drawn, by their names in the profile."""
+    runs: str = "runs"
+    """Folder of all runs. The address of the saved view is noted there, in wandb_views.txt, so that
+    the next one takes its place."""
     json: str | None = None
-    """Write the view, as W&B stores it, to this file."""
+    """Write what the view shows to this file."""
 
 
 VERBS: dict[str, type[Any]] = {

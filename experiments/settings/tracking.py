@@ -23,7 +23,7 @@ class TrackingSettings:
     notes: str | None = None
     """Notes of every W&B run; None means the question in the experiment's file."""
     workspace: bool = True
-    """Save the view of `knobwise workspace` after the first online run of a project."""
+    """Save the view of `knobwise workspace` after the first online run of a project in `runs`."""
     tensorboard: bool = True
     """Write event files into the run's `tensorboard/`."""
 

@@ -8,6 +8,7 @@ an account or a network.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 import netrc
 import os
@@ -19,11 +20,19 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+import numpy as np
+
 from knobwise.common.checks import one_of
 from knobwise.common.errors import InputError
 from knobwise.experiments.evidence.schema import RunResults
 from knobwise.experiments.settings.tracking import TrackingSettings
 from knobwise.experiments.tracking import wandb_results
+from knobwise.experiments.tracking.histograms import (
+    counts_of,
+    divided,
+    for_tensorboard,
+    for_wandb,
+)
 from knobwise.experiments.tracking.metrics_file import MetricsFile, Row
 from knobwise.experiments.tracking.wandb_run import WandbRun, reason
 
@@ -33,6 +42,8 @@ SCORES = ("Val/Utility", "Val/Reward_Mean", "Val/Accuracy_Mean")
 """Columns of TensorBoard's table of hyperparameters: the scores that settings are chosen by."""
 LONGEST_NAME = 40
 """The most letters that changed settings take in the name of a W&B run."""
+NAME_END = 9
+"""The letters at the end of a longer name that stay: the digest in the name of our run."""
 MODES = ("online", "offline", "disabled")
 
 
@@ -156,6 +167,7 @@ class Tracker:
     def __enter__(self) -> Tracker:
         with contextlib.ExitStack() as stack:
             self._csv = MetricsFile(self.folder / "metrics.csv", self.seed, self.known)
+            self._histograms = self._histograms_file()
             if self.settings.tensorboard and self.job_type != "evaluate" and not self.finished:
                 self._start_tensorboard(stack)
             if self.mode != "disabled":
@@ -166,16 +178,20 @@ class Tracker:
     def __exit__(self, *raised: Any) -> None:
         self._stack.__exit__(*raised)
 
-    def log(self, metrics: Mapping[str, float], step: int) -> None:
-        """Write numbers of one training step. Steps never decrease; there may be several calls a
-        step."""
-        values = {name: float(value) for name, value in metrics.items()}
+    def log(self, metrics: Mapping[str, Any], step: int) -> None:
+        """Write numbers of one training step, and histograms of those in tensors [n]. Steps never
+        decrease; there may be several calls a step."""
+        values = {name: float(value) for name, value in metrics.items() if np.ndim(value) == 0}
         # speed differs between equal runs, whose files must be equal
         equal = {name: value for name, value in values.items() if name != THROUGHPUT}
         self._csv.append(*in_stage([(step, equal)], self.stage, self.first)[0])
+        for name in metrics.keys() - values.keys():
+            counts = counts_of(name, metrics[name])
+            self._histograms.append(*in_stage([(step, counts)], self.stage, self.first)[0])
+            values |= counts
         self._to_tensorboard(values, step)
         if self._wandb is not None:
-            self._wandb.log(values, step)
+            self._wandb.log(for_wandb(values), step)
 
     def log_scores(self, scores: Mapping[str, float], kept: bool) -> Any:
         """Write the test scores of this seed into the summary of its W&B run.
@@ -216,11 +232,22 @@ class Tracker:
         settings = dict(_single_values({**self.config, "seed": self.seed, "stage": self.stage}))
         for summary in hparams(settings, dict.fromkeys(SCORES, 0.0)):
             self._tensorboard.add_summary(summary)
-        for step, values in self._rows(self._csv.kept):
+        for step, values in self._rows(self._csv.kept, self._histograms.kept):
             self._to_tensorboard(values, step)
 
-    def _rows(self, rows: Sequence[Row]) -> list[Row]:
-        """Return the rows of this stage as they were logged, without the stage in their names."""
+    def _histograms_file(self) -> MetricsFile:
+        """Return `histograms.csv`, without what came after the checkpoint."""
+        path = self.folder / "histograms.csv"
+        file = MetricsFile(path, self.seed)
+        if self.known is None:
+            return file
+        steps = {step for step, _ in self.known}
+        return MetricsFile(path, self.seed, [row for row in file.kept if row[0] in steps])
+
+    def _rows(self, *files: Sequence[Row]) -> list[Row]:
+        """Return the rows of this stage as they were logged, in the order of their steps, without
+        the stage in their names."""
+        rows = sorted(itertools.chain(*files), key=lambda row: row[0])
         middle = f"/{self.stage}/" if self.stage else "/"
         logged: list[Row] = []
         first = self.first
@@ -232,15 +259,21 @@ class Tracker:
                 logged.append((step - first, values))
         return logged
 
+    def _rows_for_wandb(self, *files: Sequence[Row]) -> list[tuple[int, dict[str, Any]]]:
+        return [(step, for_wandb(row)) for step, row in self._rows(*files)]
+
     def _to_tensorboard(self, values: Mapping[str, float], step: int) -> None:
         """Write the numbers of a step into the event file, if there is one."""
         if self._tensorboard is None:
             return
         from tensorboard.compat.proto.summary_pb2 import Summary  # type: ignore[import-untyped]
 
+        numbers, histograms = divided(values)
         # one event for all values: add_scalar writes one for each, and costs ten times as much
-        scalars = [Summary.Value(tag=name, simple_value=value) for name, value in values.items()]
+        scalars = [Summary.Value(tag=name, simple_value=value) for name, value in numbers.items()]
         self._tensorboard.add_summary(Summary(value=scalars), step)
+        for name, counts in histograms.items():
+            self._tensorboard.add_summary(for_tensorboard(name, counts), step)
 
     def _start_wandb(self, stack: contextlib.ExitStack) -> None:
         """Start the W&B run of this tracker, if W&B starts."""
@@ -251,8 +284,8 @@ class Tracker:
             self.mode,
             self._about(),
             self.key.replace("/", "-"),
-            kept=self._rows(self._csv.kept),
-            earlier=self._rows(self._csv.earlier),
+            kept=self._rows_for_wandb(self._csv.kept, self._histograms.kept),
+            earlier=self._rows_for_wandb(self._csv.earlier, self._histograms.earlier),
             insist=self.settings.mode == "online" and not begun,
             waits=self.waits,
         )
@@ -272,10 +305,12 @@ class Tracker:
 def short_name(experiment: str, name: str, stage: str = "", seed: int | None = None) -> str:
     """Return the name of a W&B run, such as `controller s0`: the changed settings without their
     sections, or the experiment if nothing was changed; then the stage and the seed. Seeds and
-    baselines do not change what a run trains."""
+    baselines do not change what a run trains. Of a long name the middle is left out."""
     same = r"default$|seeds-[-\d,]+(?:_|$)|baselines-\w+?(?:_|$)"
     changed = re.sub(rf"(?:(?<=_)|^)(?:{same}|(?:[a-z_]+\.)+(?=[a-z]))", "", name)
-    parts = [changed[:LONGEST_NAME].strip("_"), stage]
+    if len(changed) > LONGEST_NAME:
+        changed = f"{changed[: LONGEST_NAME - NAME_END - 1]}…{changed[-NAME_END:]}"
+    parts = [changed.strip("_"), stage]
     if not any(parts):
         parts = [experiment]
     if seed is not None:

@@ -7,30 +7,33 @@ stage; every panel follows that grouping.
 
 from __future__ import annotations
 
+import json
 import math
 import os
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import yaml  # type: ignore[import-untyped]
 
 from knobwise.common.errors import InputError
-from knobwise.common.files import write_text
+from knobwise.common.files import write_text, written_whole
 from knobwise.common.progress import say
 from knobwise.experiments.settings.options import WorkspaceRun
 from knobwise.experiments.settings.tracking import TrackingSettings
 from knobwise.experiments.tracking.tracker import wandb_mode
 from knobwise.experiments.tracking.wandb_run import environment, reason
 
-IDENTITY = "e8611efaf57"
-"""The name, of eleven letters and digits, by which W&B finds the view; part of its address too."""
+SAVED = "wandb_views.txt"
+"""A file in the folder of all runs: the address of the view of each project, one a line."""
 PINNED = ("Utility", "Oracle_Gap_Closed", "On_Time_Feasible", "Accuracy", "Latency_Mean")
 """The test scores that are columns of the table of runs."""
 
 
 def workspace(config: WorkspaceRun) -> None:
     """Build and check the view, write it to `config.json`, and save it to W&B where there is a key,
-    in place of an earlier one.
+    in place of the one that `config.runs` has the address of.
 
     Raises:
         InputError: if wandb-workspaces is not installed, W&B cannot be reached or refuses the view,
@@ -41,27 +44,29 @@ def workspace(config: WorkspaceRun) -> None:
     view = view_of(config)
     print("the view is valid")
     if config.json is not None:
-        write_text(
-            config.json,
-            view._to_model().spec.model_dump_json(by_alias=True, exclude_none=True, indent=1),
-        )
+        write_text(config.json, json.dumps(asdict(view, dict_factory=_public_fields), indent=1))
         print(f"written: {config.json}")
     if mode == "online":
-        print(f"saved: {_save(view)}")
+        print(f"saved: {_save(view, Path(config.runs) / SAVED)}")
     else:
         print(f"not saved: W&B is {mode}; run `wandb login` and unset WANDB_MODE to save the view")
 
 
-def save_once(settings: TrackingSettings, knobs: list[str]) -> None:
-    """Save the view if the project has none yet. If that fails, a line reports it, and the run goes
-    on."""
+def save_once(settings: TrackingSettings, runs: Path, knobs: list[str]) -> None:
+    """Save the view if `runs` has no address of one of this project. If that fails, a line reports
+    it, and the run goes on."""
     config = WorkspaceRun(project=settings.project, entity=settings.entity)
     config.knobs = knobs or config.knobs
     try:
-        if address := _save(view_of(config), replace=False):
+        if address := _save(view_of(config), runs / SAVED, replace=False):
             print(f"W&B view of all runs: {address}")
     except Exception as error:
         say(f"{reason(error)}; tracking.workspace=false saves no view")
+
+
+def _public_fields(fields: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return the public fields of a part of a view that are not None."""
+    return {name: value for name, value in fields if name[0] != "_" and value is not None}
 
 
 def view_of(config: WorkspaceRun) -> Any:
@@ -144,38 +149,60 @@ def _panel(wr: Any, kind: str, title: str, content: Any) -> Any:
     return getattr(wr, kind)(**fields)
 
 
-def _save(view: Any, replace: bool = True) -> str:
-    """Save the view, in place of an earlier one unless `replace` is False; return its address, or
-    "" if it was not saved."""
+def _save(view: Any, addresses: Path, replace: bool = True) -> str:
+    """Save the view, in place of an earlier one unless `replace` is False, and note its address in
+    the file `addresses`; return the address, or "" if the view was not saved."""
     with environment({"WANDB_SILENT": "true"}):  # wandb's own lines say the same as ours
         import wandb
         from wandb.sdk.lib.service.service_connection import WandbApiFailedError
-        from wandb_workspaces.workspaces import internal
+        from wandb_workspaces.workspaces.errors import SpecVersionError
 
         try:
-            view.entity = view.entity or wandb.Api().default_entity or ""
-            view._internal_name = internal._url_query_str_to_internal_name(IDENTITY)
-            view._internal_id = _saved_id(view)
-            if view._internal_id and not replace:
+            api = wandb.Api()
+            view.entity = view.entity or api.default_entity or ""
+            noted = addresses.read_text().splitlines() if addresses.exists() else []
+            earlier = [line for line in noted if _is_of(line, view)]
+            if earlier and not replace:
                 return ""
-            return str(view.save().url)
-        except (wandb.Error, WandbApiFailedError) as error:
+            with written_whole(addresses) as temporary:
+                _find_project(api, view)
+                address = str(_in_place_of(earlier, view).save().url)
+                others = [line for line in noted if line not in earlier]
+                temporary.write_text("\n".join([*others, address, ""]))
+        except (wandb.Error, WandbApiFailedError, SpecVersionError) as error:
             raise InputError(
                 f"workspace: W&B did not take the view ({reason(error)}); its project is "
                 f"{view.project}"
             ) from error
+    return address
 
 
-def _saved_id(view: Any) -> str:
-    """Return the id of the view that was saved before, empty when there is none yet."""
-    from wandb_workspaces.workspaces import internal
+def _is_of(address: str, view: Any) -> bool:
+    """Return True for the address of a view of the same project."""
+    return urlsplit(address).path == f"/{view.entity}/{view.project}"
 
+
+def _find_project(api: Any, view: Any) -> None:
+    """Raise InputError if the project of a view does not exist."""
     try:
-        return str(internal.get_view_dict(view.entity, view.project, IDENTITY)["id"])
+        api.project(view.project, view.entity).id  # noqa: B018 (it is asked for here)
     except ValueError as error:
-        if str(error).startswith("Project"):
-            raise InputError(
-                f"workspace: there is no project {view.entity}/{view.project} yet; the first "
-                "online run creates it: knobwise train tracking=online"
-            ) from error
-        return ""
+        raise InputError(
+            f"workspace: there is no project {view.entity}/{view.project} yet; the first online "
+            "run creates it: knobwise train tracking=online"
+        ) from error
+
+
+def _in_place_of(addresses: list[str], view: Any) -> Any:
+    """Return the view that was saved at one of these addresses with the content of this one; this
+    one if there is none any more."""
+    for address in addresses:
+        try:
+            saved = type(view).from_url(address)
+        except ValueError:  # somebody has deleted it
+            continue
+        saved.sections = view.sections
+        saved.settings = view.settings
+        saved.runset_settings = view.runset_settings
+        return saved
+    return view

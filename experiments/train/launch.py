@@ -113,5 +113,6 @@ def track_results(config: Any, folder: Path, table: Any, results: RunResults) ->
         images = result_images(results) if tracker.mode != "disabled" else {}
         tracker.log_results(results, images, model)
     if tracker.mode == "online" and config.tracking.workspace:
-        save_once(config.tracking, [knob.name for knob in getattr(table, "knobs", ())])
+        knobs = [knob.name for knob in getattr(table, "knobs", ())]
+        save_once(config.tracking, Path(config.runs), knobs)
     return tracker.mode

@@ -157,13 +157,19 @@ def test_names_say_what_was_changed(words, name):
     assert run_name(words[::-1]) == name
 
 
-def test_long_names_are_cut_and_stay_apart():
-    words = [f"key{i}=value" for i in range(50)]
-    assert len(run_name(words)) == 120
-    assert run_name(words[::-1]) == run_name(words)
+def test_long_names_are_short_and_stay_apart():
+    words = [f"section.key{i}=value" for i in range(50)]
+    name = run_name(words)
+    assert name.startswith("key0-value_key10-value_")
+    assert len(name) == 60
+    assert run_name(words[::-1]) == name
     assert run_name([*words, "seeds=[0]"]) != run_name([*words, "seeds=[1]"])
-    longest = "v" * 118
+    # without their sections these words are the same
+    of_sft, of_rce = (run_name([*words, f"{stage}.epochs=1"]) for stage in ("sft", "rce"))
+    assert of_sft != of_rce
+    longest = "v" * 58
     assert run_name([f"k={longest}"]) == f"k-{longest}"
+    assert len(run_name([f"k={longest}v"])) <= 60
 
 
 def test_runs_with_one_name_at_the_same_time_have_a_folder_each_and_the_last_is_the_latest(config):

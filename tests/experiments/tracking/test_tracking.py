@@ -12,6 +12,7 @@ from unittest.mock import Mock
 
 import hypothesis
 import pytest
+import torch
 import wandb
 from hypothesis import strategies as st
 from tensorboard.summary.writer import event_file_writer
@@ -129,6 +130,7 @@ def test_wandb_run_says_where_it_belongs_and_what_was_best(run):
         ("loss.group_size-8_optimiser.lr-0.001", "", 1, "group_size-8_lr-0.001 s1"),
         ("profile-table_profile.path-a.b.csv", "rce", None, "profile-table_path-a.b.csv rce"),
         ("baselines-false_policy.hidden-32_seeds--0-1", "", 0, "hidden-32 s0"),
+        (f"{'x' * 50}-01234567", "", None, f"{'x' * 30}…-01234567"),
     ],
 )
 def test_names_of_runs_are_short(name, stage, seed, title):
@@ -215,6 +217,25 @@ def test_where_wandb_does_not_start_the_rest_goes_on(tmp_path, monkeypatch, capf
     assert (log.mode, log.settings.mode) == ("disabled", mode)
     assert [row["Train/Loss"] for row in written(tmp_path / "run")] == ["1.0"]
     assert os.environ == environment
+
+
+def test_histograms_are_logged_and_kept_up_to_the_checkpoint(tmp_path):
+    values = {0: torch.tensor([-9.0, 0.1, 0.2]), 1: torch.tensor([0.6]), 2: torch.tensor([1.0])}
+    with tracker(tmp_path, seed=0, stage="grpo") as log:
+        for step in (0, 1):
+            log.log({"Val/Loss": 1.0, "Val/Advantages": values[step]}, step)
+    known = [(0, {"Val/grpo/Loss": 1.0})]
+    with tracker(tmp_path, seed=0, stage="grpo", known=known) as log:
+        log.log({"Val/Loss": 2.0, "Val/Advantages": values[2]}, 1)
+    (session,) = offline_runs(tmp_path)
+    counts = [row["Val/Advantages.values"] for row in session.history]
+    assert [sum(row) for row in counts] == [3, 1]
+    # bins are half a unit wide, from -5 on
+    assert (counts[0][0], counts[0][10], counts[1][12]) == (1, 2, 1)
+    rows = list(csv.DictReader((tmp_path / "histograms.csv").open(newline="")))
+    assert [row["step"] for row in rows] == ["0", "1"]
+    assert rows[0]["Val/grpo/Advantages[0]"] == "2.0"
+    assert "Advantages" not in (tmp_path / "metrics.csv").read_text()
 
 
 def test_disabled_tracker_still_writes_metrics_csv(tmp_path):

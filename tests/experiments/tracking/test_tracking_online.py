@@ -41,6 +41,9 @@ SELECT = words_of(
 )
 
 
+DRAWN = "Val/Advantages"
+
+
 @pytest.fixture(scope="module")
 def stub():
     with WandbStub() as server:
@@ -164,6 +167,10 @@ def holds(found, run):
         assert each.config["loss"] == OmegaConf.to_container(settings.loss)
     for name, (stage, seed) in trained.items():
         rows, history = of_stage(curves(run, seed), stage), named[name].history
+        drawn = [(row["step"], row.pop(DRAWN)) for row in history if DRAWN in row]
+        held = [row["step"] for row in rows if "Val/Advantage_Mean" in row]
+        assert [step for step, _ in drawn] == held
+        assert all(sum(histogram["values"]) > 0 for _, histogram in drawn)
         speeds = [row.pop(THROUGHPUT) for row in history if THROUGHPUT in row]
         assert history == rows
         # what a selector logged offline is logged again at the end, without the speed

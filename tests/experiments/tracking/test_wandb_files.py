@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 from commands import launch, mistake, read_json
 from wandb_stub import ENTITY, WandbStub, forget_wandb
-from wandb_workspaces.workspaces.internal import WorkspaceViewspec
 
 from knobwise.__main__ import main
 from knobwise.experiments.command_line.compose import read_settings
@@ -30,8 +29,9 @@ def stub():
         yield server
 
 
-def panels(spec):
-    sections = spec["section"]["panelBankConfig"]["sections"]
+def panels(view):
+    """The panels that the server has been sent, in order."""
+    sections = json.loads(view["spec"])["section"]["panelBankConfig"]["sections"]
     return [panel for section in sections for panel in section["panels"]]
 
 
@@ -42,14 +42,28 @@ def saved(stub):
     return identity, view, f"{stub.url}/{ENTITY}/knobwise?nw={name}"
 
 
-def test_without_a_key_it_is_built_and_checked(capsys, tmp_path):
+def test_without_a_key_it_is_built_and_written(capsys, tmp_path):
     launch("workspace json=view.json knobs=[size]")
     assert capsys.readouterr().err == ""
     content = read_json(tmp_path / "view.json")
-    spec = WorkspaceViewspec.model_validate(content)
-    assert json.loads(spec.model_dump_json(by_alias=True, exclude_none=True)) == content
+    assert content["name"] == content["project"] == "knobwise"
+    shown = [panel for section in content["sections"] for panel in section["panels"]]
+    # the first panels: which run is better, did it learn, at which budgets
+    first = [json.dumps(panel) for panel in shown[:3]]
+    for panel, name in zip(first, ("Test/Utility", "Val/Utility", "Test/by_budget"), strict=True):
+        assert name in panel
+    grouping = content["runset_settings"]["groupby"]
+    assert [key["name"] for key in grouping] == ["Group", "run", "stage"]
+    launch("workspace json=again.json knobs=[size]")
+    assert read_json("again.json") == content
+    assert not Path("runs").exists()
+
+
+def test_what_is_sent_has_every_panel(stub):
+    launch("workspace knobs=[size]")
+    _, view, _ = saved(stub)
     by_kind = {}
-    for panel in panels(content):
+    for panel in panels(view):
         by_kind.setdefault(panel["viewType"], []).append(panel["config"])
     counts = {kind: len(configs) for kind, configs in by_kind.items()}
     assert counts == {
@@ -59,30 +73,25 @@ def test_without_a_key_it_is_built_and_checked(capsys, tmp_path):
         "Parallel Coordinates Plot": 2,
         "Weave": 3,
         "Media Browser": 1,
-        "Run History Line Plot": 18,
+        "Run History Line Plot": 37,
         "Run Comparer": 1,
     }
     assert by_kind["Scatter Plot"][0]["showMaxYAxisLine"]
     curves = by_kind["Run History Line Plot"]
     assert {config["groupArea"] for config in by_kind["Bar Chart"] + curves} == {"stddev"}
-    # the first panels: which run is better, did it learn, at which budgets
-    first = [json.dumps(panel["config"]) for panel in panels(content)[:3]]
-    for config, name in zip(first, ("Test/Utility", "Val/Utility", "Test/by_budget"), strict=True):
-        assert name in config
     # the shares of every run that is selected, from the table of each
     (shares,) = (config for config in by_kind["Vega2"] if "Knobs/" in json.dumps(config))
     assert '"value": "Knobs/size_table"' in json.dumps(shares)
     assert shares["fieldSettings"] == {"x": "budget_ms", "y": "share", "stroke": "value"}
-    grouping = content["section"]["runSets"][0]["grouping"]
+    grouping = json.loads(view["spec"])["section"]["runSets"][0]["grouping"]
     keys = [{"section": "config", "name": f"{key}.value"} for key in ("run", "stage")]
     assert grouping == [{"section": "run", "name": "group"}, *keys]
 
 
-def test_every_setting_that_is_shown_exists():
-    content = json.loads(
-        view_of(WorkspaceRun())._to_model().spec.model_dump_json(by_alias=True, exclude_none=True)
-    )
-    plots = [p for p in panels(content) if p["viewType"] == "Parallel Coordinates Plot"]
+def test_every_setting_that_is_shown_exists(stub):
+    launch("workspace")
+    _, view, _ = saved(stub)
+    plots = [panel for panel in panels(view) if panel["viewType"] == "Parallel Coordinates Plot"]
     for plot, verb in zip(plots, ("train", "train_selector"), strict=True):
         config = read_settings(verb, [])
         columns = [column["accessor"].replace(".value", "") for column in plot["config"]["columns"]]
@@ -103,37 +112,45 @@ def test_a_project_of_the_environment_and_offline_by_wish(monkeypatch, capsys):
 
 
 def test_with_a_key_it_is_saved_and_replaced(stub, capfd):
-    launch("workspace json=view.json")
+    launch("workspace")
     out, err = capfd.readouterr()
     assert err == ""
     identity, view, address = saved(stub)
     wanted = {"entityName": ENTITY, "projectName": "knobwise", "displayName": "knobwise"}
     assert view.items() >= (wanted | {"type": "project-view"}).items()
-    assert json.loads(view["spec"]) == read_json("view.json")
     assert f"saved: {address}" in out
     launch("workspace knobs=[size]")
     assert f"saved: {address}" in capfd.readouterr().out
     assert list(stub.views) == [identity]
     assert "Knobs/size_table" in stub.views[identity]["spec"]
+    # another project has its own
     launch("workspace project=other entity=team")
     assert "/team/other?nw=" in capfd.readouterr().out
     assert len(stub.views) == 2
+    # what somebody has deleted is made anew
+    del stub.views[identity]
+    launch("workspace")
+    _, again = stub.views
+    assert stub.views[again]["projectName"] == "knobwise"
+    noted = Path("runs/wandb_views.txt").read_text().splitlines()
+    names = [stub.views[key]["name"].removeprefix("nw-").removesuffix("-v") for key in stub.views]
+    assert [address.split("nw=")[1] for address in noted] == names
     assert stub.unknown == []
 
 
-def test_the_first_online_run_saves_the_view_and_no_other_touches_it(stub, capfd):
-    save_once(TrackingSettings(), ["size"])
+def test_the_first_online_run_saves_the_view_and_no_other_touches_it(stub, tmp_path, capfd):
+    save_once(TrackingSettings(), tmp_path / "runs", ["size"])
     identity, view, address = saved(stub)
     assert address in capfd.readouterr().out
     assert "Knobs/size_table" in view["spec"]
     # people may have changed it
-    save_once(TrackingSettings(), ["width"])
+    save_once(TrackingSettings(), tmp_path / "runs", ["width"])
     assert stub.views == {identity: view}
     assert capfd.readouterr() == ("", "")
     # a run does not fail by it
     stub.refuse = lambda what: what == "UpsertView2"
     stub.views.clear()
-    save_once(TrackingSettings(project="other"), ["size"])
+    save_once(TrackingSettings(project="other"), tmp_path / "runs", ["size"])
     (line,) = capfd.readouterr().err.splitlines()
     assert "tracking.workspace=false" in line
 

@@ -1,0 +1,62 @@
+"""Histograms of what is logged of each step: as numbers in `histograms.csv`, and as TensorBoard and
+W&B draw them.
+
+A distribution becomes one number for each bin, `Val/Advantages[-0.5]` and so on: how many values
+are from there to the next edge. The bins are the same in all steps, so a resumed run goes on in
+them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+EDGES = np.linspace(-5.0, 5.0, 21)
+"""The edges of the bins; what lies outside counts in the first or the last one."""
+
+
+def counts_of(name: str, values: Any) -> dict[str, float]:
+    """Return how many of the values, [n], are in each bin, by the name of the bin."""
+    counts, _ = np.histogram(np.asarray(values).clip(EDGES[0], EDGES[-1]), EDGES)
+    return {_bin(name, edge): float(count) for edge, count in zip(EDGES, counts, strict=False)}
+
+
+def divided(row: Mapping[str, float]) -> tuple[dict[str, float], dict[str, list[float]]]:
+    """Return the numbers of a row that are no bins, and the counts of each histogram, by name."""
+    numbers = {name: value for name, value in row.items() if not name.endswith("]")}
+    names = dict.fromkeys(name.partition("[")[0] for name in row if name not in numbers)
+    return numbers, {name: [row[_bin(name, edge)] for edge in EDGES[:-1]] for name in names}
+
+
+def for_wandb(row: Mapping[str, float]) -> dict[str, Any]:
+    """Return a row with histograms as W&B takes them."""
+    import wandb
+
+    numbers, histograms = divided(row)
+    logged: dict[str, Any] = {**numbers}
+    for name, counts in histograms.items():
+        logged[name] = wandb.Histogram(np_histogram=(counts, EDGES))
+    return logged
+
+
+def for_tensorboard(name: str, counts: list[float]) -> Any:
+    """Return a histogram as TensorBoard takes it."""
+    from torch.utils.tensorboard.summary import histogram_raw
+
+    middles = (EDGES[:-1] + EDGES[1:]) / 2
+    return histogram_raw(
+        name,
+        min=EDGES[0],
+        max=EDGES[-1],
+        num=sum(counts),
+        sum=float(np.dot(counts, middles)),
+        sum_squares=float(np.dot(counts, middles**2)),
+        bucket_limits=EDGES[1:],
+        bucket_counts=counts,
+    )
+
+
+def _bin(name: str, edge: float) -> str:
+    return f"{name}[{edge:g}]"
