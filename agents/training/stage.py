@@ -62,6 +62,11 @@ class Validation(NamedTuple):
     distributions: Mapping[str, Tensor] = MappingProxyType({})
     """What is logged as histograms, [n] each, without `Val/`."""
 
+    def named(self) -> tuple[dict[str, float], dict[str, Tensor]]:
+        """Return what is logged, numbers and distributions, under the logged names."""
+        numbers = {f"Val/{name}": value for name, value in self.metrics.items()}
+        return numbers, {f"Val/{name}": values for name, values in self.distributions.items()}
+
 
 class Stage(ABC):
     """One stage of a training.

@@ -303,10 +303,7 @@ class Trainer:
         state.finished = state.iteration == self.total or (past and stage.end == self.total)
         if past and not state.finished:
             state.iteration = stage.end
-        self._log(
-            {f"Val/{name}": value for name, value in validation.metrics.items()},
-            {f"Val/{name}": values for name, values in validation.distributions.items()},
-        )
+        self._log(*validation.named())
         self._save(kept)
 
     def _log(self, metrics: Mapping[str, float], others: Mapping[str, Any]) -> None:
