@@ -1,0 +1,174 @@
+"""The curves of training: what was logged, over the steps, as means over the seeds."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import altair as alt
+import polars as pl
+
+from knobwise.common.errors import InputError
+from knobwise.envs.tables.cost_words import in_words
+from knobwise.experiments.compare.comparison import Comparison
+from knobwise.experiments.compare.runs import Run
+from knobwise.experiments.evidence.results import grpo_begins
+from knobwise.experiments.evidence.task import CONTROLS
+from knobwise.experiments.report import charts
+from knobwise.experiments.report.page import Figure, unchecked
+from knobwise.experiments.report.tables import texts
+from knobwise.experiments.wording.words import policy_name
+
+OF_STAGES = ("Reward_Mean", "Accuracy_Mean")
+"""The numbers shown first of each stage of a selector's training. A stage logs under its name, as
+in `Val/rce/Reward_Mean`."""
+IMITATES = "Train/Imitation_Loss"
+"""Logged from the step on where the network that is deployed begins to imitate its teacher; before
+it the same curve is of the teacher's own network."""
+POINTS = 6000
+"""At most this many points go into a figure of training curves."""
+
+
+def on_validation(comparison: Comparison) -> tuple[list[alt.LayerChart], dict[str, Any]] | None:
+    """Draw for each run the score on validation, what GRPO gained of it, and the rewards of stages;
+    also return what the caption is filled with."""
+    frames = []
+    stages: dict[str, int] = {}
+    for run in comparison.drawn():
+        logged = _logged(comparison, run)
+        if logged is not None:
+            is_score = pl.col("variable").is_in(["Val/Utility", comparison.task.validation])
+            is_stage = pl.col("of_stage") & pl.col("variable").str.starts_with("Val/")
+            score = logged.filter(is_score)
+            frames += [logged.filter(is_score | is_stage), _gained(run, score)]
+            stages |= _stages(run, logged)
+    if not frames:
+        return None
+    return _drawn(pl.concat(frames), stages)
+
+
+@unchecked
+def every_number(comparison: Comparison) -> Figure | None:
+    """Draw everything that one run logged while it trained; None if there is nothing."""
+    logged = _logged(comparison, comparison.reference)
+    if logged is None:
+        return None
+    part = (
+        pl.col("variable").str.extract(r"^(\w+)").replace({"Val": "validation", "Train": "train"})
+    )
+    logged = logged.with_columns(panel=pl.format("{}: {}", part, "panel"))
+    curves, filled = _drawn(logged, _stages(comparison.reference, logged))
+    return Figure(curves, texts()["figures"]["logged"].format(**filled), 3)
+
+
+def _logged(comparison: Comparison, run: Run) -> pl.DataFrame | None:
+    """Return what a run logged, with the name of its line as the column policy; None without."""
+    if run.folder is None:
+        return None
+    logged = logged_numbers(run.folder / "metrics.csv", comparison.unit)
+    name = policy_name(run.policy, run.results) if comparison.single else run.label
+    return logged if logged is None else logged.with_columns(policy=pl.lit(name))
+
+
+def _stages(run: Run, logged: pl.DataFrame) -> dict[str, int]:
+    """Return the stages of a controller's training → the step where each begins, if it is known."""
+    stages = {}
+    imitates = logged.filter(variable=IMITATES)["step"]
+    if len(imitates) and imitates.min() != logged["step"].min():
+        stages["imitates its teacher"] = int(imitates.min())  # type: ignore[arg-type]
+    for begins in grpo_begins(run.results):
+        stages[(run.results.get("training") or {}).get("method", "GRPO")] = begins
+    return stages
+
+
+def _gained(run: Run, score: pl.DataFrame) -> pl.DataFrame:
+    """Return how much more the score on validation is than what GRPO started with, in points."""
+    results = run.results
+    seeds = zip(results.get("seeds", []), results.get("chosen") or (), strict=False)
+    starts = {str(seed): chosen["grpo"]["start"] for seed, chosen in seeds if chosen.get("grpo")}
+    start = pl.col("seed").replace_strict(starts, default=None, return_dtype=pl.Float64)
+    during = score.filter(pl.col("step") > max(grpo_begins(results), default=math.inf))
+    return during.with_columns(
+        panel=pl.lit("GRPO alone: points gained since it began"),
+        value=100 * (pl.col("value") - start),
+    ).drop_nulls("value")
+
+
+def _drawn(
+    logged: pl.DataFrame, stages: dict[str, int]
+) -> tuple[list[alt.LayerChart], dict[str, Any]]:
+    """Draw a chart for each number: the mean over the seeds, and a band from the lowest to the
+    highest; also return what a caption is filled with. A long curve is thinned: its points are
+    means over stretches of steps, each drawn at its last step."""
+    logged = logged.with_columns(pl.col("seed").fill_null(""))
+    # steps that only some seeds reached have no mean over the seeds
+    curve = ["policy", "panel"]
+    last = pl.col("step").max().over(*curve, "seed").min().over(curve)
+    value = pl.col("value")
+    points = logged.filter(pl.col("step") <= last)
+    points = points.group_by(*curve, "step", maintain_order=True).agg(
+        value.mean(), low=value.min(), high=value.max()
+    )
+    most = max(10, min(120, POINTS // max(1, points.select(curve).n_unique())))
+    stretch = pl.int_range(pl.len()).over(curve) * most // pl.len().over(curve).clip(most)
+    numbers = pl.col("value", "low", "high").mean().round_sig_figs(5)
+    points = points.group_by(*curve, stretch.alias("stretch"), maintain_order=True).agg(
+        pl.col("step").last(), numbers
+    )
+    of_stages = texts()["figures"]["training"]["stages"] * bool(stages)
+    return charts.curves(points.drop("stretch"), stages), {"stages": of_stages}
+
+
+def logged_numbers(path: Path, unit: str) -> pl.DataFrame | None:
+    """Read what a run logged while it trained.
+
+    Args:
+        path: of `metrics.csv`.
+        unit: of latencies.
+
+    Returns:
+        columns seed, step, variable, value, panel (the title of its chart) and of_stage (whether it
+        is one of `OF_STAGES`, of a stage that is not a control), by the step at which a number was
+        first logged; None if the file is missing or holds no such numbers.
+
+    Raises:
+        InputError: the file is no table, or not of a run.
+    """
+    if not path.exists():
+        return None
+    try:
+        frame = pl.read_csv(
+            path,
+            infer_schema_length=None,
+            schema_overrides={"seed": pl.String},
+            glob=False,
+        ).with_columns("seed", pl.col("step").cast(pl.Int64, strict=False))
+    except (pl.exceptions.PolarsError, OSError) as error:
+        raise InputError(
+            f"{path}: cannot be read ({str(error).splitlines()[0]}); delete it to go without curves"
+        ) from error
+    # other columns are of the system, such as times
+    titles = {}
+    stages = []
+    for name in frame.columns:
+        if name.startswith(("Train/", "Val/")) and frame[name].dtype.is_numeric():
+            *stage, number = name.split("/")[1:]
+            title = texts()["logged"].get(number, number).format(unit=unit)
+            title = ": ".join([*stage, in_words(title, unit)])
+            titles[name] = title.replace("_", " ")
+            if stage and number in OF_STAGES and stage[0] not in CONTROLS:
+                stages.append(name)
+    if not titles:
+        return None
+    logged = frame.unpivot(list(titles), index=["seed", "step"]).cast({"value": pl.Float64})
+    variable = pl.col("variable")
+    return (
+        logged.drop_nulls()
+        .filter(pl.col("value").is_finite())
+        .with_columns(
+            panel=variable.replace_strict(titles),
+            of_stage=variable.is_in(stages),
+        )
+        .sort(pl.col("step").min().over("panel"), "panel", "step")
+    )
