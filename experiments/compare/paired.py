@@ -194,7 +194,7 @@ def same_measurements(reference: Run, run: Run) -> bool:
     common = set(first["condition"]) & set(second["condition"])
     shared = pl.col("condition").is_in(common)
     columns = ("sample", "condition", reference.task.score, "accuracy", "latency_ms")
-    first = first.filter(shared).select(dict.fromkeys(columns))
-    second = second.filter(shared).select(dict.fromkeys(columns))
+    first = first.filter(shared).select(list(dict.fromkeys(columns)))
+    second = second.filter(shared).select(list(dict.fromkeys(columns)))
     # unknown latencies are not equal: accuracy alone proves nothing
     return bool(common) and first.equals(second, null_equal=False)

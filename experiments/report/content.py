@@ -26,6 +26,7 @@ from knobwise.experiments.evidence.task import (
     FEASIBLE,
     FREE,
     GAP,
+    OVER_SINGLE,
     Metric,
     Row,
     shown_at,
@@ -156,11 +157,19 @@ def _strong(comparison: Comparison) -> list[str]:
 def _metrics(comparison: Comparison, rows: Sequence[Row]) -> list[Metric]:
     """Return the columns of numbers that some row has, first the one that rows are ranked by."""
     task = comparison.task
-    metrics = [*task.metrics, ATTAINED] if not comparison.single else [*task.metrics]
-    if comparison.unit not in TIMES:
+    metrics = list(task.metrics)
+    left_out = []
+    if not comparison.single:
+        metrics.append(ATTAINED)
+        left_out = [FREE, DECISION, OVER_SINGLE]
+    elif comparison.unit not in TIMES:
         # decisions are not charged, so that they are free in any case
-        metrics = [metric for metric in metrics if metric is not FREE]
-    metrics = [metric for metric in metrics if any(known(row.get(metric.key)) for row in rows)]
+        left_out = [FREE]
+    metrics = [
+        metric
+        for metric in metrics
+        if metric not in left_out and any(known(row.get(metric.key)) for row in rows)
+    ]
     return sorted(metrics, key=lambda metric: metric.key != task.ranked_by)
 
 
@@ -185,8 +194,9 @@ def tested_cells(difference: Difference | None) -> dict[str, str]:
     """Return two cells: the difference in points with its interval and p, and what they show."""
     if difference is None:
         return {"gain, points": "–", "shown": "–"}
-    text = f"{words.difference_cell(asdict(difference))}\np {p_words(difference)}"
-    return {"gain, points": text, "shown": words.shown_by(difference)}
+    # a terminal shows the first line of a cell alone
+    text = words.difference_cell(asdict(difference)).replace("\n", " ")
+    return {"gain, points": f"{text}\np {p_words(difference)}", "shown": words.shown_by(difference)}
 
 
 def by_condition(comparison: Comparison, key: PolicyRows = "rows") -> Table:

@@ -53,19 +53,10 @@ def details(comparison: Comparison) -> list[Folded]:
             text = about["datasets"][task.name]
             parts.append(Folded("Every data set", [text, content.by_dataset(results)], open=True))
         parts.append(Folded(f"Every {task.condition_words[0]}", every))
-        hidden = words.hidden_words(results)
-        of_selectors = {
-            "Differences": [about["differences"].format(main=main), differences(results)],
-            "Without the model": [about["votes"], content.by_condition(comparison, "votes")],
-            "Controls": [
-                about["controls"].format(hidden=hidden),
-                content.by_condition(comparison, "controls"),
-            ],
-            "True calls": [about["calls"], _calls(results)],
-            "Guarantees": [about["guarantees"], guarantees(results)],
-        }
-        if not task.averaged or results.get("guard"):
-            parts += [Folded(*item) for item in of_selectors.items() if item[1][-1].rows]
+        if not task.averaged:
+            parts += _of_selectors(comparison)
+        if results.get("guard"):
+            parts.append(Folded("Guarantees", [about["guarantees"], guarantees(results)]))
         if results.get("explanation"):
             parts.append(Folded("Why these settings", explanation(results)))
         parts += _chosen(results)
@@ -76,6 +67,26 @@ def details(comparison: Comparison) -> list[Folded]:
             parts.append(Folded("Stage by stage", stages))
     parts.append(Folded("What the words mean", [_glossary(comparison)]))
     return [*reworded(parts, comparison.unit), _reproduce(comparison)]
+
+
+def _of_selectors(comparison: Comparison) -> list[Folded]:
+    """Return the further tables of a selector that are not empty."""
+    results = comparison.reference.results
+    filled = {
+        "main": condition_name(comparison, comparison.main),
+        "hidden": words.hidden_words(results),
+    }
+    tables = {
+        "Differences": ("differences", differences(results)),
+        "Without the model": ("votes", content.by_condition(comparison, "votes")),
+        "Controls": ("controls", content.by_condition(comparison, "controls")),
+        "True calls": ("calls", _calls(results)),
+    }
+    folded = []
+    for title, (about, table) in tables.items():
+        if table.rows:
+            folded.append(Folded(title, [texts()["about"][about].format(**filled), table]))
+    return folded
 
 
 # -- differences -----------------------------------------------------------------------------------

@@ -136,7 +136,7 @@ def _gains(comparison: Comparison) -> pl.DataFrame:
     frame = pl.DataFrame(rows, infer_schema_length=None)
     if not rows:
         return frame
-    points = 100 * pl.col("gain", "low", "high")
+    points = pl.col("gain", "low", "high") * 100
     return frame.select("policy", task.condition, points)
 
 
@@ -212,10 +212,11 @@ def _usage(comparison: Comparison) -> Drawn:
     entries = [each for each in comparison.lines() if each.stands_for_run]
     if comparison.single:
         entries = [Entry(comparison.reference, name) for name in (task.trained[0], task.low)]
+    knobs = {row["knob"] for row in comparison.reference.results.get("knob_usage", [])}
     rows = []
     for entry in entries:
         for row in entry.run.results.get("knob_usage", []):
-            if row["policy"] == entry.policy:
+            if row["policy"] == entry.policy and row["knob"] in knobs:
                 budget = condition_of(row["budget_ms"])
                 shown = {"label": name_of(entry), "value": str(row["value"]), "budget_ms": budget}
                 rows.append(shown | {"knob": row["knob"], "share": row["share"]})

@@ -96,9 +96,11 @@ def _answer(results: RunResults, learned: Row) -> str:
         scores = f"{task.score} at equal mean latency"
     line = (
         f"The learned controller {COMPARED[sign]} {policy_name(task.low)}: {points(gain)} points"
-        f"{span(ci95)}, {scores}, {number(learned.get('gap_closed'), '.0%')} of the oracle gap "
-        "closed."
+        f"{span(ci95)}, {scores}"
     )
+    if known(learned.get("gap_closed")):
+        line += f", {number(learned['gap_closed'], '.0%')} of the oracle gap closed"
+    line += "."
     if not sign and known(results.get("test_samples")):
         line += f" {results['test_samples']:,} test samples are too few to tell."
     return line
