@@ -34,10 +34,10 @@ def interval(name, value, half_width):
     return {name: value, f"{name}_ci95": [value - half_width, value + half_width]}
 
 
-def frame_of(policy, seed, place, ids, score, **columns):
-    """The decisions of a policy at a place."""
-    columns |= {"policy": policy, "seed": seed, "place": float(place)}
-    return pl.DataFrame({"sample_id": ids, "accuracy": score, "score": score, **columns})
+def frame_of(policy, seed, condition, ids, score, **columns):
+    """The decisions of a policy under a condition."""
+    columns |= {"policy": policy, "seed": seed, "condition": float(condition)}
+    return pl.DataFrame({"sample": ids, "accuracy": score, "utility": score, **columns})
 
 
 def write_run(
@@ -69,7 +69,7 @@ def write_run(
                 right = right ^ (luck * 1000 % 1 < 0.02 * (1 + seed)) | (order < gain)[:, None]
             cubes.append(right.astype(float))
             for budget, ms, score in zip(budgets, latency, cubes[-1].T, strict=True):
-                spending = {"latency_ms": float(ms), "in_time": True, "feasible": True}
+                spending = {"latency_ms": float(ms), "on_time": True, "feasible": True}
                 frame = frame_of(policy, seed, budget, ids, score, choice="crops=2", **spending)
                 frames.append(frame)
         cube = np.stack(cubes)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -145,6 +146,44 @@ def oracle_at_mean(accuracy: Tensor, cost: Tensor, mask: Tensor, budgets: Tensor
 # -- one choice for all requests -------------------------------------------------------------------
 
 
+class Mixture(NamedTuple):
+    """What n requests get under B mean budgets: one configuration, or one of two at random."""
+
+    first: Tensor
+    """int64 [n, B]."""
+    second: Tensor
+    """int64 [n, B]; the first one again where there is no other."""
+    share: Tensor
+    """float64 [n, B], the chance of the second; NaN where nothing is drawn."""
+
+    @classmethod
+    def single(cls, chosen: Tensor) -> Mixture:
+        """Return choices int64 [n, B], of which nothing is drawn."""
+        return cls(chosen, chosen, torch.full(chosen.shape, torch.nan, dtype=torch.float64))
+
+    def expected(self, table: ProfileTable, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Return expected accuracy and latency (ms) of samples int64 [n], float64 [n, B] each,
+        without the noise of draws."""
+        sides = zip(
+            outcomes_of(table, rows, self.first),
+            outcomes_of(table, rows, self.second),
+            strict=True,
+        )
+        share = self.share.nan_to_num(0.0)
+        accuracy, latency_ms = (torch.lerp(*side, share) for side in sides)
+        return accuracy, latency_ms
+
+
+class MixingPolicy(Protocol):
+    """Whatever decides under mean budgets."""
+
+    name: str
+
+    def mixture(self, table: ProfileTable, rows: Tensor) -> Mixture:
+        """Decide for samples int64 [n] of a table, under each of its budgets."""
+        ...
+
+
 def best_single_at(
     mean_accuracy: Tensor, mean_cost: Tensor, budgets: Tensor, mask: Tensor
 ) -> Tensor:
@@ -188,6 +227,8 @@ class StaticMix:
         share: of the requests that gets the dearer, float64 [B].
     """
 
+    name = "static_mix"
+
     def __init__(self, mean_accuracy: Tensor, mean_cost: Tensor, budgets: Tensor) -> None:
         self._means = mean_accuracy, mean_cost, budgets
         corners = static_hull(mean_accuracy, mean_cost)
@@ -221,13 +262,42 @@ class StaticMix:
         first = self.first.where(has_first, self.second.where(has_second, instead))
         return first, self.second.where(has_second, first)
 
-    def expected(self, table: ProfileTable, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Return expected accuracy and latency (ms) of each sample, float64 [n, B] each, without
-        the noise of draws."""
+    def mixture(self, table: ProfileTable, rows: Tensor) -> Mixture:
+        """Return what samples int64 [n] get."""
         first, second = self.both(table.mask[rows])
-        sides = zip(outcomes_of(table, rows, first), outcomes_of(table, rows, second), strict=True)
-        accuracy, cost = (torch.lerp(*side, self.share) for side in sides)
-        return accuracy, cost
+        return Mixture(first, second, self.share.expand(first.shape))
+
+    def expected(self, table: ProfileTable, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Return expected accuracy and latency (ms), see `Mixture.expected`."""
+        return self.mixture(table, rows).expected(table, rows)
+
+
+@dataclass
+class BestSingle:
+    """The most accurate configuration whose mean cost keeps the budget, see `best_single_at`."""
+
+    mean_accuracy: Tensor
+    mean_cost: Tensor
+    budgets_ms: Tensor
+    name = "best_single"
+
+    def mixture(self, table: ProfileTable, rows: Tensor) -> Mixture:
+        """Return what samples int64 [n] get."""
+        means = self.mean_accuracy, self.mean_cost, self.budgets_ms
+        return Mixture.single(best_single_at(*means, table.mask[rows]))
+
+
+@dataclass
+class OracleAtMean:
+    """The most accurate choices at each mean budget, in hindsight, see `oracle_at_mean`."""
+
+    budgets_ms: Tensor
+    name = "oracle"
+
+    def mixture(self, table: ProfileTable, rows: Tensor) -> Mixture:
+        """Return what samples int64 [n] get."""
+        cells = table.accuracy[rows], table.latency_ms[rows], table.mask[rows]
+        return Mixture.single(oracle_at_mean(*cells, self.budgets_ms))
 
 
 def outcomes_of(table: ProfileTable, rows: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor]:
@@ -276,14 +346,15 @@ class MeanBudgetPolicy:
         columns = [torch.from_numpy(self.decide(features, group, mask)) for group in groups]
         return torch.stack(columns, 1)
 
-    def expected(self, table: ProfileTable, rows: Tensor, decided: Tensor) -> tuple[Tensor, Tensor]:
-        """Return accuracy and latency (ms) of each sample at each budget, float64 [n, B] each, of
-        these choices, and where the mix decides, of its expectation instead of a draw."""
-        accuracy, cost = outcomes_of(table, rows, decided)
+    def mixture(self, table: ProfileTable, rows: Tensor) -> Mixture:
+        """Return what samples int64 [n] get: the policy's own choice, or where it is not deployed
+        that of the mix."""
+        own = Mixture.single(self.decided(table, rows))
         if self.mix is None:
-            return accuracy, cost
-        mixed, mixed_cost = self.mix.expected(table, rows)
-        return accuracy.where(self.deployed, mixed), cost.where(self.deployed, mixed_cost)
+            return own
+        mixed = self.mix.mixture(table, rows)
+        sides = zip(own, mixed, strict=True)
+        return Mixture(*(mine.where(self.deployed, other) for mine, other in sides))
 
 
 def worths_for(

@@ -10,6 +10,7 @@ import numpy as np
 import polars as pl
 
 from knobwise.experiments.compare.runs import Run
+from knobwise.experiments.evidence.decisions import IF_FREE
 from knobwise.experiments.evidence.statistics import FEWEST, Difference, paired
 
 KEYS = ("seed", "sample", "condition")
@@ -43,7 +44,9 @@ def judged_alike(reference: Run, run: Run, conditions: Sequence[float]) -> bool:
     for side in (reference, run):
         if side.decisions is None:
             return False
-        decisions = side.decisions.filter(pl.col("condition").is_in(list(conditions)))
+        # of what costs nothing, files of earlier versions hold the utility alone
+        judged = pl.col("condition").is_in(list(conditions)) & (pl.col("policy") != IF_FREE)
+        decisions = side.decisions.filter(judged)
         samples.append(decisions.group_by(keys).agg(known).filter("accuracy").sort(keys))
     return samples[0].equals(samples[1])
 
@@ -194,7 +197,7 @@ def same_measurements(reference: Run, run: Run) -> bool:
     common = set(first["condition"]) & set(second["condition"])
     shared = pl.col("condition").is_in(common)
     columns = ("sample", "condition", reference.task.score, "accuracy", "latency_ms")
-    first = first.filter(shared).select(list(dict.fromkeys(columns)))
-    second = second.filter(shared).select(list(dict.fromkeys(columns)))
+    first = first.filter(shared).select(*dict.fromkeys(columns))
+    second = second.filter(shared).select(*dict.fromkeys(columns))
     # unknown latencies are not equal: accuracy alone proves nothing
     return bool(common) and first.equals(second, null_equal=False)

@@ -7,12 +7,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import numpy as np
+import polars as pl
 import torch
 from rich.console import Console
 from threadpoolctl import threadpool_limits
 
-from knobwise.agents.evaluation.budgets import judged_budgets
 from knobwise.agents.selector.clip_encoder import as_read
 from knobwise.agents.selector.selector import Selector
 from knobwise.agents.training.checkpoint import Loaded, load_checkpoint
@@ -20,10 +19,12 @@ from knobwise.common.checks import a_device
 from knobwise.common.errors import InputError
 from knobwise.common.files import write_json
 from knobwise.envs.bandit.reward import RewardTable
-from knobwise.envs.tables.divisions import budget_rows, divide
+from knobwise.envs.tables.divisions import divide
 from knobwise.envs.tables.profile_table import ProfileTable, Split
 from knobwise.envs.tables.units import check_time
 from knobwise.experiments.evidence.controllers import gain_on_held_out, held_out_choices
+from knobwise.experiments.evidence.decisions import write_decisions
+from knobwise.experiments.evidence.evaluate import EVALUATORS
 from knobwise.experiments.evidence.run_folder import checkpoint_at
 from knobwise.experiments.evidence.schema import RunResults
 from knobwise.experiments.evidence.selectors import judge_selectors
@@ -31,7 +32,7 @@ from knobwise.experiments.report.report import print_results
 from knobwise.experiments.settings.beams import check_judged, read_data
 from knobwise.experiments.settings.options import EvaluateRun, ExplainRun, ExportRun
 from knobwise.experiments.settings.profiles import read_profile
-from knobwise.experiments.train.controller import judge_controllers
+from knobwise.experiments.train.controller import judge_beside_baselines
 
 
 def run(config: EvaluateRun) -> RunResults | dict[str, Any]:
@@ -60,10 +61,12 @@ def run(config: EvaluateRun) -> RunResults | dict[str, Any]:
     if config.live and not is_selector:
         return _evaluate_live(checkpoint, loaded, config)
     if is_selector:
-        results = evaluate_selector(loaded, config)
+        results, decisions = evaluate_selector(loaded, config)
     else:
-        results = evaluate_controller(loaded, config)
+        results, decisions = evaluate_controller(loaded, config)
     write_json(config.json, results)
+    if config.decisions is not None:
+        write_decisions(config.decisions, decisions)
     print_results(results, Console())
     return results
 
@@ -82,28 +85,20 @@ def _evaluate_live(checkpoint: Path, loaded: Loaded, config: EvaluateRun) -> dic
     return run_live(checkpoint, loaded, table, model, requests, config)
 
 
-def evaluate_controller(loaded: Loaded, config: EvaluateRun) -> RunResults:
+def evaluate_controller(loaded: Loaded, config: EvaluateRun) -> tuple[RunResults, pl.DataFrame]:
     """Judge a controller beside the baselines at every budget."""
     table = fitting_profile(config, loaded)
     policy = loaded.controller
     split = _split_for(loaded, table, config)
-    mean = policy.decider.mean
-    if mean is None:
-        budgets_ms = judged_budgets(table, config.budgets_ms, budget_rows(table, split))
-    else:
-        # a controller for mean budgets is judged at those that it was calibrated for
-        try:
-            mean.groups(np.array(config.budgets_ms or mean.budgets_ms))
-        except ValueError as error:
-            raise InputError(f"budgets_ms: {error}") from error
-        budgets_ms = torch.from_numpy(mean.budgets_ms)
-    rewards = RewardTable(table, config.reward)
+    evaluator = EVALUATORS[policy.sense]
+    budgets_ms = evaluator.budgets_for(policy, table, split, config.budgets_ms)
+    judged = evaluator(table, split, budgets_ms, RewardTable(table, config.reward))
     with threadpool_limits(1):
-        results, _ = judge_controllers(config, table, split, budgets_ms, rewards, [policy], [0])
+        results, decisions = judge_beside_baselines(judged, config, [policy], [0])
     results |= held_out_choices([loaded])
     if gain := gain_on_held_out([loaded]):
         results |= {"grpo_gain": gain}
-    return results
+    return results, decisions
 
 
 def fitting_profile(config: EvaluateRun | ExplainRun | ExportRun, loaded: Loaded) -> ProfileTable:
@@ -162,7 +157,7 @@ def _split_for(loaded: Loaded, table: ProfileTable, config: EvaluateRun) -> Spli
     return split._replace(test=split.test[new])
 
 
-def evaluate_selector(loaded: Loaded, config: EvaluateRun) -> RunResults:
+def evaluate_selector(loaded: Loaded, config: EvaluateRun) -> tuple[RunResults, pl.DataFrame]:
     """Judge a selector beside the simple policies at every number of shots. Queries that it was
     trained on are left out."""
     data = read_data(config.beams, config.encoder)
@@ -185,4 +180,4 @@ def evaluate_selector(loaded: Loaded, config: EvaluateRun) -> RunResults:
     policy = loaded.extra.get("policy") or loaded.selector.stage
     shots = loaded.extra.get("shots", config.judged_shots[0])
     request = data._replace(test_rows=rows), {policy: [loaded]}, config.judged_shots, [0], shots
-    return judge_selectors(*request, {policy: []}, config.baselines)[0]
+    return judge_selectors(*request, {policy: []}, config.baselines)

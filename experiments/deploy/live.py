@@ -47,6 +47,7 @@ from knobwise.experiments.deploy.live_results import (
     Stream,
     live_results,
 )
+from knobwise.experiments.evidence.decisions import write_decisions
 from knobwise.experiments.report.live import print_live, write_live_page
 from knobwise.experiments.settings.options import EvaluateRun, LiveConfig
 from knobwise.experiments.wording.words import FROZEN, LEARNED, STATIC
@@ -118,12 +119,16 @@ def run_live(
     stream, record = server.finished()
     results: dict[str, Any] = {}
     if server.done:
-        results = live_results(table, stream, server.policies, record, served.controller, speed)
+        policies = list(server.policies)
+        about = table, stream, policies, record, served.controller, speed
+        results, decisions = live_results(*about)
         results["configurations"] = {name: table.configuration(c) for name, c in fixed.items()}
         results |= {"model": model.name, "clock": settings.clock}
         results |= {"tracker": served.tracker.factors(), "ignored": served.tracker.ignored}
         print_live(results, Console())
         write_json(config.json, results)
+        if config.decisions is not None:
+            write_decisions(config.decisions, decisions)
         if config.html is not None:
             write_live_page(config.html, results)
     if stopped is not None:

@@ -4,11 +4,12 @@ decisions from the profile, and what the controller added to the model's own tim
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
+import polars as pl
 import torch
 from numpy.typing import NDArray
 
@@ -16,7 +17,8 @@ from knobwise.agents.deployed.controller import Drift, NumpyController
 from knobwise.agents.serving.tracker import LEAST_SPREAD
 from knobwise.envs.bandit.budgets import LEAST_LATENCY_MS
 from knobwise.envs.tables.profile_table import ProfileTable
-from knobwise.experiments.evidence.statistics import mean_interval, with_interval
+from knobwise.experiments.evidence.summarise import summarise, with_score_of
+from knobwise.experiments.evidence.task import Metric
 from knobwise.profiling.measuring.adaptive_model import Request
 from knobwise.profiling.measuring.machine import cpu_name
 
@@ -64,35 +66,135 @@ Record = dict[str, Array]
 """What P policies served in n requests: the fields of `Served`, [P, n] each."""
 
 
+# what is said of every policy, and compared with the replay
+COMPARED = (
+    Metric("accuracy", of=pl.col("accuracy")),
+    Metric("latency_ms", of=pl.col("latency_ms")),
+    Metric("satisfaction", of=pl.col("on_time")),
+    Metric("utility", of=pl.col("utility")),
+)
+NUMBERS = (
+    *COMPARED,
+    Metric("latency_ms_p95", samples=pl.quantile("latency_ms", 0.95, "linear")),
+    # on the same requests, so that the interval is a paired one
+    Metric("behind", of=pl.col("of_controller") - pl.col("utility")),
+)
+
+
+def live_decisions(
+    table: ProfileTable, stream: Stream, policies: Sequence[str], served: Record
+) -> pl.DataFrame:
+    """Return the decisions of policies that served the same requests, and where the table holds
+    all samples what a replay of the same decisions would get, as `decisions.parquet` has them.
+
+    Further columns: `inference_ms`, the model's own time, in the replay its median; and
+    `overhead_ms`, what was added to it. Only the model's part is replayed, each of its
+    measurements, at the median speed of all answers (`speed_of`).
+    """
+    took_ms = (served["inference_ms"] + served["overhead_ms"])[..., None]
+    frame = _frame(table, stream, policies, served, took_ms)
+    frames = [frame.with_columns(source=pl.lit("live"))]
+    # samples that the table does not hold cannot be replayed
+    if (stream.rows >= 0).all():
+        table = table.without_first_look
+        cells = _cells(stream, served)
+        _, speed, _ = speed_of(table, stream, served)
+        measured_ms = speed * table.measurements_ms.double().numpy()[cells]
+        replayed_ms = measured_ms + served["overhead_ms"][..., None]
+        replayed = served | {
+            "score": table.accuracy.double().numpy()[cells],
+            "inference_ms": speed * table.latency_ms.double().numpy()[cells],
+        }
+        frame = _frame(table, stream, policies, replayed, replayed_ms)
+        feasible = _feasible(table, stream, speed)
+        frames.append(frame.with_columns(source=pl.lit("replay")))
+        frames = [part.with_columns(feasible=np.tile(feasible, len(policies))) for part in frames]
+    return pl.concat(frames)
+
+
+def _frame(
+    table: ProfileTable,
+    stream: Stream,
+    policies: Sequence[str],
+    served: Record,
+    latency_ms: Array,
+) -> pl.DataFrame:
+    """Return the decisions of P policies for n requests, with latencies [P, n, M] of M
+    measurements."""
+    n = len(stream.rows)
+    accuracy = served["score"].astype(np.float64)
+    on_time = (latency_ms <= stream.budgets_ms[:, None]).mean(-1)
+    labels = np.array([table.label(c) for c in range(table.num_configurations)])
+    columns = {
+        "choice": labels[served["choice"].astype(int)],
+        "accuracy": accuracy,
+        "latency_ms": latency_ms.mean(-1),
+        "on_time": on_time,
+        "utility": accuracy * on_time,
+        "decision_us": served["decision_us"],
+        "inference_ms": served["inference_ms"],
+        "overhead_ms": served["overhead_ms"],
+    }
+    return pl.DataFrame(
+        {
+            "policy": np.repeat(policies, n),
+            "request": np.tile(np.arange(n), len(policies)),
+            "sample": stream.ids * len(policies),
+            "condition": np.tile(stream.budgets_ms, len(policies)),
+            **{name: np.ravel(values) for name, values in columns.items()},
+        }
+    )
+
+
+def _cells(stream: Stream, served: Record) -> tuple[Array, Array]:
+    """Return the cell of each decision, by row and configuration, [P, n] each."""
+    choice = served["choice"].astype(int)
+    return np.broadcast_to(stream.rows, choice.shape), choice
+
+
+def speed_of(table: ProfileTable, stream: Stream, served: Record) -> tuple[float, float, float]:
+    """Return the quartiles of how many times as long as in the profile the answers took.
+
+    Their median is the speed, since a single stall of the machine is longer than many answers.
+    """
+    profiled_ms = table.latency_ms.double().numpy()[_cells(stream, served)]
+    ratios = served["inference_ms"] / profiled_ms.clip(LEAST_LATENCY_MS)
+    low, speed, high = np.quantile(ratios, [0.25, 0.5, 0.75]).tolist()
+    return low, speed, high
+
+
+def _feasible(table: ProfileTable, stream: Stream, speed: float) -> Array:
+    """Return for which requests some configuration meets the budget, bool [n]."""
+    fastest_ms = np.nanmin(table.latency_ms.double().numpy()[stream.rows], 1)
+    feasible: Array = speed * fastest_ms <= stream.budgets_ms
+    return feasible
+
+
 def live_results(
     table: ProfileTable,
     stream: Stream,
-    policies: Iterable[str],
+    policies: Sequence[str],
     served: Record,
     controller: NumpyController,
     speed: float,
-) -> dict[str, Any]:
-    """Return a row for each policy, the replay of the same decisions, and the overhead. The first
-    policy is the controller.
+) -> tuple[dict[str, Any], pl.DataFrame]:
+    """Return a row for each policy, the replay of the same decisions, and the overhead; and the
+    decisions. The first policy is the controller.
 
     Live and replay agree if the replay lies in the interval of what was served, and for accuracy if
     every answer is the same. Intervals are 95 % bootstrap intervals over requests.
     """
-    took_ms = (served["inference_ms"] + served["overhead_ms"])[..., None]
-    live = _metrics(served["score"], took_ms, stream)
-    rows = []
-    for p, name in enumerate(policies):
-        row: dict[str, Any] = {"policy": name}
-        for metric, values in live.items():
-            row |= with_interval(metric, values[p])
-        row["latency_ms_p95"] = float(np.quantile(live["latency_ms"][p], 0.95))
-        # on the same requests, so that the interval is a paired one
-        rows.append(row | with_interval("behind", live["utility"][0] - live["utility"][p]))
+    decisions = live_decisions(table, stream, policies, served)
+    # every request has a budget of its own
+    requests = decisions.with_columns(condition=pl.lit(None, pl.Float64))
+    live = _complete(requests.filter(source="live"))
+    compared = with_score_of(live, policies[0], "utility", "of_controller")
+    rows = summarise(compared, NUMBERS, conditions=False)
     # of the controller
     decided = {name: values[0] for name, values in served.items()}
     load = os.getloadavg()[0]
     machine = {"cpu": cpu_name(), "torch": torch.__version__, "threads": 1, "load": load}
-    results = {
+    results: dict[str, Any] = {
         "kind": "simulated request stream, served live",
         "profile": {"name": table.name, "digest": table.digest},
         "machine": machine | {"jitter": None},
@@ -106,68 +208,78 @@ def live_results(
         "decisions": {},
         "timeline": _timeline(stream, decided, len(controller.configurations)),
     }
-    # samples that the table does not hold cannot be replayed
-    if (stream.rows >= 0).all():
-        _add_replay(results, table, stream, served, live)
+    for row in rows:
+        del row["condition"]
+    if "replay" in decisions["source"]:
+        low, during, high = speed_of(table.without_first_look, stream, served)
+        # the standard error of a median is 1.25·IQR/(1.35·√n) (McGill, Tukey and Larsen 1978,
+        # "Variations of Box Plots")
+        off = 1.96 * 1.25 / 1.35 * (high - low) / served["choice"].size ** 0.5
+        # the spread of ln ms of equal answers
+        results["machine"]["jitter"] = float(np.log(high / low)) / 1.35
+        results["speed"] |= {"during": during, "during_ci95": [during - off, during + off]}
+        _add_replay(results, live, _complete(requests.filter(source="replay")), off / during)
         same = _replayed_decisions(table, stream, controller, decided)
         results["decisions"] = {"as_replayed_at_the_same_limit": same}
-    return results
+    return results, decisions
+
+
+def _complete(decisions: pl.DataFrame) -> pl.DataFrame:
+    """Return decisions with the keys that a stream leaves open."""
+    return decisions.with_columns(
+        seed=pl.lit(None, pl.Int64),
+        split=pl.lit(None, pl.Int64),
+        dataset=pl.lit(None, pl.String),
+        cluster=pl.lit(None, pl.String),
+    )
 
 
 def _add_replay(
-    results: dict[str, Any],
-    table: ProfileTable,
-    stream: Stream,
-    served: Record,
-    live: Record,
+    results: dict[str, Any], live: pl.DataFrame, replay: pl.DataFrame, unsure: float
 ) -> None:
-    """Look the live decisions up in the profile, and add how well they agree.
+    """Add how well the replay of the decisions agrees with them.
 
-    Only the model's part is replayed, each of its measurements, at the median speed of all answers:
-    the overhead stays as it was. The speed is a median, since a single stall of the machine is
-    longer than many answers. The standard error of a median is 1.25·IQR/(1.35·√n) (McGill, Tukey
-    and Larsen 1978, "Variations of Box Plots").
+    Args:
+        unsure: half the width of the interval of this machine's speed, as a share of it.
     """
-    table = table.without_first_look
-    choice = served["choice"].astype(int)
-    # the cell of each decision, by row and configuration [P, n]
-    cells = np.broadcast_to(stream.rows, choice.shape), choice
-    profiled_ms = table.latency_ms.double().numpy()
-    ratios = served["inference_ms"] / profiled_ms[cells].clip(LEAST_LATENCY_MS)
-    low, speed, high = np.quantile(ratios, [0.25, 0.5, 0.75]).tolist()
-    half_width = 1.96 * 1.25 / 1.35 * (high - low) / ratios.size**0.5
-    # the spread of ln ms of equal answers
-    results["machine"]["jitter"] = float(np.log(high / low)) / 1.35
-    results["speed"] |= {"during": speed, "during_ci95": [speed - half_width, speed + half_width]}
-
-    # requests whose budget some configuration meets
-    feasible = speed * np.nanmin(profiled_ms[stream.rows], 1) <= stream.budgets_ms
-    results["infeasible"] = float(1 - feasible.mean())
-    measured_ms = speed * table.measurements_ms.double().numpy()[cells]
-    took_ms = measured_ms + served["overhead_ms"][..., None]
-    replay = _metrics(table.accuracy.double().numpy()[cells], took_ms, stream)
-    for p, row in enumerate(results["rows"]):
-        on_time = live["satisfaction"][p][feasible]
-        row |= with_interval("satisfaction_feasible", on_time)
-        for metric, values in live.items():
-            replayed = replay[metric][p]
-            gaps = values[p] - replayed
-            mean = float(replayed.mean())
-            low, high = row[f"{metric}_ci95"]
-            agrees = low <= mean <= high
-            if metric == "accuracy":
-                agrees = np.array_equal(values[p], replayed)
+    feasible = live.filter("feasible")
+    results["infeasible"] = 1 - len(feasible) / len(live)
+    on_time = Metric("satisfaction_feasible", of=pl.col("on_time"))
+    shares = {row["policy"]: row for row in summarise(feasible, [on_time], conditions=False)}
+    columns = ("accuracy", "latency_ms", "on_time", "utility")
+    other = replay.select("policy", "request", pl.col(columns).name.suffix("_replay"))
+    both = live.join(other, on=["policy", "request"], maintain_order="left")
+    gaps = [
+        Metric(metric.key, of=_gap(column))
+        for metric, column in zip(COMPARED, columns, strict=True)
+    ]
+    replayed = summarise(replay, COMPARED, conditions=False)
+    differences = summarise(both, gaps, conditions=False)
+    model_ms = dict(replay.group_by("policy").agg(pl.mean("inference_ms")).iter_rows())
+    for row, of_replay, gap in zip(results["rows"], replayed, differences, strict=True):
+        # without feasible requests there is no share
+        for key in ("satisfaction_feasible", "satisfaction_feasible_ci95"):
+            row[key] = shares.get(row["policy"], {}).get(key)
+        same = both.filter(policy=row["policy"]).select(_gap("accuracy").eq(0).all()).item()
+        for what in [metric.key for metric in COMPARED]:
+            low, high = row[f"{what}_ci95"]
+            agrees = low <= of_replay[what] <= high
             # the speed of this machine is known only as well as its answers allow
-            unsure = half_width * profiled_ms[cells][p].mean() * (metric == "latency_ms")
+            off = 0.0
+            if what == "accuracy":
+                agrees = same
+            elif what == "latency_ms":
+                off = unsure * model_ms[row["policy"]]
             # independent errors add up in squares
-            difference = float(gaps.mean())
-            below, above = np.hypot(np.subtract(mean_interval(gaps), difference), unsure).tolist()
+            difference = gap[what]
+            ends = np.subtract(gap[f"{what}_ci95"], difference)
+            below, above = np.hypot(ends, off).tolist()
             results["agreement"].append(
                 {
                     "policy": row["policy"],
-                    "what": metric,
-                    "live": row[metric],
-                    "replay": mean,
+                    "what": what,
+                    "live": row[what],
+                    "replay": of_replay[what],
                     "agrees": agrees,
                     "difference": difference,
                     "ci95": [difference - below, difference + above],
@@ -175,17 +287,9 @@ def _add_replay(
             )
 
 
-def _metrics(accuracy: Array, latency_ms: Array, stream: Stream) -> Record:
-    """Return accuracy, latency in ms, satisfaction (the share of measurements that are on time) and
-    utility of every request, float [P, n] each, from accuracies [P, n] and latencies [P, n, M] of M
-    measurements."""
-    met = (latency_ms <= stream.budgets_ms[:, None]).mean(-1)
-    return {
-        "accuracy": accuracy,
-        "latency_ms": latency_ms.mean(-1),
-        "satisfaction": met,
-        "utility": accuracy * met,
-    }
+def _gap(column: str) -> pl.Expr:
+    """Return how much more there was live than in the replay."""
+    return pl.col(column) - pl.col(f"{column}_replay")
 
 
 def _overhead(served: Record) -> dict[str, float]:

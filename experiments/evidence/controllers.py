@@ -1,8 +1,10 @@
-"""Let controllers and baselines decide on the held-out samples, and gather what they decided."""
+"""Judge controllers beside every simple way on the held-out samples: the contents of `results.json`
+and of `decisions.parquet`."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, cast
 
 import polars as pl
@@ -10,148 +12,272 @@ import torch
 from torch import Tensor
 
 from knobwise.agents.calibration.deployed_controller import DeployedController
-from knobwise.agents.calibration.prices import MeanBudgetPolicy
-from knobwise.agents.evaluation.evaluation import judge_all
-from knobwise.agents.evaluation.own_cost import own_costs
-from knobwise.agents.evaluation.policy import Baseline
+from knobwise.agents.evaluation.own_cost import OwnCost, own_costs
 from knobwise.agents.training.checkpoint import Loaded
-from knobwise.envs.bandit.outcomes import Outcomes
-from knobwise.envs.bandit.reward import RewardTable
+from knobwise.envs.bandit.reward import expected_utility
+from knobwise.envs.demonstrations.beam_table import BeamTable
 from knobwise.envs.tables.profile_table import ProfileTable
-from knobwise.experiments.evidence.decisions import decision_rows
-from knobwise.experiments.evidence.equal_latency import Reference
-from knobwise.experiments.evidence.schema import Chosen, GrpoGain, RunResults
+from knobwise.experiments.evidence.decisions import BEFORE, IF_FREE, SAMPLE
+from knobwise.experiments.evidence.evaluate import (
+    Deadlines,
+    MeanBudgets,
+    Policies,
+    alone,
+    evaluate,
+)
+from knobwise.experiments.evidence.results import value_of
+from knobwise.experiments.evidence.schema import (
+    Chosen,
+    ConfigurationRow,
+    DatasetRow,
+    GrpoGain,
+    PolicyRow,
+    ProfileFacts,
+    RunResults,
+)
 from knobwise.experiments.evidence.statistics import with_interval
-from knobwise.experiments.evidence.summary import labels_of, summary_of
-from knobwise.experiments.evidence.task import DEADLINE, MEAN_BUDGET
+from knobwise.experiments.evidence.summarise import (
+    reliability,
+    summarise,
+    usage,
+    with_score_of,
+)
+from knobwise.experiments.evidence.task import Metric, Task
+
+LEARNED = "controller"
+GAINED = Metric("test", of=pl.col("utility") - pl.col("utility_before"))
+"""What GRPO added to the deployed policy."""
 
 
-def judge_on_test(
-    table: ProfileTable,
-    fitted: Tensor,
-    test: Tensor,
-    budgets_ms: Tensor,
+@dataclass
+class Charged:
+    """A controller as it is deployed: its decisions and its features take time."""
+
+    policy: Any
+    """What decides of it."""
+    controller: DeployedController
+    cost_ms: Tensor
+    """float64 [B], what it is charged under each budget."""
+    decision_us: Tensor
+    """float64 [B], see `OwnCost`."""
+
+    def choose(self, *request: Any) -> Any:
+        """Choose for n requests, see `Policy.choose`."""
+        return self.policy.choose(*request)
+
+    def reads_features(self, limits: Any) -> Any:
+        """Return where it reads features, by limits [n]: bool [n]."""
+        return self.policy.reads_features(limits)
+
+    @property
+    def worths(self) -> Tensor:
+        """What a right answer is worth under each mean budget, float64 [B]."""
+        worths: Tensor = self.policy.worths
+        return worths
+
+    def mixture(self, table: ProfileTable, rows: Tensor) -> Any:
+        """Decide under mean budgets, see `MixingPolicy`."""
+        return self.policy.mixture(table, rows)
+
+    @torch.no_grad()
+    def outcomes(
+        self, table: ProfileTable, rows: Tensor, chosen: Tensor, budgets_ms: Tensor
+    ) -> dict[str, Any]:
+        """Return what is known of its decisions alone: their time, and the probability of being on
+        time that its teacher, if it has one, expects of choices int64 [n, B]."""
+        columns: dict[str, Any] = {"decision_us": self.decision_us}
+        teacher = self.controller.teacher
+        if teacher is not None:
+            left_ms = (budgets_ms - self.cost_ms).float()
+            moments = teacher.moments(self.controller.controller.normaliser.of_rows(table, rows))
+            expected = []
+            for limit, choice in zip(left_ms, chosen.T, strict=True):
+                meets = moments.meets(limit.expand(len(rows)))
+                expected.append(meets.gather(1, choice[:, None]))
+            columns["expected_on_time"] = torch.cat(expected, 1)
+        return columns
+
+
+def judge_controllers(
+    evaluator: Deadlines | MeanBudgets,
     controllers: Sequence[DeployedController],
     seeds: Sequence[int],
     baselines: Sequence[Any],
     charge: bool = True,
-    rewards: RewardTable | None = None,
     before: Sequence[DeployedController | None] = (),
 ) -> tuple[RunResults, pl.DataFrame]:
-    """Return the contents of `results.json` and of `decisions.parquet`: controllers, one for each
-    of `seeds`, and other policies on the same samples under the same budgets.
+    """Judge controllers, one for each of `seeds`, and other policies on the same samples.
 
     Controllers are charged their own cost: the time of their decisions and of the features that
     they read. All others decide for free, and have no decision time.
 
     Args:
-        fitted: int64, the rows that static policies are chosen on under mean budgets.
-        test: int64 [n], samples that nothing was fitted, chosen or calibrated on.
-        budgets_ms: float [B].
-        baselines: under deadlines `budget_aware_static` and `oracle` must be among them; under mean
-            budgets the static ones and the oracle are added.
+        baselines: the reference policy and the upper bound of the task must be among them.
         charge: whether controllers pay for their decisions.
-        rewards: under deadlines the reward of the column `reward`.
         before: the controllers as they were before GRPO, for what it added (`grpo_gain`).
+
+    Returns:
+        The contents of `results.json` and of `decisions.parquet`.
     """
-    costs = own_costs([each.decider for each in controllers], table, test, budgets_ms)
-    spent = [cost.charged_ms * charge for cost in costs]
-    further: list[dict[str, Any]] = [{"decision_us": cost.decision_us} for cost in costs]
-    if controllers[0].sense == "mean":
-        reference = Reference(table, fitted, test)
-        policies = [controller.under_mean_budgets() for controller in controllers]
-        outcomes = reference.judged(budgets_ms, policies, baselines, spent)
-        decisions = decision_frame(table, test, budgets_ms, outcomes, seeds, further)
-        results = summary_of(MEAN_BUDGET, decisions, table, test, seeds, reference)
-        _add_prices(results, policies, baselines)
-        return results | {"sense": "mean", "static_hull": reference.hull()}, decisions
-    # only controllers pay for their decisions
-    paid = {"controller": spent, "before": spent}
-    deciders = _deciders(controllers, baselines, before)
-    judged = judge_all(table, test, budgets_ms, rewards, deciders, paid)
-    if_free = judged.pop("if_free")
-    untrained = judged.pop("before", [])
-    # what only controllers have: what they would have got for nothing, and the probabilities that
-    # their teachers predict
-    for i, outcome in enumerate(judged["controller"]):
-        further[i]["score_free"] = if_free[i].utility
-        about = controllers[i], table, test, outcome.chosen, budgets_ms - spent[i]
-        further[i]["expected_in_time"] = expected_in_time(*about)
-    decisions = decision_frame(table, test, budgets_ms, judged, seeds, further)
-    results = summary_of(DEADLINE, decisions, table, test, seeds)
-    if untrained:
-        pairs = zip(untrained, judged["controller"], strict=True)
-        gains = torch.stack([last.utility - first.utility for first, last in pairs])
-        gained = with_interval("test", gains.mean(2).double().numpy())
-        results["grpo_gain"] = cast("GrpoGain", gained)
+    deciders = [controller.decider for controller in controllers]
+    costs = own_costs(deciders, evaluator.table, evaluator.rows, evaluator.budgets_ms)
+    costs = [cost._replace(charged_ms=cost.charged_ms * charge) for cost in costs]
+    policies = _policies(evaluator, controllers, seeds, baselines, costs)
+    if evaluator.task.charged:
+        policies |= _beside(controllers, seeds, costs, before)
+    decisions = evaluate(evaluator, policies)
+    results = controller_results(evaluator, decisions, seeds)
+    evaluator.add_facts(results, policies)
+    if BEFORE in policies:
+        gained = with_score_of(decisions, BEFORE, "utility", "utility_before", seeds=True)
+        # of single samples, wherever they belong
+        gained = gained.filter(policy=LEARNED).with_columns(cluster=None)
+        (row,) = summarise(gained, [GAINED], conditions=False)
+        gain: Any = {key: row[key] for key in ("test", "test_ci95")}
+        results["grpo_gain"] = gain
     return results, decisions
 
 
-def _deciders(
+def _policies(
+    evaluator: Deadlines | MeanBudgets,
     controllers: Sequence[DeployedController],
-    baselines: Sequence[Baseline],
+    seeds: Sequence[int],
+    baselines: Sequence[Any],
+    costs: Sequence[OwnCost],
+) -> dict[str, Mapping[int | None, Any]]:
+    """Return the policies that have rows in the results."""
+    learned: dict[int | None, Any] = {}
+    for seed, controller, cost in zip(seeds, controllers, costs, strict=True):
+        decider = evaluator.deployed(controller)
+        learned[seed] = Charged(decider, controller, cost.charged_ms, cost.decision_us)
+    policies: dict[str, Mapping[int | None, Any]] = {LEARNED: learned}
+    taught = all(controller.teacher is not None for controller in controllers)
+    if evaluator.task.charged and taught:
+        teachers = [controller.guarded_teacher for controller in controllers]
+        policies["teacher"] = dict(zip(seeds, teachers, strict=True))
+    return policies | alone(baselines)
+
+
+def _beside(
+    controllers: Sequence[DeployedController],
+    seeds: Sequence[int],
+    costs: Sequence[OwnCost],
     before: Sequence[DeployedController | None],
-) -> dict[str, list[Any]]:
-    """Return the policies that are judged under deadlines, by name."""
-    policies: dict[str, list[Any]] = {
-        "controller": [controller.decider for controller in controllers]
-    }
-    if all(controller.teacher is not None for controller in controllers):
-        policies["teacher"] = [controller.guarded_teacher for controller in controllers]
-    policies |= {baseline.name: [baseline] for baseline in baselines}
-    policies["if_free"] = [controller.if_free for controller in controllers]
-    started = [controller.decider for controller in before if controller is not None]
+) -> Policies:
+    """Return the controllers as they would be otherwise: if they cost nothing, and before GRPO."""
+    free = [controller.if_free for controller in controllers]
+    policies: dict[str, Mapping[int | None, Any]] = {IF_FREE: dict(zip(seeds, free, strict=True))}
+    started: dict[int | None, Any] = {}
+    for seed, controller, cost in zip(seeds, before, costs, strict=False):
+        if controller is not None:
+            started[seed] = Charged(controller.decider, controller, *reversed(cost))
     if len(started) == len(controllers):
-        policies["before"] = started
+        policies[BEFORE] = started
     return policies
 
 
-def _add_prices(
-    results: RunResults,
-    controllers: Sequence[MeanBudgetPolicy],
-    baselines: Sequence[MeanBudgetPolicy],
-) -> None:
-    """Add to rows under mean budgets `price` (λ), `worth_ms` (1/λ, None at price 0), and the
-    accuracy, which is the utility."""
-    # a price belongs to a budget, so a mean over the budgets has none
-    prices = {baseline.name: 1 / baseline.worths for baseline in baselines}
-    prices["controller"] = torch.stack([1 / policy.worths for policy in controllers]).mean(0)
-    for row in (*results["rows"], *results.get("by_dataset", [])):
-        row |= {"price": None, "worth_ms": None}
-        row |= {"accuracy": row["utility"], "accuracy_ci95": row["utility_ci95"]}
-        if row["policy"] in prices and row["budget_ms"] is not None:
-            condition = results["budgets_ms"].index(row["budget_ms"])
-            row["price"] = float(prices[row["policy"]][condition])
-            row["worth_ms"] = 1 / row["price"] if row["price"] else None
+# -- results.json ----------------------------------------------------------------------------------
 
 
-@torch.no_grad()
-def expected_in_time(
-    controller: DeployedController,
-    table: ProfileTable,
-    rows: Tensor,
-    chosen: Tensor,
-    left_ms: Tensor,
-) -> Tensor | None:
-    """Return the probability that what a controller chose is on time, as its teacher expects it.
+def controller_results(
+    evaluator: Deadlines | MeanBudgets, decisions: pl.DataFrame, seeds: Sequence[int]
+) -> RunResults:
+    """Return what `results.json` says of decisions, for all kinds of controllers."""
+    task = evaluator.task
+    table = evaluator.table
+    clusters = None
+    if table.clusters:
+        clusters = len({table.clusters[row] for row in evaluator.rows.tolist()})
+    settings = {label: table.configuration(c) for c, label in enumerate(evaluator.labels)}
+    knobs = {knob.name: knob.values for knob in table.knobs}
+    results: RunResults = {
+        "profile": profile_of(table),
+        "split": "test",
+        "test_samples": len(evaluator.rows),
+        "test_clusters": clusters,
+        "seeds": list(seeds),
+        "unit": table.unit,
+        "budgets_ms": evaluator.conditions,
+        "rows": policy_rows(task, _compared(evaluator, decisions)),
+        "configurations": configurations_of(table, evaluator.rows, evaluator.utility_budgets),
+        "knob_usage": usage(decisions, (LEARNED, task.low, task.high), settings, knobs),
+    }
+    if bins := reliability(decisions, LEARNED):
+        results["reliability"] = bins
+    # the means once more, for each of several data sets
+    names = decisions.select(SAMPLE).unique(maintain_order=True)["dataset"]
+    if names.n_unique() > 1:
+        results["by_dataset"] = []
+        for dataset in sorted(names.unique()):
+            part = evaluator.of_rows(evaluator.rows[(names == dataset).to_torch()])
+            of_part = _compared(part, decisions.filter(dataset=dataset))
+            for row in _most_important(task, policy_rows(task, of_part, conditions=False)):
+                del row["decision_us_p50"]  # no data set has times of its own
+                about: DatasetRow = {"dataset": dataset, "samples": len(part.rows)}
+                results["by_dataset"].append({**about, **row})
+    return results
 
-    Args:
-        rows: int64 [n], samples.
-        chosen: int64 [n, B], configurations.
-        left_ms: [B], what its own cost leaves of the budgets.
 
-    Returns:
-        float [n, B]; None without a teacher.
-    """
-    if controller.teacher is None:
-        return None
-    x = controller.controller.normaliser.of_rows(table, rows)
-    moments = controller.teacher.moments(x)
-    columns = []
-    for limit, choice in zip(left_ms.float(), chosen.T, strict=True):
-        meets = moments.meets(limit.expand(len(rows)))
-        columns.append(meets.gather(1, choice[:, None]))
-    return torch.cat(columns, 1)
+def _compared(evaluator: Deadlines | MeanBudgets, decisions: pl.DataFrame) -> pl.DataFrame:
+    """Return the decisions that have rows, with the scores that they are compared with."""
+    free = with_score_of(decisions, IF_FREE, "utility", "utility_if_free", seeds=True)
+    free = free.with_columns(
+        pl.when(policy=LEARNED).then("utility_if_free").alias("utility_if_free")
+    )
+    return evaluator.compared(free.filter(~pl.col("policy").is_in([IF_FREE, BEFORE])))
+
+
+def policy_rows(task: Task, compared: pl.DataFrame, conditions: bool = True) -> list[PolicyRow]:
+    """Return the rows of all policies as `results.json` has them: the mean over the conditions,
+    then a row for each."""
+    rows = summarise(compared, (*task.metrics, *task.numbers), conditions)
+    named = [
+        {"policy": row.pop("policy"), task.condition: row.pop("condition"), **row} for row in rows
+    ]
+    return cast("list[PolicyRow]", named)
+
+
+def _most_important(task: Task, means: list[PolicyRow]) -> list[PolicyRow]:
+    """Return the rows of the policies of `task.by_dataset`, and before the last of them the best
+    of all other rows."""
+    rows = {row["policy"]: row for row in means}
+    *first, last = task.by_dataset
+    others = sorted(rows.keys() - {*first, last})
+    best = sorted(others, key=lambda policy: -value_of(rows[policy], task.ranked_by))[:1]
+    return [rows[policy] for policy in (*first, *best, last) if policy in rows]
+
+
+def profile_of(table: ProfileTable | BeamTable) -> ProfileFacts:
+    """Return name, digest and sizes of a profile or of beams."""
+    facts: ProfileFacts = {"name": table.name, "digest": table.digest}
+    if isinstance(table, BeamTable):
+        return facts | {"samples": table.num_queries, "candidates": len(table.candidates)}
+    return facts | {"samples": table.num_samples, "configurations": table.num_configurations}
+
+
+def configurations_of(
+    table: ProfileTable, rows: Tensor, budgets: Sequence[float] = ()
+) -> list[ConfigurationRow]:
+    """Return the means of every configuration that was profiled for these samples (int64 [n]), with
+    the mean utility over the budgets if there are any."""
+    cells = {"accuracy": table.accuracy[rows], "latency_ms": table.latency_ms[rows]}
+    if budgets:
+        # [n, C, B]; what was not profiled has no utility
+        measured = cells["accuracy"][..., None], table.measurements_ms[rows][..., None, :]
+        utility = expected_utility(*measured, torch.tensor(budgets)).mean(-1)
+        cells["utility"] = utility.where(table.mask[rows], torch.nan)
+    means = {name: values.nanmean(0).tolist() for name, values in cells.items()}
+    # the rest was never measured
+    configurations: list[ConfigurationRow] = []
+    for c, label in enumerate(map(table.label, range(table.num_configurations))):
+        if table.mask[rows, c].any():
+            row: ConfigurationRow = {"label": label, "knobs": table.configuration(c)}
+            known = {name: values[c] for name, values in means.items()}
+            configurations.append(cast("ConfigurationRow", row | known))
+    return configurations
+
+
+# -- from training ---------------------------------------------------------------------------------
 
 
 def held_out_choices(loaded: Sequence[Loaded]) -> RunResults:
@@ -192,42 +318,3 @@ def gain_on_held_out(loaded: Sequence[Loaded]) -> GrpoGain:
         return {}
     gains = torch.stack([each["best"].double() - each["start"].double() for each in scores])
     return cast("GrpoGain", with_interval("held_out", gains.numpy()))
-
-
-def decision_frame(
-    table: ProfileTable,
-    test: Tensor,
-    budgets_ms: Tensor,
-    judged: Mapping[str, Sequence[Outcomes]],
-    seeds: Sequence[int],
-    further: Sequence[Mapping[str, Any]],
-) -> pl.DataFrame:
-    """Return the content of `decisions.parquet`.
-
-    Args:
-        test: int64 [n], the samples that were judged.
-        budgets_ms: float [B].
-        judged: outcomes by policy, for each seed where there are several.
-        seeds: of the trained policies.
-        further: more columns of the controller of each seed, float [n, B] or [B].
-    """
-    # a row for each judged sample
-    names: dict[str, Any] = {"sample_id": table.sample_ids, "dataset": table.datasets or None}
-    if table.clusters:
-        names["cluster"] = table.clusters
-    elif table.image_ids:
-        # an image is known by its data set and id
-        names["cluster"] = list(map("/".join, table.split_keys))
-    samples = pl.DataFrame(names)[test.numpy()]
-    labels = pl.Series([*labels_of(table), None], dtype=pl.String)  # the last one stands for −1
-    frames = []
-    for policy, outcomes in judged.items():
-        of_seeds = seeds if policy in DEADLINE.trained else [None]
-        for i, (seed, outcome) in enumerate(zip(of_seeds, outcomes, strict=True)):
-            columns = dict(vars(outcome))
-            columns["choice"] = labels[columns.pop("chosen").flatten().numpy()]
-            columns["score"] = columns.pop("utility")
-            if policy == "controller":
-                columns |= further[i]
-            frames.append(decision_rows(policy, seed, samples, budgets_ms.tolist(), columns))
-    return pl.concat(frames)

@@ -21,8 +21,9 @@ from knobwise.common.files import written_whole
 from knobwise.common.parquet import read_parquet
 
 FILE = "decisions.parquet"
-SAMPLE = ("split", "dataset", "sample")
-"""The columns that tell samples apart; a sample is judged once in each split that tests it."""
+SAMPLE = ("split", "dataset", "sample", "request")
+"""The columns that tell samples apart; a sample is judged once in each split that tests it, and
+live once for each request."""
 SCHEMA: dict[str, type[pl.DataType]] = {
     "policy": pl.String,
     "seed": pl.Int64,
@@ -58,7 +59,7 @@ The keys:
 - `cluster`: what the sample belongs to (`profile.group`, or an image); null where it stands alone.
 - `condition`: the budget in ms, or the number of demonstrations.
 - `source`: `replay` where outcomes were looked up, `live` where the model answered.
-- `request`: live, its number in the stream, counted from 0; a sample may be asked for several times.
+- `request`: live, its number in the stream, counted from 0; a sample may come several times.
 
 The outcomes:
 
@@ -73,13 +74,14 @@ The outcomes:
   choice.
 - `reward`: that of the training, without the policy's own cost.
 - `vote`: whether a majority vote of the demonstrations, without the model, would have been right.
-- `decision_us`: the median time of a decision of this policy at this condition, for controllers and
-  selectors only.
+- `decision_us`: the median time of a decision, for controllers and selectors only.
 """
 SHARES = ("accuracy", "on_time", "expected_on_time", "utility", "vote", "second_share")
 """The columns whose numbers are from 0 to 1."""
 IF_FREE = "if_free"
 """The learned controller if its decisions and features took no time: a policy of its own."""
+BEFORE = "before_grpo"
+"""The learned controller before GRPO."""
 EARLIER = {
     "sample_id": "sample",
     "place": "condition",
@@ -90,12 +92,16 @@ EARLIER = {
 """The columns of files up to version 0.2.0 → their names now."""
 
 
-def write_decisions(folder: str | Path, frame: pl.DataFrame) -> None:
-    """Write `decisions.parquet` into a run's folder, rows in the order given.
+def write_decisions(path: str | Path, frame: pl.DataFrame) -> None:
+    """Write decisions to a file, or as `decisions.parquet` into the folder of a run, rows in the
+    order given.
 
     The columns may be in any order; values are cast, missing columns are null.
     """
-    with written_whole(Path(folder) / FILE) as temporary:
+    path = Path(path)
+    if path.is_dir():
+        path /= FILE
+    with written_whole(path) as temporary:
         _complete(frame).write_parquet(temporary, compression="zstd")
 
 
@@ -168,7 +174,7 @@ def decision_rows(
 
 def _complete(frame: pl.DataFrame) -> pl.DataFrame:
     """Return all columns of `SCHEMA` in their order, then others; NaN becomes null."""
-    types = {name: SCHEMA[name] for name in frame.columns if name in SCHEMA}
+    types: Any = {name: SCHEMA[name] for name in frame.columns if name in SCHEMA}
     known = frame.cast(types).fill_nan(None)
     return pl.concat([pl.DataFrame(schema=SCHEMA), known], how="diagonal")
 

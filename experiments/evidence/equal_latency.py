@@ -4,14 +4,12 @@ samples."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
+import polars as pl
 import torch
 from torch import Tensor
 
 from knobwise.agents.calibration.prices import (
-    MeanBudgetPolicy,
     StaticMix,
     best_single_at,
     oracle_at_mean,
@@ -19,8 +17,8 @@ from knobwise.agents.calibration.prices import (
     static_hull,
 )
 from knobwise.agents.evaluation.baselines import averages
-from knobwise.envs.bandit.outcomes import Outcomes
 from knobwise.envs.tables.profile_table import ProfileTable
+from knobwise.experiments.evidence.decisions import array_of
 from knobwise.experiments.evidence.schema import ConfigurationRow
 
 
@@ -75,52 +73,32 @@ class Reference:
         that no hair decides: float64 [B] ms → [n, B]."""
         cost = averages(self.table, self.test)[1]
         chosen = best_single_at(self.averages[0], cost, 1.01 * spent, self.mask)
-        return self._chosen(chosen).accuracy
+        return self._accuracy_of(chosen)
 
-    def oracle(self, budgets_ms: Tensor) -> Outcomes:
-        """Judge the choices that are the most accurate at these mean latencies, in hindsight."""
+    def at_equal_latency(self, decisions: pl.DataFrame) -> pl.DataFrame:
+        """Add to decisions what others would get with the mean latency that their policy spent
+        under the same budget: the static mix (`of_reference`), the oracle (`of_upper_bound`) and
+        the best single configuration (`of_best_single`)."""
+        frames = []
+        for (policy,), part in decisions.group_by("policy", maintain_order=True):
+            latency_ms = array_of(decisions, str(policy), "latency_ms")
+            spent = torch.from_numpy(latency_ms.mean((0, 1)))
+            scores = {
+                "of_reference": self.static_mix(spent),
+                "of_upper_bound": self.oracle(spent * (1 + 1e-9)),
+                "of_best_single": self.best_single(spent),
+            }
+            # the same for every seed
+            seeds = len(latency_ms)
+            columns = {name: np.tile(each.numpy().ravel(), seeds) for name, each in scores.items()}
+            frames.append(part.with_columns(**{k: pl.Series(v) for k, v in columns.items()}))
+        return pl.concat(frames)
+
+    def oracle(self, budgets_ms: Tensor) -> Tensor:
+        """Return the accuracy of the choices that are the most accurate at these mean latencies, in
+        hindsight, float64 [B] ms → [n, B]."""
         cells = self.table.accuracy[self.test], self.table.latency_ms[self.test], self.mask
-        return self._chosen(oracle_at_mean(*cells, budgets_ms))
+        return self._accuracy_of(oracle_at_mean(*cells, budgets_ms))
 
-    def mixture_use(self, budgets_ms: Tensor, mixed: np.ndarray) -> Tensor:
-        """Return how many requests each configuration is expected to get, float64 [C, B], where the
-        static mix for a budget (float [B] ms) decides, bool [S, n, B]."""
-        mix = StaticMix(*self.averages, budgets_ms)
-        times = torch.from_numpy(mixed.sum(0)).double()  # [n, B]
-        used = times.new_zeros(self.table.num_configurations, len(budgets_ms))
-        for side, share in zip(mix.both(self.mask), (1 - mix.share, mix.share), strict=True):
-            used.scatter_add_(0, side, times * share)
-        return used
-
-    def judged(
-        self,
-        budgets_ms: Tensor,
-        controllers: Sequence[MeanBudgetPolicy],
-        baselines: Sequence[MeanBudgetPolicy],
-        costs_ms: Sequence[Tensor],
-    ) -> dict[str, list[Outcomes]]:
-        """Judge every policy, the references included, by name; one controller for each seed, with
-        its own cost, float [B]."""
-        mix = StaticMix(*self.averages, budgets_ms).expected(self.table, self.test)
-        single = best_single_at(*self.averages, budgets_ms, self.mask)
-        # a mixture has no single choice
-        mixed = torch.full_like(single, -1)
-        return {
-            "controller": list(map(self._priced, controllers, costs_ms)),
-            "static_mix": [Outcomes(mixed, *mix, utility=mix[0])],
-            "best_single": [self._chosen(single)],
-            **{policy.name: [self._priced(policy)] for policy in baselines},
-            "oracle": [self.oracle(budgets_ms)],
-        }
-
-    def _priced(self, policy: MeanBudgetPolicy, cost_ms: Tensor | float = 0.0) -> Outcomes:
-        """Judge a policy at its budgets; where its mix decides, by its expectation."""
-        decided = policy.decided(self.table, self.test)
-        accuracy, latency_ms = policy.expected(self.table, self.test, decided)
-        chosen = decided.where(policy.deployed, -1)
-        return Outcomes(chosen, accuracy, latency_ms + cost_ms, utility=accuracy)
-
-    def _chosen(self, chosen: Tensor) -> Outcomes:
-        """Judge choices int64 [n, B]."""
-        accuracy, latency_ms = outcomes_of(self.table, self.test, chosen)
-        return Outcomes(chosen, accuracy, latency_ms, utility=accuracy)
+    def _accuracy_of(self, chosen: Tensor) -> Tensor:
+        return outcomes_of(self.table, self.test, chosen)[0]

@@ -13,8 +13,8 @@ import torch
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
-from knobwise.agents.evaluation.baselines import LookupTable, averages, static_of
-from knobwise.agents.evaluation.policy import choices_of
+from knobwise.agents.evaluation.baselines import averages
+from knobwise.agents.evaluation.policy import Policy, choices_of
 from knobwise.envs.bandit.reward import expected_utility
 from knobwise.envs.tables.profile_table import ProfileTable
 from knobwise.envs.tables.splits import folds_of
@@ -56,19 +56,26 @@ class Explained:
     utility, or under mean budgets accuracy − price · latency.
 
     Args:
-        fitted: int64, the rows that static choices are made on.
         test: int64, the rows to explain.
         budgets_ms: float [B]; of a controller for mean budgets all that it was calibrated for.
+        static: what decisions are compared with.
+        prices: under mean budgets, float [B].
 
     Attributes:
         rows: int64 [n], those of `test`, or `MOST` of them.
         chosen: int64 [n, B], the choices of the policy.
-        static: int64 [n, B], the choices of the static policy for deadlines or mean budgets.
+        static: int64 [n, B], the choices of the static policy.
         reads: bool [B], False where the guard decides without features.
     """
 
     def __init__(
-        self, table: ProfileTable, fitted: Tensor, test: Tensor, policy: Any, budgets_ms: Tensor
+        self,
+        table: ProfileTable,
+        test: Tensor,
+        policy: Any,
+        budgets_ms: Tensor,
+        static: Policy,
+        prices: Tensor | None = None,
     ) -> None:
         self.table = table
         self.policy = policy
@@ -80,11 +87,7 @@ class Explained:
         self.features = table.blocks(self.rows)
         self.mask = table.mask[self.rows].numpy()
         self.chosen = self.decided(self.features)
-        self.prices: Tensor | None = None
-        static: Any = static_of(table, fitted)
-        if policy.sense == "mean":
-            self.prices = 1 / torch.from_numpy(policy.settled.mean["worths"])
-            static = LookupTable(table, fitted, 0.0)
+        self.prices = prices
         self.static = choices_of(static, {}, self.limits, self.mask)
 
     def decided(self, features: Mapping[str, Tensor]) -> Tensor:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import itertools
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import polars as pl
@@ -19,12 +19,70 @@ from knobwise.agents.selector.baselines import SIMPLE
 from knobwise.agents.selector.evaluation import Decided
 from knobwise.agents.training.checkpoint import Loaded
 from knobwise.envs.demonstrations.beam_table import BeamTable
-from knobwise.experiments.evidence.decisions import array_of, decision_rows
+from knobwise.experiments.evidence.controllers import profile_of
+from knobwise.experiments.evidence.decisions import SAMPLE
+from knobwise.experiments.evidence.evaluate import evaluate
 from knobwise.experiments.evidence.schema import DifferenceRow, PolicyRow, RunResults
-from knobwise.experiments.evidence.statistics import mean_intervals
-from knobwise.experiments.evidence.summary import profile_of
-from knobwise.experiments.evidence.task import CONTROLS, GRPO, LEARNED, TRAINED, UPPER
+from knobwise.experiments.evidence.summarise import summarise
+from knobwise.experiments.evidence.task import (
+    CONTROLS,
+    DECISION,
+    DEMONSTRATIONS,
+    GRPO,
+    LEARNED,
+    TRAINED,
+    UPPER,
+    Metric,
+)
 from knobwise.experiments.settings.beams import SelectorData, hide, table_for
+
+
+class Judged(NamedTuple):
+    """A policy that was let decide: what it chose with one seed."""
+
+    decided: Mapping[int, Decided]
+    """By the number of shots."""
+    seed: int
+    """The position of the seed among those of `decided`."""
+
+
+class Demonstrations:
+    """The evaluator of demonstrations: policies are `Judged`.
+
+    Args:
+        test: the queries and their pools.
+        rows: int64 [n], the queries that are judged.
+        shots: the numbers of demonstrations.
+    """
+
+    task = DEMONSTRATIONS
+
+    def __init__(self, test: BeamTable, rows: Tensor, shots: Sequence[int]) -> None:
+        self.samples = pl.DataFrame({"sample": [test.query_ids[row] for row in rows.tolist()]})
+        self.conditions = list(map(float, shots))
+
+    def outcomes(self, policy: Judged) -> dict[str, Any]:
+        """See `Evaluator`; NaN and null at numbers of shots of which nothing is known."""
+        n = len(self.samples)
+        shape = n, len(self.conditions)
+        columns: dict[str, Any] = {
+            name: np.full(shape, np.nan) for name in ("accuracy", "vote", "decision_us")
+        }
+        choices = np.full(shape, None, object)
+        for b, shots in enumerate(self.conditions):
+            decided = policy.decided.get(int(shots))
+            if decided is None:
+                continue
+            columns["accuracy"][:, b] = decided.correct[policy.seed]
+            if decided.vote is not None:
+                columns["vote"][:, b] = decided.vote[policy.seed]
+            if decided.decision_us is not None:
+                columns["decision_us"][:, b] = decided.decision_us
+            if decided.demonstrations is not None:
+                # rows of the bank, joined by blanks; null where nothing is shown
+                for i, bank in enumerate(decided.demonstrations[policy.seed].tolist()):
+                    choices[i, b] = " ".join(str(row) for row in bank if row >= 0) or None
+        return {**columns, "choice": pl.Series(choices.ravel().tolist(), dtype=pl.String)}
 
 
 def judge_selectors(
@@ -64,7 +122,8 @@ def judge_selectors(
             decided[name][shots] = outcome
     for name, loaded in trained.items():
         decided[name] = _decided(data, loaded, judged_shots, hidden[name])
-    decisions = selector_decisions(decided, data.test, data.test_rows, seeds)
+    evaluator = Demonstrations(data.test, data.test_rows, judged_shots)
+    decisions = selector_decisions(evaluator, decided, seeds)
     blocks = sorted(set(itertools.chain(*hidden.values())))
     return selector_results(decisions, data, seeds, trained_shots, blocks), decisions
 
@@ -101,41 +160,25 @@ def _decided(
 
 
 def selector_decisions(
-    decided: Mapping[str, Mapping[int, Decided]],
-    test: BeamTable,
-    rows: Tensor,
-    seeds: Sequence[int],
+    evaluator: Demonstrations, decided: Mapping[str, Mapping[int, Decided]], seeds: Sequence[int]
 ) -> pl.DataFrame:
     """Return the content of `decisions.parquet`. A policy has no rows at a number of shots where
     nothing is known about it.
 
     Args:
         decided: by policy and number of shots.
-        rows: int64 [n], the judged queries of `test`.
         seeds: of the selectors, and of `random`.
     """
-    samples = pl.DataFrame({"sample_id": [test.query_ids[row] for row in rows.tolist()]})
-    frames = []
-    for policy, by_shots in decided.items():
-        for shots, outcome in by_shots.items():
-            if outcome.correct.isnan().all():
-                continue
-            of_seeds: Sequence[int | None] = seeds
-            if policy in {*SIMPLE, *UPPER} - {"random"}:
-                of_seeds = [None]
-            for i, (seed, right) in enumerate(zip(of_seeds, outcome.correct, strict=False)):
-                columns: dict[str, Any] = {"decision_us": outcome.decision_us}
-                columns["accuracy"] = columns["score"] = right[:, None]
-                if outcome.demonstrations is not None:
-                    # rows of the bank, joined by blanks; null where nothing is shown
-                    choices = []
-                    for bank in outcome.demonstrations[i].tolist():
-                        choices.append(" ".join(str(row) for row in bank if row >= 0) or None)
-                    columns["choice"] = pl.Series(choices, dtype=pl.String)
-                if outcome.vote is not None:
-                    columns["vote"] = outcome.vote[i, :, None]
-                frames.append(decision_rows(policy, seed, samples, [shots], columns))
-    return pl.concat(frames)
+    policies: dict[str, dict[int | None, Judged]] = {}
+    for name, by_shots in decided.items():
+        of_seeds: Sequence[int | None] = seeds
+        if name in {*SIMPLE, *UPPER} - {"random"}:
+            of_seeds = [None]
+        # some policies have fewer seeds
+        count = min(len(outcome.correct) for outcome in by_shots.values())
+        policies[name] = {seed: Judged(by_shots, i) for i, seed in enumerate(of_seeds[:count])}
+    known = pl.col("accuracy").is_not_null().any().over("policy", "condition")
+    return evaluate(evaluator, policies).filter(known)
 
 
 def selector_results(
@@ -166,7 +209,7 @@ def selector_results(
         "system": "selector",
         "profile": profile_of(data.table),
         "split": "test",
-        "test_queries": decisions["sample_id"].n_unique(),
+        "test_queries": decisions["sample"].n_unique(),
         "seeds": list(seeds),
         "shots": sorted({row["shots"] for row in rows}),
         "trained_shots": trained_shots,
@@ -192,47 +235,45 @@ def _demonstration_rows(
     Args:
         column: of the decisions, 1 where the answer, or the vote, was right.
     """
-    rows: list[PolicyRow] = []
+    rows: list[dict[str, Any]] = []
     differences: list[DifferenceRow] = []
-    known = pl.col(column).is_not_null()
+    scored = Metric("accuracy", of=pl.col(column), in_parts=True)
+    metrics = [scored, DECISION] if column == "accuracy" else [scored]
     ordered = decisions.sort("condition", maintain_order=True)
     for part in ordered.partition_by("condition", maintain_order=True):
-        shots = int(part["condition"][0])
-        # without policies about which nothing is known
-        part = part.filter(known.any().over("policy"))
-        # few recorded sequences of this length must not narrow what a model has answered
-        share = known.mean().over("policy")
-        few = pl.col("policy").is_in(UPPER) & (share < share.max() / 2)
-        part = part.filter(~few)
-        # without queries that are unknown to any policy left
-        part = part.filter(known.all().over("sample_id"))
-        policies = part["policy"].unique(maintain_order=True)
-        answers = {policy: array_of(part, policy, column)[..., 0] for policy in policies}
-        intervals = mean_intervals(list(answers.values()))
-        for (policy, right), interval in zip(answers.items(), intervals, strict=True):
-            row: PolicyRow = {
-                "policy": policy,
-                "shots": shots,
-                "accuracy": float(right.mean()),
-                "accuracy_ci95": interval,
-                "queries": right.shape[1],
-                "decision_us_p50": None,
-            }
-            if column == "accuracy":
-                times = part.filter(policy=policy)["decision_us"].cast(pl.Float64)
-                row["decision_us_p50"] = cast("float | None", times.mean())
-            if len(right) > 1:
-                row["accuracy_per_seed"] = right.mean(1).tolist()
-            rows.append(row)
-        differences += _differences(answers, shots)
+        part = known_to_all(part, column)
+        shots = int(part["condition"][0]) if len(part) else 0
+        for row in summarise(part, metrics, over_conditions=False):
+            row |= {"shots": shots, "queries": part["sample"].n_unique()}
+            del row["condition"]
+            rows.append({"decision_us_p50": None, **row})
+        differences += _differences(part, column, shots)
     # rows stand policy by policy
     order = decisions["policy"].unique(maintain_order=True).to_list()
-    return sorted(rows, key=lambda row: order.index(row["policy"])), differences
+    rows.sort(key=lambda row: order.index(row["policy"]))
+    return cast("list[PolicyRow]", rows), differences
 
 
-def _differences(known: Mapping[str, np.ndarray], shots: int) -> list[DifferenceRow]:
+def known_to_all(decisions: pl.DataFrame, column: str) -> pl.DataFrame:
+    """Return the decisions at one number of shots that can be compared: of the queries for which a
+    column is known of every policy.
+
+    Policies about which nothing is known are left out, and so are upper bounds that are known for
+    less than half of the queries that a model has answered: few recorded sequences of this length
+    must not narrow what is compared.
+    """
+    known = pl.col(column).is_not_null()
+    part = decisions.filter(known.any().over("policy"))
+    share = known.mean().over("policy")
+    few = pl.col("policy").is_in(UPPER) & (share < share.max() / 2)
+    part = part.filter(~few)
+    return part.filter(known.all().over("sample"))
+
+
+def _differences(decisions: pl.DataFrame, column: str, shots: int) -> list[DifferenceRow]:
     """Return the differences policy − against, query by query and seed by seed, of all pairs that
     are known."""
+    known = decisions["policy"].unique(maintain_order=True).to_list()
     variants = [policy for policy in known if policy not in (*TRAINED, *SIMPLE, *UPPER)]
     wanted = [
         # what starts from RCE or SFT, and the controls that must not beat them
@@ -245,20 +286,30 @@ def _differences(known: Mapping[str, np.ndarray], shots: int) -> list[Difference
         *itertools.product((*LEARNED, *variants), SIMPLE),
     ]
     # only those of which both are known
-    pairs = [pair for pair in wanted if known.keys() >= set(pair)]
-    gains = [_paired(known, *pair) for pair in pairs]
+    pairs = [pair for pair in wanted if set(pair) <= set(known)]
+    frames = [_beside(decisions, column, *pair) for pair in pairs]
+    if not frames:
+        return []
+    gain = Metric("difference", of=pl.col(column) - pl.col("against"))
     rows: list[DifferenceRow] = []
-    for (policy, against), gain, ci95 in zip(pairs, gains, mean_intervals(gains), strict=True):
-        row: DifferenceRow = {"policy": policy, "against": against, "shots": shots}
-        rows.append(row | {"difference": float(gain.mean()), "ci95": ci95})
+    gains = summarise(pl.concat(frames, how="diagonal"), [gain], over_conditions=False)
+    for (policy, against), row in zip(pairs, gains, strict=True):
+        about: DifferenceRow = {"policy": policy, "against": against, "shots": shots}
+        rows.append(about | {"difference": row["difference"], "ci95": row["difference_ci95"]})
     return rows
 
 
-def _paired(known: Mapping[str, np.ndarray], policy: str, against: str) -> np.ndarray:
-    """Return policy − against, [S, q], for the seeds that both have. A policy that no seed changes
-    is compared with every seed of the other."""
-    pair = (policy, against)
-    seeds = [len(known[name]) for name in pair if len(known[name]) > 1 or name in TRAINED]
-    # the seeds that both were trained with come first
-    first, second = (known[name][: min(seeds, default=1)] for name in pair)
-    return first - second
+def _beside(decisions: pl.DataFrame, column: str, policy: str, against: str) -> pl.DataFrame:
+    """Return the decisions of a policy beside the scores of another one, for the seeds that both
+    have. A policy that no seed changes is compared with every seed of the other."""
+    part = decisions.filter(policy=policy)
+    other = decisions.filter(policy=against).select(*SAMPLE, "seed", against=column)
+    keys = [*SAMPLE, "seed"]
+    if part["seed"].has_nulls():
+        part = part.drop("seed")
+        keys = list(SAMPLE)
+    elif other["seed"].has_nulls():
+        other = other.drop("seed")
+        keys = list(SAMPLE)
+    both = part.join(other, on=keys, nulls_equal=True, maintain_order="left")
+    return both.with_columns(policy=pl.lit(f"{policy} {against}"))

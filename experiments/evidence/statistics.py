@@ -6,7 +6,6 @@ but torch is not imported.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -131,32 +130,6 @@ def with_interval(name: str, values: np.ndarray) -> dict[str, Any]:
     if not values.size:
         return {name: None, f"{name}_ci95": None}
     return {name: float(values.mean()), f"{name}_ci95": mean_interval(values)}
-
-
-def score_intervals(
-    cases: Sequence[Sequence[np.ndarray]], splits: np.ndarray | None = None
-) -> list[list[tuple[float, list[float]]]]:
-    """Return for each policy its score, the share of the oracle gap that it closes and its
-    differences, each with its interval, all from the same draws. Where nothing could be gained
-    nothing was closed; such a draw says nothing about the gap.
-
-    Args:
-        cases: for each policy its score, float [S, n], those of the low and the high reference,
-            float [n], and the same number of differences, float [S, n].
-        splits: as in `resampled_means`.
-    """
-    arrays = list(itertools.chain(*cases))
-    drawn = resampled_means(arrays, splits=splits)
-    # the means themselves come first, then those of the draws
-    means = np.vstack([[array.mean() for array in arrays], drawn])
-    # [1 + draws, cases · kinds] → [cases, 1 + draws] for each kind of array
-    score, low, high, *differences = means.T.reshape(len(cases), -1, len(means)).swapaxes(0, 1)
-    gap = (score - low) / np.where(high - low > 1e-9, high - low, np.nan)
-    estimates = []
-    for kind in (score, gap, *differences):
-        values = np.nan_to_num(kind[:, 0]).tolist()
-        estimates.append(zip(values, ends_of(kind[:, 1:].T), strict=True))
-    return [list(case) for case in zip(*estimates, strict=True)]
 
 
 # -- differences -----------------------------------------------------------------------------------

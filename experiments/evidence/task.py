@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import polars as pl
+
 from knobwise.experiments.evidence.schema import PolicyRow, RunResults
 
 Row = Mapping[str, Any]
@@ -35,32 +37,70 @@ TRAINED = (*LEARNED, *CONTROLS)
 """All selectors that were trained."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Metric:
-    """A number in the rows of `results.json`."""
+    """A number in the rows of `results.json`, and how the decisions give it.
+
+    `of` is a value of every decision. The number is its mean over the samples, then over seeds and
+    over conditions, and has an interval. With `per` it is the ratio of two such means. A number
+    without an interval aggregates the `samples` of a policy with one seed under one condition.
+    """
 
     key: str
     """Its interval, if it has one, is under `{key}_ci95`, its values by seed under
     `{key}_per_seed`."""
-    name: str
-    """The name in tables."""
+    name: str = ""
+    """The name in tables; "" for a number that has no column there."""
     how: str = ".3f"
     """The format of a score, a share or a difference; a quantity has a unit instead."""
     unit: str = ""
     """`ms` or `µs`. Costs that are no times have the unit of `results["unit"]`."""
+    of: pl.Expr | None = None
+    per: pl.Expr | None = None
+    samples: pl.Expr | None = None
+    in_parts: bool = False
+    """Whether it is also given by seed and by split."""
 
 
-UTILITY = Metric("utility", "utility")
-ACCURACY = Metric("accuracy", "accuracy")
-FREE = Metric("utility_free", "if free")
-GAP = Metric("gap_closed", "oracle gap closed", ".0%")
-LATENCY = Metric("latency_ms_mean", "mean latency", unit="ms")
-ON_TIME = Metric("satisfaction", "on time", ".1%")
-FEASIBLE = Metric("satisfaction_feasible", "on time (feasible)", ".1%")
-OVER_MIX = Metric("over_static_mix", "over static mix", "+.3f")
-OVER_SINGLE = Metric("over_best_single", "over best single", "+.3f")
+# the columns that a task adds to the decisions: scores of others for the same request
+REFERENCE = pl.col("of_reference")
+UPPER_BOUND = pl.col("of_upper_bound")
+
+
+def over(score: str, other: str = "of_reference") -> pl.Expr:
+    """Return how much higher the score is than that of another policy for the same request."""
+    return pl.col(score) - pl.col(other)
+
+
+UTILITY = Metric("utility", "utility", of=pl.col("utility"), in_parts=True)
+ACCURACY = Metric("accuracy", "accuracy", samples=pl.mean("accuracy"))
+SCORE = Metric("accuracy", "accuracy", of=pl.col("accuracy"), in_parts=True)
+FREE = Metric("utility_free", "if free", samples=pl.mean("utility_if_free"))
+GAP_WIDTH = UPPER_BOUND - REFERENCE
+GAP = Metric("gap_closed", "oracle gap closed", ".0%", of=over("utility"), per=GAP_WIDTH)
+LATENCY = Metric("latency_ms_mean", "mean latency", unit="ms", samples=pl.mean("latency_ms"))
+ON_TIME = Metric("satisfaction", "on time", ".1%", samples=pl.mean("on_time"))
+FEASIBLE = Metric(
+    "satisfaction_feasible",
+    "on time (feasible)",
+    ".1%",
+    samples=pl.col("on_time").filter("feasible").mean(),
+)
+OVER_MIX = Metric("over_static_mix", "over static mix", "+.3f", of=over("accuracy"))
+OVER_SINGLE = Metric(
+    "over_best_single", "over best single", "+.3f", of=over("accuracy", "of_best_single")
+)
 ATTAINED = Metric("attained", "attained", ".0%")
-DECISION = Metric("decision_us_p50", "decision time", unit="µs")
+"""Added where the whole run is known."""
+DECISION = Metric("decision_us_p50", "decision time", unit="µs", samples=pl.mean("decision_us"))
+P95 = Metric(
+    "latency_ms_p95",
+    unit="ms",
+    # the latencies of a mixture are expectations
+    samples=pl.when(pl.col("second_choice").is_null().all()).then(
+        pl.quantile("latency_ms", 0.95, "linear")
+    ),
+)
 
 
 @dataclass(frozen=True)
@@ -81,6 +121,8 @@ class Task:
     """Key of the number that policies are ranked by."""
     metrics: tuple[Metric, ...]
     """The columns of the table of policies."""
+    numbers: tuple[Metric, ...]
+    """What else `results.json` has of each policy."""
     trained: tuple[str, ...]
     """Policies that training made; a run is represented by the first one that it has."""
     low: str
@@ -96,7 +138,10 @@ class Task:
     validation: str = "Val/Utility"
     """The logged name of the score on validation."""
     compared: tuple[str, ...] = ()
-    """Keys of the differences in a row of a controller."""
+    """Keys of the differences to other policies."""
+    charged: bool = False
+    """Whether controllers pay for their decisions; they are then also judged as if these were free,
+    beside their teachers."""
     equal_latency: bool = False
     """Whether policies are compared with mixtures and configurations of equal mean latency."""
     averaged: bool = True
@@ -141,7 +186,14 @@ DEADLINE = Task(
     condition_words=("budget", "budgets"),
     score="utility",
     ranked_by="utility",
+    charged=True,
     metrics=(UTILITY, FREE, GAP, ACCURACY, LATENCY, ON_TIME, FEASIBLE, DECISION),
+    numbers=(
+        Metric("over_static", of=over("utility")),
+        P95,
+        Metric("infeasible", samples=1 - pl.mean("feasible")),
+        Metric("reward", samples=pl.mean("reward")),
+    ),
     low="budget_aware_static",
     trained=("controller", "teacher"),
     compared=("over_static",),
@@ -156,7 +208,20 @@ MEAN_BUDGET = Task(
     validation="Val/Reward_Mean",
     compared=("over_static_mix", "over_static_mix_at_budget", "over_best_single"),
     equal_latency=True,
-    metrics=(ACCURACY, LATENCY, OVER_MIX, OVER_SINGLE, GAP, DECISION),
+    metrics=(
+        SCORE,
+        LATENCY,
+        OVER_MIX,
+        OVER_SINGLE,
+        Metric("gap_closed", "oracle gap closed", ".0%", of=over("accuracy"), per=GAP_WIDTH),
+        DECISION,
+    ),
+    numbers=(
+        Metric("utility", of=pl.col("accuracy"), in_parts=True),
+        Metric("over_static_mix_at_budget", of=over("accuracy", "of_mix_at_budget")),
+        Metric("oracle_accuracy", samples=UPPER_BOUND.mean()),
+        P95,
+    ),
     low="static_mix",
     trained=("controller",),
     by_dataset=("controller", "static_mix", "best_single", "oracle"),
@@ -169,7 +234,8 @@ DEMONSTRATIONS = Task(
     samples="queries",
     score="accuracy",
     ranked_by="accuracy",
-    metrics=(ACCURACY, DECISION),
+    metrics=(SCORE, DECISION),
+    numbers=(),
     low="random",
     trained=LEARNED,
     averaged=False,

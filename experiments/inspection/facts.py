@@ -25,9 +25,9 @@ from knobwise.envs.bandit.budgets import default_budgets, log_moments
 from knobwise.envs.tables.cost_words import in_words
 from knobwise.envs.tables.profile_table import ProfileTable, median_of
 from knobwise.experiments.evidence.attainable import attainable, oracle_of_halves, repeated_share
+from knobwise.experiments.evidence.controllers import configurations_of
 from knobwise.experiments.evidence.explanation import difficulty_of
 from knobwise.experiments.evidence.statistics import pareto_front
-from knobwise.experiments.evidence.summary import configurations_of
 from knobwise.experiments.inspection.faults import faults_of
 from knobwise.experiments.wording.words import number
 

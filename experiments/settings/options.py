@@ -230,6 +230,8 @@ class EvaluateRun:
     """With `live`: the simulated stream of requests."""
     json: str | None = None
     """Write the results to this file."""
+    decisions: str | None = None
+    """Write every decision to this Parquet file, in the columns of a run's decisions.parquet."""
     html: str | None = None
     """With `live`: write a page with charts of the results to this file."""
 

@@ -13,49 +13,39 @@ from typing import Any
 import polars as pl
 import torch
 from threadpoolctl import threadpool_limits
-from torch import Tensor
 
 from knobwise.agents import deployed as policy_package
 from knobwise.agents.calibration.calibrate import deployed_by
 from knobwise.agents.calibration.deployed_controller import DeployedController
-from knobwise.agents.calibration.prices import make_priced_baselines, mean_budgets
 from knobwise.agents.calibration.taught import taught_trainer
 from knobwise.agents.controller.features import FeatureNormaliser
 from knobwise.agents.controller.settings import hidden_for
-from knobwise.agents.evaluation.baselines import (
-    Oracle,
-    StaticPerDataset,
-    make_baselines,
-    static_of,
-)
-from knobwise.agents.evaluation.budgets import few_budgets, judged_budgets
+from knobwise.agents.evaluation.budgets import few_budgets
 from knobwise.agents.evaluation.own_cost import expected_cost_ms
 from knobwise.agents.teacher.experts import Experts
 from knobwise.agents.teacher.regressors import FAMILIES
 from knobwise.agents.training.checkpoint import Loaded, load_checkpoint
 from knobwise.agents.training.controllers import kept_is_of_grpo
 from knobwise.agents.training.trainer import Trainer
-from knobwise.common.errors import InputError
 from knobwise.common.progress import progress, say
-from knobwise.envs.bandit.reward import RewardTable
 from knobwise.envs.bandit.reward_kinds import KINDS
-from knobwise.envs.readers.joint import rows_by_dataset, with_dataset_input
+from knobwise.envs.readers.joint import with_dataset_input
 from knobwise.envs.tables.cost_words import in_words
-from knobwise.envs.tables.divisions import budget_rows, divide
-from knobwise.envs.tables.profile_table import ProfileTable, Split
+from knobwise.envs.tables.divisions import divide
+from knobwise.envs.tables.profile_table import ProfileTable
 from knobwise.envs.tables.splits import FOLDS
 from knobwise.envs.tables.units import MS
 from knobwise.experiments.evidence.attainable import add_shares, attainable_by
 from knobwise.experiments.evidence.controllers import (
+    controller_results,
     gain_on_held_out,
     held_out_choices,
-    judge_on_test,
+    judge_controllers,
 )
+from knobwise.experiments.evidence.evaluate import EVALUATORS, Deadlines, MeanBudgets
 from knobwise.experiments.evidence.explanation import Explained, explain_policy
 from knobwise.experiments.evidence.run_folder import checkpoint_at
 from knobwise.experiments.evidence.schema import Attainable, GrpoGain, RunResults, TrainingFacts
-from knobwise.experiments.evidence.summary import summary_of
-from knobwise.experiments.evidence.task import DEADLINE
 from knobwise.experiments.inspection.faults import warnings_of
 from knobwise.experiments.settings.options import EvaluateRun, TrainRun, resolve
 from knobwise.experiments.settings.profiles import read_profile, read_questions
@@ -97,19 +87,10 @@ class ControllerExperiment(Experiment):
         self.split = divide(table, **asdict(config.split), number=number)
         # what everything but the trainers is fitted on
         self.fitted = self.split.fitted
-        self.mean = config.budget.sense == "mean"
+        self.evaluator = EVALUATORS[config.budget.sense]
+        self.evaluator.check(table, max(config.split.folds, config.split.repeats))
         # the budgets to judge at, float [B]
-        if self.mean:
-            several = max(config.split.folds, config.split.repeats) > 1
-            if table.first_look_ms is not None or several:
-                raise InputError(
-                    "budget=mean: has one split, so leave out split.folds and split.repeats, and "
-                    f"no first stage to pay for, as {table.name!r} has if it names first_look_ms"
-                )
-            self.budgets_ms = mean_budgets(table, self.fitted, config.budgets_ms)
-        else:
-            rows = budget_rows(table, self.split)
-            self.budgets_ms = judged_budgets(table, config.budgets_ms, rows)
+        self.budgets_ms = self.evaluator.budgets(table, self.split, config.budgets_ms)
         if config.budgets_ms is None:
             self.notes += [in_words(note, table.unit) for note in few_budgets(self.budgets_ms)]
         # config.yaml says how wide the layers became
@@ -203,8 +184,7 @@ class ControllerExperiment(Experiment):
         """The experts that the seeds and the baselines share. Folds and trees are those of the
         first seed of the split."""
         policy = self.config.policy
-        # under a mean budget experts learn without a deadline
-        budgets_ms = self.budgets_ms[:0] if self.mean else self.budgets_ms
+        budgets_ms = self.evaluator.deadlines(self.budgets_ms)
         families = tuple(FAMILIES) if self.config.baselines else policy.experts
         folds = policy.fold_networks if policy.teacher else FOLDS
         return Experts.fit(
@@ -243,7 +223,8 @@ class ControllerExperiment(Experiment):
             results["warnings"] = self.warnings
             questions = read_questions(self.config.profile)
             with threadpool_limits(self.config.threads):
-                explained = Explained(self.table, self.fitted, test, kept, self.budgets_ms)
+                evaluator = self.evaluator(self.table, self.split, self.budgets_ms)
+                explained = Explained(self.table, test, kept, *evaluator.explained_by(kept))
                 results["explanation"] = explain_policy(explained, questions)
         if self.others:
             # every row is a mean over the splits; a sample counts once for each that judges it
@@ -253,7 +234,8 @@ class ControllerExperiment(Experiment):
                 frames.append(judged.with_columns(split=pl.lit(other.number, pl.Int64)))
             decisions = pl.concat(frames)
             tests = torch.cat([part.split.test for part in (self, *self.others)])
-            means = summary_of(DEADLINE, decisions, self.table, tests, self.config.seeds)
+            whole = self.evaluator(self.table, self.split, self.budgets_ms).of_rows(tests)
+            means = controller_results(whole, decisions, self.config.seeds)
             split = self.config.split
             # folds share one seed
             seeds = [split.seed] * split.folds or range(split.seed, split.seed + split.repeats)
@@ -275,18 +257,11 @@ class ControllerExperiment(Experiment):
         before = [before_grpo(loaded) for loaded in best]
         # the column of rewards is free of the decision's own cost
         free_rewards = self.trainers[0].setup.held_out.free_rewards
+        evaluator = self.evaluator(self.table, self.split, self.budgets_ms, free_rewards)
+        experts = self.experts if config.baselines else None
         with threadpool_limits(config.threads):
-            results, decisions = judge_controllers(
-                config,
-                self.table,
-                self.split,
-                self.budgets_ms,
-                free_rewards,
-                controllers,
-                config.seeds,
-                experts=self.experts if config.baselines else None,
-                fold_seed=self.fold_seed,
-                before=before,
+            results, decisions = judge_beside_baselines(
+                evaluator, config, controllers, config.seeds, experts, self.fold_seed, before
             )
         gain: GrpoGain = results.pop("grpo_gain", {})
         gain |= gain_on_held_out(best)
@@ -313,49 +288,40 @@ class ControllerExperiment(Experiment):
         return results, decisions
 
 
-def judge_controllers(
+def judge_beside_baselines(
+    evaluator: Deadlines | MeanBudgets,
     config: TrainRun | EvaluateRun,
-    table: ProfileTable,
-    split: Split,
-    budgets_ms: Tensor,
-    rewards: RewardTable,
     controllers: Sequence[DeployedController],
     seeds: Sequence[int],
     experts: Experts | None = None,
     fold_seed: int = 0,
     before: Sequence[DeployedController | None] = (),
 ) -> tuple[RunResults, pl.DataFrame]:
-    """Judge controllers beside the baselines on the test part, under deadlines or mean budgets
-    [B], see `judge_on_test`.
+    """Judge controllers beside every simple way, see `judge_controllers`.
 
     Args:
         config: says whether there are all baselines, and whether controllers pay for decisions.
         experts: what the baselines predict with; None fits them.
         fold_seed: seed of the folds of the baselines.
     """
-    fitted = split.fitted
-    test = split.test
-    baselines: list[Any] = []
+    table = evaluator.table
+    baselines: Sequence[Any] = evaluator.references()
     estimate: Attainable | None = None
-    if controllers[0].sense == "mean":
-        if config.baselines:
-            baselines = make_priced_baselines(table, split, budgets_ms, experts=experts)
-    elif config.baselines:
+    if config.baselines:
         if experts is None:
+            budgets_ms = evaluator.deadlines(evaluator.budgets_ms)
+            fitted = evaluator.split.fitted
             experts = Experts.fit(table, fitted, budgets_ms, tuple(FAMILIES), fold_seed)
-        if table.features:
-            estimate = attainable_by(table, experts, budgets_ms)
-        baselines = make_baselines(table, split, fold_seed, budgets_ms, experts)
-        if len(rows_by_dataset(table, test)) > 1:
-            baselines.insert(1, StaticPerDataset(table, fitted, test))
-    else:
-        baselines = [static_of(table, fitted), Oracle(table, test)]
-    about = table, fitted, test, budgets_ms, controllers, seeds, baselines
-    judged = judge_on_test(*about, config.own_cost, rewards, before)
+        if evaluator.task.charged and table.features:
+            estimate = attainable_by(table, experts, evaluator.budgets_ms)
+        baselines = evaluator.baselines(experts, fold_seed)
+    results, decisions = judge_controllers(
+        evaluator, controllers, seeds, baselines, config.own_cost, before
+    )
     if estimate:
-        judged[0]["attainable"] = estimate
-        add_shares(judged[0])
-    return judged
+        results["attainable"] = estimate
+        add_shares(results)
+    return results, decisions
 
 
 def best_of(trainer: Trainer) -> str:

@@ -81,7 +81,7 @@ def test_where_it_was_not_shown_to_be_better_the_mixture_is_expected_to_decide()
     worths, deployed_at = torch.tensor([4.0, 8.0]), torch.tensor([True, False])
     policy = MeanBudgetPolicy("always", decide, budgets_ms, worths, deployed_at, mix)
     # what is expected of it needs no draw
-    expected = policy.expected(table, rows, policy.decided(table, rows))
+    expected = policy.mixture(table, rows).expected(table, rows)
     cells = table.accuracy, table.latency_ms
     for values, cell, mixed in zip(expected, cells, mix.expected(table, rows), strict=True):
         assert values.equal(torch.stack([cell[:, 3].double(), mixed[:, 1]], 1))
@@ -129,7 +129,7 @@ def test_a_taught_policy_spends_more_where_it_may():
     mixed, _ = StaticMix.of_table(table, split.fitted, budgets_ms).expected(table, test)
     # baselines that look at the request are priced out of fold
     for policy in policies:
-        accuracy, cost = policy.expected(table, test, policy.decided(table, test))
+        accuracy, cost = policy.mixture(table, test).expected(table, test)
         assert (policy.worths.diff() >= 0).all()
         assert cost.mean(0).tolist() == pytest.approx(budgets_ms.tolist(), rel=0.25)
         assert policy.name == "latency_only" or accuracy.mean() > mixed.mean() + 0.03

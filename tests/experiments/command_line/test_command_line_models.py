@@ -113,13 +113,13 @@ def test_a_run_leaves_files_that_decide_as_what_it_deploys_was_judged(folder, tr
     table = read_long_table("files/first.parquet", features="files/first.npz")
     decisions = read_decisions(run).filter(policy="controller")
     assert set(decisions["seed"]) == {0}
-    rows = torch.tensor([table.sample_ids.index(sample) for sample in decisions["sample_id"]])
-    requests = arrays(table, rows) | {"budgets_ms": decisions["place"].to_numpy()}
+    rows = torch.tensor([table.sample_ids.index(sample) for sample in decisions["sample"]])
+    requests = arrays(table, rows) | {"budgets_ms": decisions["condition"].to_numpy()}
     labels = {table.label(c): table.configuration(c) for c in range(table.num_configurations)}
     alone = [labels[choice] for choice in decisions["choice"]]
     assert decided(run, requests) == alone
     means = {row["policy"]: row for row in read_json(run / "results.json")["rows"][::3]}
-    assert means["controller"]["utility"] == pytest.approx(decisions["score"].mean())
+    assert means["controller"]["utility"] == pytest.approx(decisions["utility"].mean())
     assert means["controller"]["decision_us_p50"] > 0
     assert means["teacher"]["decision_us_p50"] is None
     # the same is loaded and exported by default

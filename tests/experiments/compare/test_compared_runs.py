@@ -90,19 +90,19 @@ def test_runs_are_called_by_their_folders(tmp_path, runs, wanted):
 def test_decisions_are_the_rows_of_the_file(tmp_path):
     folder = write_run(tmp_path / "a", seeds=(3, 1))
     (run,) = read_runs([folder])
-    rows = run.decisions.filter(policy="controller").sort("seed", "sample_id", "place")
-    names = ["seed", "sample_id", "place", "score", "accuracy", "latency_ms"]
-    decisions = decisions_of(run, "controller").rename({"sample": "sample_id"})
+    rows = run.decisions.filter(policy="controller").sort("seed", "sample", "condition")
+    names = ["seed", "sample", "condition", "utility", "accuracy", "latency_ms"]
+    decisions = decisions_of(run, "controller").rename({"sample": "sample"})
     assert_frame_equal(decisions.select(names), rows.select(names))
     assert len(decisions) == 2 * 60 * 2
-    assert set(decisions["place"]) == {10, 20}
+    assert set(decisions["condition"]) == {10, 20}
     assert run.row("controller", 20.0)["budget_ms"] == 20
-    assert decisions["score"].mean() == pytest.approx(run.row("controller", None)["utility"])
+    assert decisions["utility"].mean() == pytest.approx(run.row("controller", None)["utility"])
     assert run.row("nothing", 20.0) == {}
     assert decisions_of(run, "nothing") is None
     file = folder / "decisions.parquet"
     whole = pl.read_parquet(file)
-    whole.filter((pl.col("sample_id") != "s3") | (pl.col("place") != 10)).write_parquet(file)
+    whole.filter((pl.col("sample") != "s3") | (pl.col("condition") != 10)).write_parquet(file)
     assert decisions_of(read_runs([folder])[0], "controller") is None
     whole.with_columns(accuracy=pl.lit("high")).write_parquet(file)
     with input_error(r"decisions\.parquet") as error:
@@ -113,12 +113,12 @@ def test_decisions_are_the_rows_of_the_file(tmp_path):
 @pytest.mark.parametrize(
     ("column", "value"),
     [
-        ("score", 7.0),
-        ("score", -0.5),
-        ("score", math.inf),
+        ("utility", 7.0),
+        ("utility", -0.5),
+        ("utility", math.inf),
         ("accuracy", 1.01),
         ("accuracy", -1.0),
-        ("in_time", 2.0),
+        ("on_time", 2.0),
         ("latency_ms", -1.0),
         ("latency_ms", math.inf),
     ],

@@ -13,7 +13,9 @@ from helpers import input_error, small_beams
 from knobwise.agents.selector.evaluation import Decided
 from knobwise.envs.readers.long_table import read_long_table
 from knobwise.experiments.evidence.decisions import (
+    BEFORE,
     FILE,
+    IF_FREE,
     SCHEMA,
     array_of,
     decision_rows,
@@ -22,7 +24,11 @@ from knobwise.experiments.evidence.decisions import (
     write_decisions,
 )
 from knobwise.experiments.evidence.results import read_results
-from knobwise.experiments.evidence.selectors import selector_decisions, selector_results
+from knobwise.experiments.evidence.selectors import (
+    Demonstrations,
+    selector_decisions,
+    selector_results,
+)
 from knobwise.experiments.evidence.statistics import mean_interval
 from knobwise.experiments.evidence.task import shown_at
 from knobwise.experiments.settings.beams import SelectorData
@@ -47,7 +53,7 @@ def run(*words):
 
 
 def frame(places, **columns):
-    samples = pl.DataFrame({"sample_id": ["b", "a"]})
+    samples = pl.DataFrame({"sample": ["b", "a"]})
     rows = [decision_rows("controller", seed, samples, places, columns) for seed in (1, 0)]
     return pl.concat(rows)
 
@@ -59,7 +65,7 @@ def test_rows_are_read_back_in_the_order_written():
     found = read_decisions(".")
     assert found.equals(rows)
     assert dict(found.schema) == SCHEMA
-    places = found["seed", "sample_id", "place"].rows()
+    places = found["seed", "sample", "condition"].rows()
     assert places[:3] == [(1, "b", 2.0), (1, "b", 1.0), (1, "a", 2.0)]
     assert found["accuracy"].to_list() == pytest.approx([0.1, 0.2, 0.3, None] * 2)
     assert found["feasible"].is_null().all()
@@ -72,9 +78,6 @@ def test_what_is_no_file_of_decisions_is_an_error_for_a_person():
     Path(FILE).write_bytes(b"PAR1 but not really")
     with input_error(FILE):
         read_decisions(".")
-    # files of earlier versions know no clusters
-    frame([1.0]).drop("cluster").write_parquet(FILE)
-    assert read_decisions(".")["cluster"].is_null().all()
     frame([1.0]).drop("seed").write_parquet(FILE)
     with input_error("seed"):
         read_decisions(".")
@@ -91,7 +94,7 @@ def test_arrays_are_seeds_by_samples_by_places():
         np.testing.assert_equal(array_of(rows, "controller", "accuracy"), [wanted] * 2)
 
     def numbers(rows):
-        keys = ("split", "dataset", "sample_id", "cluster")
+        keys = ("split", "dataset", "sample", "cluster")
         return splits_of(rows.select(keys).unique(maintain_order=True))
 
     assert numbers(first) is None
@@ -106,28 +109,31 @@ def test_results_are_means_of_the_decisions():
     results, found = run(LEAN)
     policies = {row["policy"] for row in results["rows"]}
     seeds = {name: {3, 1} if name in ("controller", "teacher") else {None} for name in policies}
-    assert {p: set(found.filter(policy=p)["seed"]) for p in policies} == seeds
-    assert len(found) == (len(policies) + 2) * results["test_samples"] * 5
-    assert found["policy", "seed", "sample_id", "place"].is_unique().all()
+    # what costs nothing, and what GRPO started from, are policies without rows in the results
+    seeds |= {name: {3, 1} for name in (IF_FREE, BEFORE)}
+    assert {p: set(found.filter(policy=p)["seed"]) for p in found["policy"].unique()} == seeds
+    assert len(found) == (len(policies) + 6) * results["test_samples"] * 5
+    assert found["policy", "seed", "sample", "condition"].is_unique().all()
     for row in results["rows"]:
         if row["budget_ms"] is not None:
-            part = found.filter(policy=row["policy"], place=row["budget_ms"])
-            assert row["utility"] == pytest.approx(part["score"].mean(), rel=1e-5)
+            part = found.filter(policy=row["policy"], condition=row["budget_ms"])
+            assert row["utility"] == pytest.approx(part["utility"].mean(), rel=1e-5)
     # row by row: what the profile says of the configuration
     table = read_long_table("t.parquet", features="f.npz")
     labels = [table.label(c) for c in range(12)]
-    rows = [table.sample_ids.index(sample) for sample in found["sample_id"]]
+    rows = [table.sample_ids.index(sample) for sample in found["sample"]]
     cells = rows, [labels.index(choice) for choice in found["choice"]]
     assert table.accuracy[cells].tolist() == found["accuracy"].to_list()
     assert table.latency_ms[cells].tolist() == found["latency_ms"].to_list()
-    on_time = (found["latency_ms"] <= found["place"]).cast(pl.Float32)
-    assert (found["in_time"] == on_time).all()
-    assert (found["score"] == found["accuracy"] * on_time).all()
+    on_time = (found["latency_ms"] <= found["condition"]).cast(pl.Float32)
+    assert (found["on_time"] == on_time).all()
+    assert (found["utility"] == found["accuracy"] * on_time).all()
 
     # without baselines and the other seed, what is left decides the same
     few, kept = run(LEAN, "baselines=false seeds=[3]")
     left = {"controller", "teacher", "budget_aware_static", "oracle"}
     assert {row["policy"] for row in few["rows"]} == left
+    left |= {IF_FREE, BEFORE}
     same = found.filter(pl.col("policy").is_in(left), pl.col("seed").fill_null(3) == 3)
     assert kept.drop("decision_us").equals(same.drop("decision_us"))
 
@@ -142,11 +148,11 @@ def test_recorded_sequences_that_a_selector_prefers():
         assert set(found.filter(policy=row["policy"])["seed"]) == seeds
     # each is a recorded sequence of its query, right or wrong as recorded
     for row in found.iter_rows(named=True):
-        query = table.query_ids.index(row["sample_id"])
+        query = table.query_ids.index(row["sample"])
         shown = table.pool[query][table.sequences[query]].tolist()
         recorded = shown.index([int(item) for item in row["choice"].split()])
         right = table.fields["vqa_correct"][query, recorded]
-        assert right == row["accuracy"] == row["score"]
+        assert right == row["accuracy"]
 
 
 def test_what_is_not_known_is_null_and_nothing_known_has_no_rows():
@@ -157,8 +163,9 @@ def test_what_is_not_known_is_null_and_nothing_known_has_no_rows():
         "own": {1: Decided(right, shown, vote, 12.5), 3: Decided(right * torch.nan, shown)},
         "vote": {1: Decided(right[1:], None)},
     }
-    found = selector_decisions(decided, BEAMS, torch.tensor([2, 0]), [0, 4])
-    columns = ["policy", "seed", "sample_id", "choice", "score", "vote", "decision_us"]
+    evaluator = Demonstrations(BEAMS, torch.tensor([2, 0]), (1, 3))
+    found = selector_decisions(evaluator, decided, [0, 4])
+    columns = ["policy", "seed", "sample", "choice", "accuracy", "vote", "decision_us"]
     assert found[columns].rows() == [
         ("own", 0, "2", "7 3", 1.0, 1.0, 12.5),
         ("own", 0, "0", None, None, 0.0, 12.5),
@@ -167,7 +174,7 @@ def test_what_is_not_known_is_null_and_nothing_known_has_no_rows():
         ("vote", None, "2", None, 0.0, None, None),
         ("vote", None, "0", None, 1.0, None, None),
     ]
-    assert set(found["place"]) == {1}
+    assert set(found["condition"]) == {1}
 
 
 # -- results.json of a selector: means, paired differences, and what happens where something is unknown
@@ -188,7 +195,9 @@ def results(correct, test=BEAMS, judged_by="scorer", hidden=()):
             for shots, right in by_shots.items()
         }
     seeds = (4, 5, 6)
-    decisions = selector_decisions(decided, BEAMS, torch.arange(4), seeds)
+    judged = sorted({shots for by_shots in decided.values() for shots in by_shots})
+    evaluator = Demonstrations(BEAMS, torch.arange(4), judged)
+    decisions = selector_decisions(evaluator, decided, seeds)
     data = SelectorData(BEAMS, None, None, test, None, None, None, judged_by)
     return selector_results(decisions, data, seeds, 2, hidden)
 

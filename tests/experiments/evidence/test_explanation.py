@@ -11,8 +11,11 @@ from ruled import Ruled
 from scipy.stats import spearmanr
 
 from knobwise.agents.controller.settings import PolicyConfig
+from knobwise.agents.evaluation.baselines import static_of
 from knobwise.envs.bandit.budgets import default_budgets
+from knobwise.envs.tables.profile_table import Split
 from knobwise.experiments.evidence import explanation
+from knobwise.experiments.evidence.evaluate import EVALUATORS
 from knobwise.experiments.evidence.explanation import (
     Explained,
     best_and_worst,
@@ -32,7 +35,7 @@ def explained(table, choose, budgets=BUDGETS):
     """Explain a policy that is a function of the block x and of budgets."""
     rows = torch.arange(table.num_samples)
     rule = Ruled(lambda features, limits, mask: choose(features["x"], limits).astype(int))
-    return Explained(table, rows, rows, rule, budgets)
+    return Explained(table, rows, rule, budgets, static_of(table, rows))
 
 
 # -- difficulty ------------------------------------------------------------------------------------
@@ -212,7 +215,8 @@ def test_every_kind_of_controller_is_explained_by_its_own_decisions(kind, monkey
     sense = "mean" if kind == "mean" else "deadline"
     agent = deployed(table, POLICIES[kind], budgets, sense)
     monkeypatch.setattr(explanation, "MOST", 15)
-    part = Explained(table, rows[:40], rows[40:], agent, budgets)
+    evaluator = EVALUATORS[sense](table, Split(rows[:40], rows[:0], rows[40:]), budgets)
+    part = Explained(table, rows[40:], agent, *evaluator.explained_by(agent))
     assert len(part.rows) == len(part.rows.unique()) == 15
     at = part.rows[:, None], part.chosen
     accuracy, latency_ms = table.accuracy[at].double(), table.latency_ms[at]

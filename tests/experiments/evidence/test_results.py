@@ -25,13 +25,15 @@ from knobwise.agents.teacher.regressors import FAMILIES
 from knobwise.agents.training.checkpoint import Loaded
 from knobwise.envs.bandit.budgets import default_budgets, judged_worths
 from knobwise.envs.readers.long_table import long_frame
+from knobwise.envs.tables.profile_table import Split
 from knobwise.experiments.evidence.controllers import (
     gain_on_held_out,
     held_out_choices,
-    judge_on_test,
+    judge_controllers,
 )
 from knobwise.experiments.evidence.decisions import read_decisions
 from knobwise.experiments.evidence.equal_latency import Reference
+from knobwise.experiments.evidence.evaluate import Deadlines, MeanBudgets
 
 MEAN = words_of(
     "train experiment=mean_budget",
@@ -73,11 +75,17 @@ def untrained():
     return DeployedController(driven_apart(SMALL, PolicyConfig(hidden=8)))
 
 
+def everything(table):
+    """Return a split whose samples are all both fitted and judged."""
+    rows = torch.arange(table.num_samples)
+    return Split(rows, rows[:0], rows)
+
+
 def judged(table, choosers, baselines, budgets, **options):
     """Results and decisions under deadlines, on all samples."""
-    rows = torch.arange(table.num_samples)
-    about = table, rows, rows, budgets, choosers, range(4, 4 + len(choosers)), baselines
-    return judge_on_test(*about, **options)
+    evaluator = Deadlines(table, everything(table), budgets)
+    seeds = range(4, 4 + len(choosers))
+    return judge_controllers(evaluator, choosers, seeds, baselines, **options)
 
 
 def at_budgets(results):
@@ -154,8 +162,7 @@ def test_references_spend_what_the_policy_spent_on_the_test_samples():
     # the third gains .25 for 8 ms and .75 for 24 more: no less a ms, so both in one step; the
     # fourth gains nothing
     oracle = reference.oracle(torch.tensor([27.9, 28.0]))
-    assert oracle.accuracy.T.tolist() == [[0, 1], [1, 1]]
-    assert oracle.latency_ms.T.tolist() == [[8, 16], [40, 16]]
+    assert oracle.T.tolist() == [[0, 1], [1, 1]]
 
 
 def test_rows_of_deadlines_by_hand():
@@ -205,8 +212,9 @@ def at_means(budgets, worths, seeds, **guard):
     learned = ruled_at_means(
         lambda features, worths, mask: np.where(worths >= 100, 2, 1), budgets, worths, **guard
     )
-    about = by_hand(), FITTED, TEST, budgets, [learned] * len(seeds), seeds, []
-    return judge_on_test(*about, charge=False)[0]
+    evaluator = MeanBudgets(by_hand(), Split(FITTED, FITTED[:0], TEST), budgets)
+    about = evaluator, [learned] * len(seeds), seeds, evaluator.references()
+    return judge_controllers(*about, charge=False)[0]
 
 
 def test_rows_of_mean_budgets_by_hand():
@@ -280,14 +288,14 @@ def test_train_under_mean_budgets(folder):
         assert row["utility"] == row["accuracy"] <= row["oracle_accuracy"] + 0.06  # one exchange
     assert list(results["chosen"][0]["weights"]) == ["network", "ridge", "knn"]
     decisions = read_decisions(run)
-    assert decisions["in_time", "feasible", "reward"].null_count().row(0) == (len(decisions),) * 3
-    assert (decisions["score"] == decisions["accuracy"]).all()
+    unknown = decisions["on_time", "feasible", "reward", "utility"].null_count()
+    assert unknown.row(0) == (len(decisions),) * 4
     # where the guard fell back the controller is the static mix, which is no single configuration
     for seed, guard in enumerate(results["guard"]):
         assert [row["budget_ms"] for row in guard] == results["budgets_ms"]
         for row in guard:
-            choices = decisions.filter(seed=seed, place=row["budget_ms"])["choice"]
-            assert choices.is_null().all() == (not row["deployed"])
+            part = decisions.filter(seed=seed, condition=row["budget_ms"])
+            assert part["second_choice"].is_null().all() == row["deployed"]
 
 
 def test_a_network_without_guard_under_chosen_mean_budgets_and_evaluated_again(folder, capsys):
@@ -337,9 +345,9 @@ def test_predicted_probabilities_are_those_of_the_choices_under_what_is_left_of_
     results, decisions = judged(SMALL, [taught], baselines, BUDGETS, charge=False)
     # at fewer budgets the decisions are the same
     _, few = judged(SMALL, [taught], baselines, BUDGETS[1::2], charge=False)
-    whole = decisions.filter(pl.col("place").is_in(few["place"].unique()))
+    whole = decisions.filter(pl.col("condition").is_in(few["condition"].unique()))
     assert few.drop("decision_us").equals(whole.drop("decision_us"))
-    known = decisions.drop_nulls("expected_in_time")
+    known = decisions.drop_nulls("expected_on_time")
     assert set(known["policy"]) == {"controller"}
     moments = taught.teacher.moments(taught.controller.normaliser(SMALL.features, 60))
     # the normal distribution of ln ms, at each choice
@@ -347,18 +355,18 @@ def test_predicted_probabilities_are_those_of_the_choices_under_what_is_left_of_
     chosen = known["choice"].replace_strict(labels, range(12)).to_torch().view(60, -1)
     distance = BUDGETS.log() - moments.log_latency.gather(1, chosen)
     wanted = torch.special.ndtr(distance / moments.spread.expand(60, -1).gather(1, chosen))
-    expected = known["expected_in_time"].to_torch()
+    expected = known["expected_on_time"].to_torch()
     close(expected, wanted.flatten())
     # ten bins of equally many, by rising probability
     bins = pl.DataFrame(results["reliability"])
     assert bins["decisions"].to_list() == [30] * 10
     order = expected.argsort(stable=True)
     for column in ("expected_in_time", "in_time"):
-        means = known[column].to_torch()[order].view(10, 30).mean(1)
+        means = known[column.replace("in_time", "on_time")].to_torch()[order].view(10, 30).mean(1)
         assert bins[column].to_list() == pytest.approx(means.tolist())
     without, decisions = judged(SMALL, [untrained], baselines, BUDGETS)
     assert "reliability" not in without
-    assert decisions["expected_in_time"].is_null().all()
+    assert decisions["expected_on_time"].is_null().all()
 
 
 def test_only_the_controller_is_charged_and_timed():
@@ -373,11 +381,10 @@ def test_only_the_controller_is_charged_and_timed():
     assert means.keys() == {"teacher", "budget_aware_static", "oracle"}
     for row in means.values():
         assert row["utility_free"] is row["decision_us_p50"] is None
-    for column in ("decision_us", "score_free"):
-        assert set(decisions.drop_nulls(column)["policy"]) == {"controller"}
+    assert set(decisions.drop_nulls("decision_us")["policy"]) == {"controller"}
     # the teacher pays neither for its decisions nor for the features that it reads
     budget = float(BUDGETS[2])
-    of_teacher = decisions.filter(policy="teacher", place=budget)
+    of_teacher = decisions.filter(policy="teacher", condition=budget)
     chosen = policy.teacher.choose(arrays(table), np.full(60, budget), table.mask.numpy())
     assert of_teacher["latency_ms"].to_list() == table.latency_ms[rows, chosen].tolist()
 

@@ -20,7 +20,6 @@ from knobwise.experiments.evidence.statistics import (
     mean_intervals,
     paired,
     resampled_means,
-    score_intervals,
 )
 from knobwise.experiments.wording.words import counted, difference_cell, shown_by, span
 
@@ -70,10 +69,6 @@ def test_several_intervals_come_from_the_same_draws():
     ends, shifted = np.array(mean_intervals([values, values + 1]))
     assert mean_interval(values) == pytest.approx(ends)
     assert shifted == pytest.approx(ends + 1)
-    ((score, share, gain),) = score_intervals([(values, np.zeros(50), np.ones(50), values + 1)])
-    mean = values.mean()
-    assert score == share == (pytest.approx(mean), pytest.approx(ends))
-    assert gain == (pytest.approx(mean + 1), pytest.approx(shifted))
     assert mean_intervals([]) == []
 
 
@@ -82,15 +77,6 @@ def test_intervals_by_the_textbook():
     assert mean_interval(np.repeat([0.0, 1.0], 100)) == pytest.approx([0.43, 0.57], abs=0.01)
     # a mean lies among its values in spite of rounding
     assert [mean_interval(np.ones((3, n))) for n in range(1, 60)] == [[1, 1]] * 59
-
-
-def test_where_nothing_can_be_gained_nothing_was_closed():
-    static = np.random.default_rng(0).random(20)
-    best = static.copy()
-    best[0] += 0.5  # in about a third of the draws the only sample with a gain is missing
-    for score, share in ((static, 0), (best, 1)):
-        ((_, gap),) = score_intervals([(score[None], static, score)])
-        assert gap == (share, pytest.approx([share, share]))
 
 
 # -- paired differences ----------------------------------------------------------------------------
@@ -234,18 +220,18 @@ def test_the_mean_comes_first_then_each_budget(tmp_path):
     folders = [write_run(tmp_path / "a"), write_run(tmp_path / "b", gain=0.3)]
     found, note = against(*folders)
     assert note == ""
-    assert [(one.place, one.samples) for one in found] == [(None, 60), (10.0, 60), (20.0, 60)]
+    assert [(one.condition, one.samples) for one in found] == [(None, 60), (10.0, 60), (20.0, 60)]
     runs = read_runs(folders)
     for one in found:
-        first, second = (run.row("controller", one.place)["utility"] for run in runs)
+        first, second = (run.row("controller", one.condition)["utility"] for run in runs)
         assert one.difference == pytest.approx(second - first)
         assert one.ci95[0] < one.difference < one.ci95[1]
     _, only = against(*folders, places=(20.0,))[0]
     assert (only.difference, only.ci95) == (found[2].difference, pytest.approx(found[2].ci95))
     # a name in two data sets is two samples: the second half bears the names of the first
-    rank = pl.col("sample_id").str.slice(1).cast(pl.Int64)
+    rank = pl.col("sample").str.slice(1).cast(pl.Int64)
     for folder in folders:
-        names = {"dataset": rank < 30, "sample_id": rank % 30}
+        names = {"dataset": rank < 30, "sample": rank % 30}
         write_decisions(folder, read_decisions(folder).with_columns(**names))
     for one, renamed in zip(found, against(*folders)[0], strict=True):
         assert renamed.samples == 60
@@ -271,7 +257,7 @@ def test_what_is_restricted_is_said(tmp_path):
     first = write_run(tmp_path / "a")
     other = write_run(tmp_path / "b", samples=range(20, 80), budgets=(10.0, 30.0), seeds=(0, 1, 2))
     found, note = against(first, other)
-    assert [(one.place, one.samples) for one in found] == [(None, 40), (10.0, 40)]
+    assert [(one.condition, one.samples) for one in found] == [(None, 40), (10.0, 40)]
     assert all(words in note for words in ("40", "1 of", "other seeds"))
     # other features of the same measurements are no obstacle
     found, note = against(first, write_run(tmp_path / "c", digest="sha256:other", gain=0.2))
@@ -292,7 +278,7 @@ def test_selectors_are_compared_at_each_number_of_shots_where_answers_are_known(
     policies = ("grpo_recorded", "grpo_live")
     found, note = against(first, second, policies=policies, places=(1.0, 2.0))
     assert note == ""
-    assert [(one.place, one.samples) for one in found] == [(1.0, 60), (2.0, 53)]
+    assert [(one.condition, one.samples) for one in found] == [(1.0, 60), (2.0, 53)]
     assert found[0].difference == pytest.approx(0.3, abs=0.08)
     assert (found[0].against_policy, found[0].policy) == policies
     other = write_selector_run(tmp_path / "c", digest="sha256:else")

@@ -16,8 +16,9 @@ from knobwise.agents.controller.features import FeatureNormaliser
 from knobwise.agents.evaluation.baselines import Oracle, Random, StaticPerDataset, static_of
 from knobwise.agents.training.checkpoint import load_checkpoint
 from knobwise.envs.bandit.budgets import default_budgets
-from knobwise.envs.tables.profile_table import ProfileTable
-from knobwise.experiments.evidence.controllers import judge_on_test
+from knobwise.envs.tables.profile_table import ProfileTable, Split
+from knobwise.experiments.evidence.controllers import judge_controllers
+from knobwise.experiments.evidence.evaluate import Deadlines, MeanBudgets
 from knobwise.experiments.evidence.results import read_results
 from knobwise.experiments.report.content import by_dataset
 from knobwise.experiments.report.report import print_results
@@ -44,8 +45,9 @@ def judged(table, rows):
     fitted = [static_of(table, everything), StaticPerDataset(table, everything, rows)]
     baselines = [*fitted, Random(), Worst(), Oracle(table, rows)]
     learned = [Ruled(Random(1)), Ruled(Random(2))]
-    about = table, everything, rows, torch.tensor([1.0, 2.0]), learned, [0, 1], baselines
-    return judge_on_test(*about, charge=False)[0]
+    split = Split(everything, everything[:0], rows)
+    evaluator = Deadlines(table, split, torch.tensor([1.0, 2.0]))
+    return judge_controllers(evaluator, learned, [0, 1], baselines, charge=False)[0]
 
 
 def judged_at_means():
@@ -58,9 +60,10 @@ def judged_at_means():
     learned = ruled_at_means(Always(1), budgets, worths)
     other = ruled_at_means(Always(0), budgets, worths).under_mean_budgets()
     other.name = "knn"
-    results, _ = judge_on_test(
-        table, rows, rows, budgets, [learned] * 2, [0, 1], [other], charge=False
-    )
+    evaluator = MeanBudgets(table, Split(rows, rows[:0], rows), budgets)
+    first, second, last = evaluator.references()
+    baselines = [first, second, other, last]
+    results, _ = judge_controllers(evaluator, [learned] * 2, [0, 1], baselines, charge=False)
     return results | {"guard": [], "chosen": []}
 
 

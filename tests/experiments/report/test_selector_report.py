@@ -26,7 +26,11 @@ from page_parts import (
 from knobwise.agents.selector.evaluation import Decided
 from knobwise.experiments.compare.comparison import Comparison
 from knobwise.experiments.compare.runs import Run
-from knobwise.experiments.evidence.selectors import selector_decisions, selector_results
+from knobwise.experiments.evidence.selectors import (
+    Demonstrations,
+    selector_decisions,
+    selector_results,
+)
 from knobwise.experiments.evidence.task import CONTROLS, LEARNED
 from knobwise.experiments.report import page
 from knobwise.experiments.report.content import main_table
@@ -90,7 +94,8 @@ def table(queries=40):
 
 
 def results_of(decided):
-    decisions = selector_decisions(decided, table(QUERIES), torch.arange(QUERIES), SEEDS)
+    evaluator = Demonstrations(table(QUERIES), torch.arange(QUERIES), tuple(MORE))
+    decisions = selector_decisions(evaluator, decided, SEEDS)
     data = SelectorData(table(), None, None, table(41), None, None, None, "scorer")
     return selector_results(decisions, data, SEEDS, 2, ["annotator"])
 

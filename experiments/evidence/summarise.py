@@ -1,0 +1,234 @@
+"""Summarise a table of decisions: what every policy gets, with intervals.
+
+A number of a policy is a mean over its samples, then over its seeds, then over the conditions.
+Intervals are of the bootstrap over samples (or clusters), seeds and splits, the same draws for all.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, cast
+
+import numpy as np
+import polars as pl
+from numpy.typing import NDArray
+
+from knobwise.experiments.evidence.decisions import SAMPLE, splits_of
+from knobwise.experiments.evidence.schema import ReliabilityBin, UsageRow
+from knobwise.experiments.evidence.statistics import ends_of, resampled_means
+from knobwise.experiments.evidence.task import Metric, Task
+
+BINS = 10
+"""Number of bins of predicted probabilities."""
+Array = NDArray[np.float64]
+
+
+def summarise(
+    decisions: pl.DataFrame,
+    metrics: Sequence[Metric],
+    conditions: bool = True,
+    over_conditions: bool = True,
+) -> list[dict[str, Any]]:
+    """Return a row for each policy: its mean over the conditions, under the condition None, then
+    its numbers under each condition.
+
+    Args:
+        decisions: of every policy the same samples under the same conditions, in the same order;
+            its seeds may differ from those of others.
+        metrics: their numbers become those of a row, see `Metric`. A number without an interval is
+            None where it is unknown.
+        conditions: whether there are rows for each condition.
+        over_conditions: whether there are rows with the mean over the conditions.
+    """
+    # differences are taken in float64
+    decisions = decisions.with_columns(pl.col(pl.Float32).cast(pl.Float64))
+    samples = decisions.select(*SAMPLE, "cluster").unique(maintain_order=True)
+    splits = splits_of(samples)
+    means = _aggregated(decisions, [metric for metric in metrics if metric.samples is not None])
+    estimated = [metric for metric in metrics if metric.of is not None]
+    rows: list[dict[str, Any]] = []
+    ratios: list[_Ratio] = []
+    for (policy,), part in decisions.group_by("policy", maintain_order=True):
+        judged = part["condition"].unique(maintain_order=True).to_list()
+        slices: dict[float | None, slice] = {None: slice(None)} if over_conditions else {}
+        if conditions:
+            slices |= {condition: slice(i, i + 1) for i, condition in enumerate(judged)}
+        cubes = [_Ratio.of(part, metric, len(judged)) for metric in estimated]
+        for condition, places in slices.items():
+            row = {"policy": policy, "condition": condition, **means[policy, condition]}
+            for metric, cube in zip(estimated, cubes, strict=True):
+                ratio = cube.over(places)
+                row[metric.key] = ratio.value
+                ratios.append(ratio)
+                if metric.in_parts:
+                    row |= _parts(metric.key, ratio.above, part["seed"], splits)
+            rows.append(row)
+    # all intervals at once: they share their draws
+    intervals = iter(_intervals(ratios, splits))
+    for row in rows:
+        for metric in estimated:
+            row[f"{metric.key}_ci95"] = next(intervals)
+    return rows
+
+
+def _aggregated(
+    decisions: pl.DataFrame, metrics: Sequence[Metric]
+) -> dict[tuple[str, float | None], dict[str, Any]]:
+    """Return the numbers that have no interval, by policy and condition; None for the mean over
+    the conditions at which they are known."""
+    numbers = {metric.key: metric.samples for metric in metrics}
+    # rows keep their order, so that sums do not differ between two runs
+    aggregations = {name: cast("pl.Expr", samples) for name, samples in numbers.items()}
+    of_seeds = decisions.group_by("policy", "condition", "seed", maintain_order=True).agg(
+        **aggregations
+    )
+    mean = [pl.col(name).cast(pl.Float64).mean().fill_nan(None) for name in numbers]
+    by_condition = of_seeds.group_by("policy", "condition", maintain_order=True).agg(mean)
+    overall = by_condition.group_by("policy", maintain_order=True).agg(mean)
+    overall = overall.with_columns(condition=pl.lit(None, pl.Float64))
+    means: dict[tuple[str, float | None], dict[str, Any]] = {}
+    for frame in (by_condition, overall):
+        for row in frame.iter_rows(named=True):
+            means[row.pop("policy"), row.pop("condition")] = row
+    return means
+
+
+def _parts(
+    key: str, scores: Array, seeds: pl.Series, splits: NDArray[np.int64] | None
+) -> dict[str, list[float]]:
+    """Return the mean of scores [S, n] by seed where there are seeds, and by split where there are
+    several."""
+    parts = {}
+    if not seeds.has_nulls():
+        parts[f"{key}_per_seed"] = scores.mean(1).tolist()
+    if splits is not None and splits[0].any():
+        of_splits = [scores[:, splits[0] == split] for split in np.unique(splits[0])]
+        parts[f"{key}_per_split"] = [float(values.mean()) for values in of_splits]
+    return parts
+
+
+class _Ratio(NamedTuple):
+    """The mean of an array, float [S, n, …], divided by that of another one, if there is one."""
+
+    above: Array
+    below: Array | None = None
+
+    @classmethod
+    def of(cls, decisions: pl.DataFrame, metric: Metric, conditions: int) -> _Ratio:
+        """Return a metric of a policy with S seeds for n samples under each condition, [S, n, B],
+        NaN where it is unknown."""
+        sides = [side for side in (metric.of, metric.per) if side is not None]
+        arrays = []
+        for side in sides:
+            column = decisions.select("seed", side.cast(pl.Float64).fill_null(np.nan).alias("x"))
+            # with several splits the rows of a seed are not together; `partition_by` joins them
+            seeds = [seed["x"].to_numpy() for seed in column.partition_by("seed")]
+            arrays.append(np.stack(seeds).reshape(len(seeds), -1, conditions))
+        return cls(*arrays)
+
+    def over(self, places: slice) -> _Ratio:
+        """Return the means over some of the conditions, [S, n]."""
+        return _Ratio(*(side[..., places].mean(-1) for side in self if side is not None))
+
+    @property
+    def value(self) -> float:
+        """The ratio of the means; 0 where nothing could be gained."""
+        means = [side.mean() for side in self if side is not None]
+        return float(np.nan_to_num(_divided(*means)))
+
+
+def _divided(above: Any, below: Any = None) -> Any:
+    """Return the ratio of two means; NaN where the second is 0, and the first where there is
+    none."""
+    if below is None:
+        return above
+    return above / np.where(below > 1e-9, below, np.nan)
+
+
+def _intervals(ratios: Sequence[_Ratio], splits: NDArray[np.int64] | None) -> list[list[float]]:
+    """Return the 95 % interval of each ratio of means, see `resampled_means`. A draw in which
+    nothing could be gained says nothing."""
+    arrays = [side for ratio in ratios for side in ratio if side is not None]
+    if not arrays:
+        return []
+    drawn = iter(resampled_means(arrays, splits=splits).T)
+    columns = []
+    for ratio in ratios:
+        means = [next(drawn) for side in ratio if side is not None]
+        columns.append(_divided(*means))
+    return ends_of(np.stack(columns, 1))
+
+
+# -- beside others ---------------------------------------------------------------------------------
+
+
+def with_references(task: Task, decisions: pl.DataFrame) -> pl.DataFrame:
+    """Add the scores that the reference policy (`of_reference`) and the upper bound
+    (`of_upper_bound`) of a task have for the same request."""
+    for column, policy in (("of_reference", task.low), ("of_upper_bound", task.high)):
+        decisions = with_score_of(decisions, policy, task.score, column)
+    return decisions
+
+
+def with_score_of(
+    decisions: pl.DataFrame, policy: str, score: str, column: str, seeds: bool = False
+) -> pl.DataFrame:
+    """Add a column with a score of a policy for the same request, with the same seed if wanted."""
+    keys = [*SAMPLE, "condition", *(["seed"] if seeds else [])]
+    other = decisions.filter(policy=policy).select(*keys, pl.col(score).alias(column))
+    return decisions.join(other, on=keys, how="left", nulls_equal=True, maintain_order="left")
+
+
+# -- other numbers ---------------------------------------------------------------------------------
+
+
+def reliability(decisions: pl.DataFrame, policy: str) -> list[ReliabilityBin]:
+    """Return a policy's decisions, all conditions and seeds together, in ten bins of equally many
+    and of rising probability: how many `decisions`, and the means of `expected_in_time` and
+    `in_time`. [] if it predicts none."""
+    known = decisions.filter(policy=policy).drop_nulls("expected_on_time")
+    number = pl.int_range(pl.len()) * BINS // pl.len()
+    bins = (
+        known.sort("expected_on_time", maintain_order=True)
+        .group_by(number.alias("bin"), maintain_order=True)
+        .agg(
+            pl.len().alias("decisions"),
+            pl.col("expected_on_time").cast(pl.Float64).mean().alias("expected_in_time"),
+            pl.col("on_time").cast(pl.Float64).mean().alias("in_time"),
+        )
+    )
+    return cast("list[ReliabilityBin]", bins.drop("bin").to_dicts())
+
+
+def usage(
+    decisions: pl.DataFrame,
+    policies: Sequence[str],
+    settings: Mapping[str, Mapping[str, Any]],
+    knobs: Mapping[str, Sequence[Any]],
+) -> list[UsageRow]:
+    """Return how often policies set each knob to each value, under each condition; for a mixture
+    how often they are expected to.
+
+    Args:
+        settings: configuration, by its label → the value of each knob.
+        knobs: name → values.
+    """
+    part = decisions.filter(pl.col("policy").is_in(policies))
+    share = pl.col("second_share").fill_null(0.0)
+    first = part.select("policy", "condition", "choice", times=1 - share)
+    second = part.select("policy", "condition", choice="second_choice", times=share)
+    counted = pl.concat([first, second]).drop_nulls("choice")
+    conditions = decisions["condition"].unique(maintain_order=True).to_list()
+    rows: list[UsageRow] = []
+    for policy, (knob, values) in itertools.product(policies, knobs.items()):
+        # values by number, since knobs may hold names and numbers
+        number = {label: values.index(setting[knob]) for label, setting in settings.items()}
+        value = pl.col("choice").replace_strict(number, return_dtype=pl.Int64).alias("value")
+        times = counted.filter(policy=policy).group_by("condition", value).agg(pl.sum("times"))
+        shares = times.with_columns(pl.col("times") / pl.sum("times").over("condition"))
+        known = {row[:2]: row[2] for row in shares.iter_rows()}
+        for condition, (i, each) in itertools.product(conditions, enumerate(values)):
+            row: UsageRow = {"policy": policy, "budget_ms": condition, "knob": knob}
+            rows.append(row | {"value": each, "share": known.get((condition, i), 0.0)})
+    return rows

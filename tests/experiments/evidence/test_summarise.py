@@ -1,0 +1,122 @@
+"""The estimator: means, intervals and ratios of any metric of a table of decisions."""
+
+import numpy as np
+import polars as pl
+import pytest
+
+from knobwise.experiments.evidence.decisions import decision_rows
+from knobwise.experiments.evidence.evaluate import evaluate
+from knobwise.experiments.evidence.statistics import mean_interval
+from knobwise.experiments.evidence.summarise import summarise, with_references
+from knobwise.experiments.evidence.task import DEADLINE, GAP, UTILITY, Metric
+
+BUDGETS = [10.0, 20.0]
+
+
+def decisions_of(scores, **columns):
+    """Return decisions whose utility is that of an array [seeds, samples, budgets] for each
+    policy; a policy with one seed has none."""
+    frames = []
+    for policy, of_seeds in scores.items():
+        samples = pl.DataFrame({"sample": [f"s{i}" for i in range(len(of_seeds[0]))]})
+        for seed, utility in enumerate(of_seeds):
+            known = {"utility": utility, "accuracy": utility, **columns}
+            number = seed if len(of_seeds) > 1 else None
+            frames.append(decision_rows(policy, number, samples, BUDGETS, known))
+    return pl.concat(frames)
+
+
+def by_condition(rows):
+    return {(row["policy"], row["condition"]): row for row in rows}
+
+
+def test_a_mean_is_over_samples_seeds_and_conditions():
+    scores = np.random.default_rng(0).random((3, 50, 2)).astype(np.float32)
+    rows = by_condition(summarise(decisions_of({"controller": scores}), [UTILITY]))
+    assert list(rows) == [("controller", condition) for condition in (None, *BUDGETS)]
+    for condition, values in {None: scores.mean(2), 10.0: scores[..., 0]}.items():
+        row = rows["controller", condition]
+        assert row["utility"] == pytest.approx(values.mean())
+        assert row["utility_ci95"] == pytest.approx(mean_interval(values))
+        assert row["utility_per_seed"] == pytest.approx(values.mean(1).tolist())
+    assert "utility_per_split" not in rows["controller", None]
+
+
+def test_samples_of_a_cluster_are_drawn_together():
+    scores = np.repeat(np.random.default_rng(1).random((1, 10, 2)), 5, axis=1)
+    table = decisions_of({"controller": scores})
+    cluster = pl.col("sample").str.slice(1).cast(pl.Int64) // 5
+    together = table.with_columns(cluster=cluster.cast(pl.String))
+    ends = []
+    for part in (table, together):
+        (row,) = summarise(part, [UTILITY], conditions=False)
+        ends.append(np.diff(row["utility_ci95"])[0])
+    # fifty samples that are ten, five times each
+    assert ends[1] / ends[0] == pytest.approx(5**0.5, rel=0.1)
+
+
+def test_where_nothing_can_be_gained_nothing_was_closed():
+    static = np.random.default_rng(0).random((1, 20, 2)).astype(np.float32)
+    best = static.copy()
+    best[0, 0] += 0.5  # in about a third of the draws the only sample with a gain is missing
+    scores = {"controller": best, "knn": static, "budget_aware_static": static, "oracle": best}
+    table = with_references(DEADLINE, decisions_of(scores))
+    rows = by_condition(summarise(table, [GAP], conditions=False))
+    for policy, share in {"controller": 1, "knn": 0}.items():
+        row = rows[policy, None]
+        assert row["gap_closed"] == pytest.approx(share)
+        assert row["gap_closed_ci95"] == pytest.approx([share, share])
+
+
+# -- what somebody adds ----------------------------------------------------------------------------
+
+
+def test_a_column_more_is_a_metric_more():
+    """The 95 % quantile of latencies: no interval, an aggregation of the samples."""
+    latency_ms = np.arange(101.0)[:, None] * [1.0, 2.0]
+    table = decisions_of({"controller": np.ones((1, 101, 2))}, latency_ms=latency_ms)
+    p95 = Metric("p95", "p95", unit="ms", samples=pl.quantile("latency_ms", 0.95, "linear"))
+    rows = by_condition(summarise(table, [p95]))
+    assert [row["p95"] for row in rows.values()] == [pytest.approx(142.5), 95, 190]
+
+
+def test_a_metric_more_has_its_interval():
+    """Regret: what the oracle has more, sample by sample."""
+    scores = np.random.default_rng(0).random((2, 40, 2)).astype(np.float32)
+    best = scores.max(0, keepdims=True)
+    table = decisions_of({"controller": scores, "budget_aware_static": scores[:1], "oracle": best})
+    regret = Metric("regret", "regret", of=pl.col("of_upper_bound") - pl.col("utility"))
+    rows = by_condition(summarise(with_references(DEADLINE, table), [regret], conditions=False))
+    values = (best - scores).astype(float).mean(2)
+    assert rows["controller", None]["regret"] == pytest.approx(values.mean())
+    assert rows["controller", None]["regret_ci95"] == pytest.approx(mean_interval(values))
+    assert rows["oracle", None]["regret"] == 0
+
+
+class Tokens:
+    """An evaluator whose conditions are numbers of tokens: an answer is cut at the limit. A policy
+    is the number of tokens of its answers."""
+
+    samples = pl.DataFrame({"sample": ["a", "b", "c"]})
+    conditions = [100.0, 1000.0]
+    task = None
+
+    def outcomes(self, policy):
+        whole = np.minimum.outer(np.array([50.0, 500.0, 5000.0]) * policy, self.conditions)
+        answered = whole < self.conditions
+        return {"accuracy": answered, "tokens": whole}
+
+
+def test_a_condition_of_another_kind_is_an_evaluator_more():
+    table = evaluate(Tokens(), {"short": {None: 1.0}, "long": {0: 2.0, 1: 4.0}})
+    metrics = [
+        Metric("accuracy", of=pl.col("accuracy")),
+        Metric("tokens", samples=pl.mean("tokens")),
+    ]
+    rows = by_condition(summarise(table, metrics))
+    accuracy = {key: row["accuracy"] for key, row in rows.items()}
+    assert accuracy["short", 100.0] == pytest.approx(1 / 3)
+    assert accuracy["short", 1000.0] == pytest.approx(2 / 3)
+    # twice as long only the shortest fits, and at the larger limit that one alone
+    assert accuracy["long", None] == pytest.approx(((0 + 0) / 2 + (1 / 3 + 1 / 3) / 2) / 2)
+    assert rows["short", 1000.0]["tokens"] == pytest.approx((50 + 500 + 1000) / 3)
