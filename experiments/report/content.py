@@ -210,8 +210,8 @@ def by_condition(comparison: Comparison, key: PolicyRows = "rows") -> Table:
     unit = comparison.unit
     reference = comparison.reference
     # all metrics but those that need another policy or no budget
-    others = (FREE, GAP, FEASIBLE, DECISION)
-    metrics = [metric for metric in comparison.task.metrics if metric not in others]
+    others = {metric.key for metric in (FREE, GAP, FEASIBLE, DECISION)}
+    metrics = [metric for metric in comparison.task.metrics if metric.key not in others]
     entries = comparison.listed()
     if key != "rows":
         judged = sorted(

@@ -309,10 +309,11 @@ def _reproduce(comparison: Comparison) -> Folded:
     """Return the commands, what repeats and what does not, and the settings of a single run."""
     from knobwise import __version__
 
-    commands = {}
+    commands: dict[str, str] = {}
     for run in comparison.runs:
-        folder = str(run.folder or "")
-        commands[folder] = run.results.get("command") or "knobwise train"
+        if run.folder is not None:
+            repeated = f"knobwise train experiment={run.folder.parent.name}"
+            commands[str(run.folder)] = run.results.get("command") or repeated
     run = comparison.reference
     digest = (run.results.get("profile") or {}).get("digest", "unknown")
     about = texts()["about"]["reproduce"].format(version=__version__, digest=digest)
