@@ -19,7 +19,7 @@ from knobwise.experiments.evidence.results import (
     known,
     ranked,
 )
-from knobwise.experiments.evidence.task import CONTROLS, FEASIBLE, UPPER, Row, condition_of
+from knobwise.experiments.evidence.task import CONTROLS, FEASIBLE, UPPER, Row, Task, condition_of
 from knobwise.experiments.report import charts
 from knobwise.experiments.report.content import name_of
 from knobwise.experiments.report.page import HUES, Figure, unchecked
@@ -38,6 +38,8 @@ KINDS = {
     "control": "grey",
 }
 """Kind of policy of a selector → its hue."""
+TEXTS = ("heading", "caption")
+"""What is said of a figure."""
 Drawn = tuple[list[Any], dict[str, Any]] | None
 """The charts of a figure, and what its heading and caption are filled with; None without numbers.
 `columns` is how many charts stand side by side."""
@@ -49,7 +51,6 @@ def figures_of(comparison: Comparison) -> Figures:
     figures = {}
     task = comparison.task
     words_of_task: dict[str, Any] = {
-        "score": task.score.capitalize(),
         "condition": task.condition_words[0],
         "samples": task.samples,
         "reference": "the first run",
@@ -63,13 +64,17 @@ def figures_of(comparison: Comparison) -> Figures:
         if drawn is None or not drawn[0]:
             continue
         pictures, filled = drawn
-        text = texts()["figures"][name]
-        caption = text.get(task.name) or text["caption"]
+        heading, caption = (_for(task, texts()["figures"][name][key]) for key in TEXTS)
         filled = words_of_task | filled
         columns = filled.get("columns", min(len(pictures), 3))
         figure = Figure(pictures, caption.format(**filled) + more, columns)
-        figures[text["heading"].format(**filled)] = figure
+        figures[heading.format(**filled)] = figure
     return reworded(figures, comparison.unit)
+
+
+def _for(task: Task, text: str | dict[str, str]) -> str:
+    """Return a text, that of this task where there is one for each."""
+    return text if isinstance(text, str) else text[task.name]
 
 
 def _numbers(comparison: Comparison, key: str, entries: list[Entry] | None = None) -> pl.DataFrame:

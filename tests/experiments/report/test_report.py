@@ -249,7 +249,10 @@ def training_of(text):
 
 @pytest.mark.parametrize(("training", "lines"), [(trained(600), 1), (trained(600, 0), 0), ({}, 0)])
 def test_training_curves_are_means_thinned_and_say_where_grpo_begins(run, training, lines):
-    kl, loss, val_loss = training_of(report_of(run, results() | training))
+    specs = training_of(report_of(run, results() | training))
+    of_panel = {" ".join(spec["title"]): spec for spec in specs}
+    panels = ("train: KL", "train: loss", "validation: loss")
+    kl, loss, val_loss = (of_panel[panel] for panel in panels)
     assert [svg_of(spec).count('stroke-dasharray="5,4"') for spec in (loss, kl)] == [lines] * 2
     points = pl.DataFrame([point for point in points_of(loss) if "policy" in point])
     assert len(points) == 120
