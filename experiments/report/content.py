@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
-from typing import Any
 
 from knobwise.common.progress import duration
 from knobwise.envs.tables.cost_words import in_words
@@ -14,10 +13,9 @@ from knobwise.experiments.evidence.results import (
     baselines,
     differences_at,
     known,
-    rows_at,
     unit_of,
 )
-from knobwise.experiments.evidence.schema import PolicyRows, RunFacts, RunResults
+from knobwise.experiments.evidence.schema import RunFacts, RunResults
 from knobwise.experiments.evidence.statistics import Difference
 from knobwise.experiments.evidence.task import (
     ACCURACY,
@@ -25,7 +23,6 @@ from knobwise.experiments.evidence.task import (
     DECISION,
     FEASIBLE,
     FREE,
-    GAP,
     OVER_SINGLE,
     Metric,
     Row,
@@ -42,26 +39,20 @@ from knobwise.experiments.wording.words import cell, number, policy_name
 def content_of(comparison: Comparison) -> Content:
     """Return what a page says of these runs, but for its details and figures."""
     run = comparison.reference
-    table = main_table(comparison)
+    kind = "knobwise run report"
+    name = run.label
+    facts = [_when(run.results.get("run")), _facts(comparison)]
     if comparison.single:
         lead, *sentences = verdict(run.results)
-        return Content(
-            "knobwise run report",
-            run.label,
-            lead,
-            table,
-            [*sentences, *run.results.get("warnings", [])],
-            [_when(run.results.get("run")), _facts(comparison)],
-            reworded(_tiles(run.results), comparison.unit),
-        )
-    lead, *sentences = reworded(between_runs(comparison), comparison.unit)
-    tiles = [
-        gain_tile(f"{each.run} against {each.against}", each.difference, each.ci95)
-        for each in comparison.differences[:3]
-    ]
-    name = f"{len(comparison.runs)} runs"
-    sentences += comparison.notes
-    return Content("knobwise comparison", name, lead, table, sentences, [_facts(comparison)], tiles)
+        sentences += run.results.get("warnings", [])
+    else:
+        kind = "knobwise comparison"
+        name = f"{len(comparison.runs)} runs"
+        facts = facts[1:]
+        lead, *sentences = reworded(between_runs(comparison), comparison.unit)
+        sentences += comparison.notes
+    tiles = reworded(_tiles(comparison), comparison.unit)
+    return Content(kind, name, lead, main_table(comparison), sentences, facts, tiles)
 
 
 # -- the head of the page --------------------------------------------------------------------------
@@ -104,31 +95,31 @@ def _facts(comparison: Comparison) -> str:
     return in_words(" · ".join(facts), comparison.unit)
 
 
-def _tiles(results: RunResults) -> list[Tile]:
-    """Return the numbers to be seen first, of the policy that stands for the run: what it gains,
-    its share on time or accuracy, and the time of a decision."""
-    task = task_of(results)
-    policy = task.main_policy(results) or ""
-    rows = rows_at(results, task.main_condition(results))
-    row: Row = rows.get(policy, {})
+def _tiles(comparison: Comparison) -> list[Tile]:
+    """Return the numbers to be seen first: what each of several runs gains over the first one, or
+    of the policy that stands for the run its gain over static, or of selectors over the strongest
+    simple baseline, its share on time or accuracy, and the time of a decision."""
+    if not comparison.single:
+        tested = [(f"{e.run} against {e.against}", asdict(e)) for e in comparison.differences[:3]]
+        return [gain_tile(text, gain["difference"], gain["ci95"]) for text, gain in tested]
+    run = comparison.reference
+    task = comparison.task
+    row: Row = comparison.rows[0]
+    key = (*task.compared, "")[0]
+    against = task.low
+    gain: Row = {"difference": row.get(key), "ci95": row.get(f"{key}_ci95")}
+    if not task.averaged:
+        against = (*baselines(run.results), "")[0]
+        gain = differences_at(run.results, shown_at(run.results)).get((run.policy, against), {})
     tiles = []
-    # what it gains over static, or of selectors over the strongest simple baseline
-    gain: Row
-    if task.averaged:
-        key = task.compared[0]
-        against = task.low
-        gain = {"difference": row.get(key), "ci95": row.get(f"{key}_ci95")}
-    else:
-        (against,) = baselines(results)[:1] or [""]
-        gain = differences_at(results, shown_at(results)).get((policy, against), {})
     if known(gain.get("difference")):
         gained = f"of {task.score} against {policy_name(against)}"
         tiles.append(gain_tile(gained, gain["difference"], gain["ci95"]))
-    second = FEASIBLE if FEASIBLE in task.metrics else ACCURACY
-    for metric in (second, DECISION):
+    for metric in (FEASIBLE if FEASIBLE in task.metrics else ACCURACY, DECISION):
         value, _, detail = cell(row, metric).partition("\n")
         if metric is FEASIBLE:
-            detail = f"{policy_name(against)}: {cell(rows.get(against, {}), metric)}"
+            others = run.row(against, comparison.main)
+            detail = f"{policy_name(against)}: {cell(others, metric)}"
         if metric.key in row:
             tiles.append(Tile(value, metric.name, detail))
     return tiles
@@ -174,11 +165,17 @@ def _metrics(comparison: Comparison, rows: Sequence[Row]) -> list[Metric]:
 
 
 def main_table(comparison: Comparison) -> Table:
-    """Return the metrics at the main condition: a row for each policy of a run, or for each of
-    several runs with its difference to the first one, and the reference policies."""
+    """Return the metrics at the main condition, see `table_at`."""
+    return table_at(comparison, comparison.main)
+
+
+def table_at(comparison: Comparison, condition: float | None) -> Table:
+    """Return the metrics at a condition: a row for each policy of a run, or for each of several
+    runs with its difference to the first one, and the reference policies."""
     entries = comparison.listed()
-    tested = {difference.run: difference for difference in comparison.differences}
-    rows = [entry.run.row(entry.policy, comparison.main) for entry in entries]
+    family = [*comparison.differences, *comparison.by_condition]
+    tested = {each.run: each for each in family if each.condition == condition}
+    rows = [entry.run.row(entry.policy, condition) for entry in entries]
     metrics = _metrics(comparison, rows)
     lines = []
     for entry, row in zip(entries, rows, strict=True):
@@ -199,49 +196,6 @@ def tested_cells(difference: Difference | None) -> dict[str, str]:
     return {"gain, points": f"{text}\np {p_words(difference)}", "shown": words.shown_by(difference)}
 
 
-def by_condition(comparison: Comparison, key: PolicyRows = "rows") -> Table:
-    """Return a cell for each budget or number of shots: the score with its interval, and in small
-    print what was spent for it, or the difference to the first run.
-
-    Args:
-        comparison: whose policies or runs have a row each.
-        key: the key of the rows in the results: "rows", of a selector also "controls" or "votes".
-    """
-    unit = comparison.unit
-    reference = comparison.reference
-    # all metrics but those that need another policy or no budget
-    others = {metric.key for metric in (FREE, GAP, FEASIBLE, DECISION)}
-    metrics = [metric for metric in comparison.task.metrics if metric.key not in others]
-    entries = comparison.listed()
-    if key != "rows":
-        judged = sorted(
-            rows_at(reference.results, shown_at(reference.results), key).values(),
-            key=lambda row: -row["accuracy"],
-        )
-        entries = [Entry(reference, row["policy"]) for row in judged]
-    tested = {(each.run, each.condition): each for each in comparison.by_condition}
-    trained = reference.results.get("trained_shots")
-    lines = []
-    for entry in entries:
-        line = {"policy": name_of(entry)}
-        for condition in comparison.conditions:
-            row: Row = entry.run.row(entry.policy, condition)
-            if key == "votes":
-                row = rows_at(reference.results, condition, key).get(entry.policy, {})
-            # the score in large, all else in small print
-            text = [f"{metric.name} {cell(row, metric, unit)}" for metric in metrics[1:]]
-            if known(row.get("price")):
-                text.append(f"λ = {row['price']:.3g} per {unit}")
-            if difference := tested.get((entry.run.label, condition)):
-                text = list(tested_cells(difference).values()) if entry.stands_for_run else []
-            heading = condition_name(comparison, condition)
-            heading += " (trained)" * (condition == trained)
-            small = [in_words(part, unit) for part in text]
-            line[heading] = "\n".join([cell(row, metrics[0]), *small])
-        lines.append(line)
-    return reworded(table_of(lines, _strong(comparison)), unit)
-
-
 def by_dataset(results: RunResults) -> Table:
     """Return the most important policies in each data set; no rows if there is only one data
     set."""
@@ -256,8 +210,3 @@ def by_dataset(results: RunResults) -> Table:
                 line[metric.name] = cell(row, metric, unit)
         lines.append(line)
     return reworded(table_of(lines, list(map(policy_name, task.trained))), unit)
-
-
-def settings_table(settings: Mapping[str, Sequence[Any]], labels: Sequence[str]) -> Table:
-    """Return the settings that differ, with a column for each run."""
-    return Table(["setting", *labels], [[key, *values] for key, values in settings.items()])

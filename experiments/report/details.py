@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from typing import Any
 
 from markupsafe import Markup
@@ -11,19 +12,15 @@ from rich.console import Console
 
 from knobwise.envs.tables.units import TIMES
 from knobwise.experiments.compare.comparison import Comparison
-from knobwise.experiments.evidence.results import (
-    differences_at,
-    guard_by_budget,
-    mean_of,
-    unit_of,
-)
-from knobwise.experiments.evidence.schema import RunResults, SingleDecision
-from knobwise.experiments.evidence.task import DEADLINE, shown_at, task_of
-from knobwise.experiments.report import content
+from knobwise.experiments.evidence.results import unit_of
+from knobwise.experiments.evidence.schema import RunResults
+from knobwise.experiments.evidence.task import Row, task_of
+from knobwise.experiments.report.content import by_dataset, table_at
 from knobwise.experiments.report.tables import (
     Folded,
     Table,
     print_sections,
+    records,
     reworded,
     table_of,
     texts,
@@ -31,140 +28,96 @@ from knobwise.experiments.report.tables import (
 from knobwise.experiments.wording import words
 from knobwise.experiments.wording.between_runs import condition_name
 from knobwise.experiments.wording.choice_sentences import on_difficulty, on_usage, setting
-from knobwise.experiments.wording.sentences import promise
 from knobwise.experiments.wording.words import number, policy_name, quantity
 
 
 def details(comparison: Comparison) -> list[Folded]:
-    """Return everything that a page folds, but figures; what is open can be seen at once."""
+    """Return everything that a page folds; what is open can be seen at once."""
     results = comparison.reference.results
     about = texts()["about"]
     task = comparison.task
+    unit = comparison.unit
     main = condition_name(comparison, comparison.main)
+    hidden = words.hidden_words(results)
     parts = []
     if comparison.settings:
         labels = [run.label for run in comparison.runs]
-        table = content.settings_table(comparison.settings, labels)
+        rows = [[key, *values] for key, values in comparison.settings.items()]
+        table = Table(["setting", *labels], rows)
         parts.append(Folded("What differs in the settings", [table], open=True))
-    conditions = about["conditions" if comparison.single else "compared"]
-    every = [conditions, content.by_condition(comparison)]
-    if comparison.single:
-        if results.get("by_dataset"):
-            text = about["datasets"][task.name]
-            parts.append(Folded("Every data set", [text, content.by_dataset(results)], open=True))
-        parts.append(Folded(f"Every {task.condition_words[0]}", every))
-        if not task.averaged:
-            parts += _of_selectors(comparison)
-        if results.get("guard"):
-            parts.append(Folded("Guarantees", [about["guarantees"], guarantees(results)]))
-        if results.get("explanation"):
-            parts.append(Folded("Why these settings", explanation(results)))
-        parts += _chosen(results)
-    else:
-        parts.append(Folded(f"Every {task.condition_words[0]}", every))
-        if comparison.by_policy:
-            stages = [about["stages"].format(main=main), _stages(comparison)]
-            parts.append(Folded("Stage by stage", stages))
-    parts.append(Folded("What the words mean", [_glossary(comparison)]))
-    return [*reworded(parts, comparison.unit), _reproduce(comparison)]
-
-
-def _of_selectors(comparison: Comparison) -> list[Folded]:
-    """Return the further tables of a selector that are not empty."""
-    results = comparison.reference.results
-    filled = {
-        "main": condition_name(comparison, comparison.main),
-        "hidden": words.hidden_words(results),
-    }
-    tables = {
-        "Differences": ("differences", differences(results)),
-        "Without the model": ("votes", content.by_condition(comparison, "votes")),
-        "Controls": ("controls", content.by_condition(comparison, "controls")),
-        "True calls": ("calls", _calls(results)),
-    }
-    folded = []
-    for title, (about, table) in tables.items():
+    if results.get("by_dataset") and comparison.single:
+        text = about["datasets"][task.name]
+        parts.append(Folded("Every data set", [text, by_dataset(results)], open=True))
+    every: list[Any] = []
+    for condition in comparison.conditions:
+        heading = f"{condition_name(comparison, condition)}:"
+        every += [heading, table_at(comparison, condition)]
+    parts.append(Folded(f"Every {task.condition_words[0]}", every))
+    # records of the results that need no more than a format
+    for name, rows_of in RECORDS.items():
+        title, text = about[name]
+        table = records(rows_of(comparison), name, unit)
         if table.rows:
-            folded.append(Folded(title, [texts()["about"][about].format(**filled), table]))
-    return folded
+            parts.append(Folded(title, [text.format(main=main, hidden=hidden), table]))
+    if comparison.single and results.get("explanation"):
+        parts.append(Folded("Why these settings", explanation(results)))
+    parts.append(Folded("What the words mean", [_glossary(comparison)]))
+    return [*reworded(parts, unit), _reproduce(comparison)]
 
 
-# -- differences -----------------------------------------------------------------------------------
+def _of_run(key: str) -> Callable[[Comparison], list[Any]]:
+    """Return what gives the records under a key of the results of a single run."""
+    return lambda comparison: comparison.single * [*comparison.reference.results.get(key, [])]
 
 
-def differences(results: RunResults) -> Table:
-    """Return the differences between selectors at every number of shots, in points, and what they
-    show at the one that the page is about."""
-    main = shown_at(results)
-    lines = []
-    pairs = [(row["policy"], row["against"]) for row in results.get("differences", [])]
-    for pair in dict.fromkeys(pairs):
-        line = {"policy": "\nover ".join(policy_name(name, results) for name in pair)}
-        for shots in sorted(results["shots"]):
-            gap = differences_at(results, shots).get(pair, {})
-            line[words.shots_words(shots)] = words.difference_cell(gap)
-            if shots == main:
-                outcome = words.SIGN_WORDS[words.sign_of(gap.get("ci95"))]
-        lines.append(line | {f"at {words.shots_words(main)}": outcome})
-    return table_of(lines)
+def _calls(comparison: Comparison) -> list[Any]:
+    """Return how often each policy called the answering model, as a mean over the seeds."""
+    rows = _of_run("true_calls")(comparison)
+    return [row | {"calls": sum(row["calls"]) / len(row["calls"])} for row in rows]
 
 
-def _stages(comparison: Comparison) -> Table:
+def _by_seed(comparison: Comparison, rows: Sequence[Sequence[Row]]) -> list[Any]:
+    """Return the records of every seed, with the seed."""
+    seeds = comparison.reference.results.get("seeds", range(len(rows)))
+    pairs = zip(seeds, rows, strict=False)
+    return [{**row, "seed": seed} for seed, of_seed in pairs for row in of_seed]
+
+
+def _guarantees(comparison: Comparison) -> list[Any]:
+    """Return what the guard found at each budget in each seed."""
+    return _by_seed(comparison, _of_run("guard")(comparison))
+
+
+def _chosen(comparison: Comparison) -> list[Any]:
+    """Return the iteration that was kept in each seed, and the weight and the settings of each
+    member of its teacher."""
+    rows = []
+    for chosen in _of_run("chosen")(comparison):
+        members = []
+        for name, weight in (chosen.get("weights") or {"network": None}).items():
+            value = chosen.get("settings", {}).get(name)
+            about = texts()["members"].get(name, "")
+            member = {"member": name, "weight": weight, "value": value, "settings": about}
+            members.append(member | {"iteration": f"{chosen.get('iteration', 0):,}"})
+        rows.append(members)
+    return _by_seed(comparison, rows)
+
+
+def _stages(comparison: Comparison) -> list[Any]:
     """Return the differences between policies that both runs trained."""
-    runs = {run.label: run.results for run in comparison.runs}
-    lines = []
-    for each in comparison.by_policy:
-        line = {"run": each.run, "policy": policy_name(each.policy, runs[each.run])}
-        lines.append(line | content.tested_cells(each))
-    return table_of(lines)
+    return [asdict(each) | {"shown": words.shown_by(each)} for each in comparison.by_policy]
 
 
-def _calls(results: RunResults) -> Table:
-    lines = []
-    for row in results.get("true_calls", []):
-        calls = f"{sum(row['calls']) / len(row['calls']):,.0f}"
-        lines.append({"policy": policy_name(row["policy"], results), "true calls": calls})
-    return table_of(lines)
-
-
-# -- guarantees and choices ------------------------------------------------------------------------
-
-
-def guarantees(results: RunResults) -> Table:
-    """Return what the guard decided at each budget in each seed, and what is guaranteed."""
-    lines = []
-    for seeds in guard_by_budget(results):
-        line = {"budget": quantity(seeds[0]["budget_ms"], unit_of(results))}
-        line["decision"] = "\n".join(row["reason"] for row in seeds)
-        if "level" in seeds[0]:
-            deployed = [row for row in seeds if row["deployed"]]
-            line["margin"] = number(mean_of(deployed, "margin"), ".0%")
-            line["on time"] = number(mean_of(seeds, "satisfaction_deployed"), ".1%")
-            line[f"{100 * seeds[0]['level']:g}% on time"] = promise(seeds)
-        lines.append(line)
-    return table_of(lines, wordy=[1, 4])
-
-
-def _chosen(results: RunResults) -> list[Folded]:
-    """Return which iteration was kept in each seed, and the weight of each member of the teacher
-    and its settings, unless there is a network alone."""
-    chosen = results.get("chosen")
-    if not chosen:
-        return []
-    iterations = ", ".join(f"{seed['iteration']:,}" for seed in chosen)
-    seeds = ", ".join(map(str, results.get("seeds", range(len(chosen)))))
-    blocks: list[Any] = [f"The network of iteration {iterations} (seeds {seeds})."]
-    lines = []
-    for name in chosen[0].get("weights", {}):
-        values = [str(seed["settings"][name]) for seed in chosen if name in seed["settings"]]
-        line = {"member": policy_name(name)}
-        line["weight, in each seed"] = ", ".join(f"{seed['weights'][name]:.1%}" for seed in chosen)
-        line["settings"] = texts()["members"].get(name, "")
-        line["values, in each seed"] = "\n".join(dict.fromkeys(values))
-        lines.append(line)
-    if len(lines) > 1:
-        blocks.append(table_of(lines, wordy=[2, 3]))
-    return [Folded("What was chosen on held-out samples", blocks)]
+RECORDS: dict[str, Callable[[Comparison], list[Any]]] = {
+    "stages": _stages,
+    "differences": _of_run("differences"),
+    "votes": _of_run("votes"),
+    "controls": _of_run("controls"),
+    "calls": _calls,
+    "guarantees": _guarantees,
+    "chosen": _chosen,
+}
+"""Name in `texts.yaml` → the records of a folded table."""
 
 
 # -- why these settings ----------------------------------------------------------------------------
@@ -180,56 +133,34 @@ def explanation(results: RunResults) -> list[Any]:
         seed = f" (seed {results['best_seed']})"
     # where the guard fell back, no feature is read
     reads = ", ".join(words.condition_words(results, budget) for budget in why["reads"])
-    samples = f"{why['samples']:,}"
+    filled = {"seed": seed, "samples": f"{why['samples']:,}", "reads": reads or "no budget"}
+    score = task_of(results).score
+    if task_of(results).equal_latency:
+        score += " minus the price of the latency"
+    features = []
+    for row in why["importance"]:
+        # a block of features, or one of its columns
+        column = "" if row["column"] is None else f" [{row['column']}]"
+        features.append(row | {"name": f"{row['name']}{column}"})
     blocks = [
-        about["why"].format(seed=seed, samples=samples, reads=reads or "no budget"),
+        about["why"].format(**filled),
         on_usage(results),
         *on_difficulty(results),
+        records(why["difficulty"]["groups"], "difficulty", unit),
+        about["importance"].format(score=score) if features else "",
+        records(features, "importance"),
+        *_rules(results),
     ]
-    if groups := why["difficulty"]["groups"]:
-        lines = [
-            {
-                "difficulty": quantity(group["difficulty_ms"], unit),
-                "latency of the choice": quantity(group["policy_ms"], unit)
-                + words.interval(group["ci95"], ".3g"),
-                "of static": quantity(group["static_ms"], unit),
-            }
-            for group in groups
-        ]
-        blocks.append(table_of(lines))
-    if why["importance"]:
-        score = (
-            "utility" if task_of(results) is DEADLINE else "accuracy minus the price of the latency"
-        )
-        blocks += [about["importance"].format(score=score), _importance(results)]
-    blocks += _rules(results)
     for title, decisions in (("gain most over", why["best"]), ("lose most against", why["worst"])):
-        if decisions:
-            table = _decisions(decisions, unit)
-            blocks.append(Folded(f"The decisions that {title} static", [table]))
-    return blocks
+        table = records(decisions, "decisions", unit)
+        blocks.append(Folded(f"The decisions that {title} static", [table]))
+    return [block for block in blocks if not isinstance(block, Table) or block.rows]
 
 
 def print_explanation(results: RunResults, console: Console) -> None:
     """Print why the deployed policy sets the knobs as it does."""
     blocks = reworded(explanation(results), unit_of(results))
     print_sections(console, {"Why these settings": blocks})
-
-
-def _importance(results: RunResults) -> Table:
-    """Return what is lost without each block of features, or some of its columns."""
-    lines = []
-    # a block of features, or one of its columns
-    for row in results["explanation"]["importance"]:
-        name = row["name"]
-        if isinstance(row["column"], str):
-            name = row["column"]
-        elif row["column"] is not None:
-            name += f" [{row['column']}]"
-        # a loss has no plus sign; its interval stands below it
-        loss = words.points(row["lost"], ".1f") + words.span(row["ci95"]).replace(" ", "\n", 1)
-        lines.append({"features": name, "lost": loss})
-    return table_of(lines)
 
 
 def _rules(results: RunResults) -> list[Any]:
@@ -268,21 +199,6 @@ def _condition(bounds: Sequence[tuple[str, str, float]], unit: str) -> str:
         else:
             parts.append(f"{name} {sign} {bound}")
     return " and ".join(parts) or "always"
-
-
-def _decisions(decisions: Sequence[SingleDecision], unit: str) -> Table:
-    """Return single decisions of the policy beside those of static."""
-    lines = []
-    for row in decisions:
-        line = {"sample": f"{row['question'] or ''}\n{row['dataset']}, {row['sample_id']}"}
-        line["budget"] = quantity(row["budget_ms"], unit)
-        for name in ("policy", "static"):
-            side = row[name]
-            outcome = f"{number(side['accuracy'], '.2f')} accurate"
-            latency = quantity(side["latency_ms"], unit)
-            line[name] = f"{setting(side['configuration'])}\n{outcome}, {latency}"
-        lines.append(line | {"gain": f"{row['gain']:+.2f}"})
-    return table_of(lines, wordy=[0, 2, 3])
 
 
 # -- the end of the page ---------------------------------------------------------------------------

@@ -17,11 +17,10 @@ from knobwise.experiments.report.content import main_table
 from knobwise.experiments.report.tables import (
     Content,
     Folded,
-    Table,
     Tile,
     gain_tile,
     print_content,
-    table_of,
+    records,
     texts,
 )
 from knobwise.experiments.wording.choice_sentences import setting
@@ -31,9 +30,7 @@ from knobwise.experiments.wording.words import (
     STATIC,
     cell,
     counted,
-    interval,
     number,
-    points,
     policy_name,
 )
 
@@ -153,16 +150,10 @@ def _on_replay(live: LiveResults) -> list[str]:
             f"Live and replay agree in {len(agreement) - len(differing)} of {len(agreement)} "
             f"numbers; they differ in {', '.join(differing)}"
         )
-    # latencies differ by a share, shares on time by points
-    latencies = [
-        abs(row["difference"]) / row["replay"] for row in agreement if row["what"] == "latency_ms"
-    ]
-    shares = [abs(row["difference"]) for row in agreement if row["what"] == "satisfaction"]
     return [
         f"During the run it took {number(during, '.3f')} times as long. A replay decides as the "
         f"controller did in {same:.1%} of the requests." + slow * (during > 1.5),
-        f"{agree}. Paired, mean latencies differ by up to {number(max(latencies), '.1%')}, "
-        f"shares on time by up to {points(max(shares), '.1f')} points.",
+        f"{agree}.",
     ]
 
 
@@ -170,26 +161,14 @@ def _details(live: LiveResults) -> list[Folded]:
     """Return the folded tables of the page."""
     about = texts()["about"]
     # what the tracker believed when the run ended
-    parts = live["tracker"].items()
-    tracker = [{"part": part, "factor": f"{factor:.3f}"} for part, factor in parts]
+    tracker = [{"part": part, "factor": factor} for part, factor in live["tracker"].items()]
     fixed = {policy_name(name): setting(knobs) for name, knobs in live["configurations"].items()}
+    ignored = about["tracker"].format(ignored=live["ignored"])
     details = [
-        Folded(
-            "The tracker", [about["tracker"].format(ignored=live["ignored"]), table_of(tracker)]
-        ),
+        Folded("The tracker", [ignored, records(tracker, "tracker")]),
         Folded("The fixed configurations", [fixed]),
     ]
     if live["agreement"]:
-        details.insert(0, Folded("Live and replay", [about["replay"], _replay(live)]))
+        replay = records(live["agreement"], "replay")
+        details.insert(0, Folded("Live and replay", [about["replay"], replay]))
     return details
-
-
-def _replay(live: LiveResults) -> Table:
-    """Return the numbers of the live run beside those of the replay."""
-    lines = []
-    for row in live["agreement"]:
-        line = {"policy": policy_name(row["policy"]), "metric": METRICS[row["what"]]}
-        line |= {side: f"{row[side]:.3f}" for side in ("live", "replay")}
-        line["difference"] = number(row["difference"], "+.4f") + interval(row["ci95"], "+.4f")
-        lines.append(line | {"agree": "yes" if row["agrees"] else "no"})
-    return table_of(lines)

@@ -16,7 +16,7 @@ from knobwise.experiments.evidence.results import read_results
 from knobwise.experiments.evidence.schema import RunResults
 from knobwise.experiments.report.content import content_of
 from knobwise.experiments.report.details import details
-from knobwise.experiments.report.tables import Folded, print_content
+from knobwise.experiments.report.tables import print_content
 from knobwise.experiments.wording.sentences import verdict as verdict
 
 
@@ -36,14 +36,10 @@ def write_page(comparison: Comparison, path: str | Path) -> Path:
     # altair is slow to load
     from knobwise.experiments.report.figures import figures_of
     from knobwise.experiments.report.page import render_page
-    from knobwise.experiments.report.training_curves import every_number
 
-    folded = details(comparison)
     sections = {heading: [figure] for heading, figure in figures_of(comparison).items()}
-    logged = every_number(comparison) if comparison.single else None
-    if logged is not None:
-        folded.insert(-2, Folded("Every logged number", [logged]))
-    return render_page(path, content_of(comparison)._replace(details=folded), sections)
+    content = content_of(comparison)._replace(details=details(comparison))
+    return render_page(path, content, sections)
 
 
 def print_results(results: RunResults, console: Console) -> None:

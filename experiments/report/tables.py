@@ -86,6 +86,44 @@ def table_of(
     return Table([*lines[0]] if lines else [], rows, bold, wordy)
 
 
+def records(rows: Sequence[Mapping[str, Any]], name: str, unit: str = "ms") -> Table:
+    """Return a row for each record, with the columns that `texts.yaml` lists under this name.
+
+    A column is `key`, `key how` or `key/interval how`. A key may lead into a record in the record,
+    as in `policy.accuracy`; how is a format such as `.2f`, or one of the words in `_formatted`.
+    """
+    lines = []
+    for row in rows:
+        line = {}
+        for heading, column in texts()["tables"][name].items():
+            keys, _, how = column.partition(" ")
+            key, _, interval = keys.partition("/")
+            value: Any = row
+            for part in key.split("."):
+                value = (value or {}).get(part)
+            line[heading] = _formatted(value, row.get(interval), how, unit)
+        lines.append(line)
+    return table_of(lines)
+
+
+def _formatted(value: Any, ci95: Any, how: str, unit: str) -> str:
+    """Return the text of a cell: a value, and its interval if it has one."""
+    match how:
+        case _ if value is None or value == "":
+            return "–"
+        case "policy":
+            return words.policy_name(value)
+        case "setting":
+            return ", ".join(f"{name}={each}" for name, each in value.items())
+        case "quantity":
+            return words.quantity(value, unit) + words.interval(ci95, ".3g")
+        case "points":
+            return words.points(value, ".1f") + words.span(ci95).replace(" ", "\n", 1)
+        case "":
+            return str(value)
+    return words.number(value, how) + words.interval(ci95, how)
+
+
 def gain_tile(meaning: str, difference: Any, ci95: Any) -> Tile:
     """Return the tile of a difference, in points, with its interval."""
     interval = words.span(ci95).strip()

@@ -16,7 +16,6 @@ from knobwise.experiments.compare.runs import Run
 from knobwise.experiments.evidence.results import grpo_begins
 from knobwise.experiments.evidence.task import CONTROLS
 from knobwise.experiments.report import charts
-from knobwise.experiments.report.page import Figure, unchecked
 from knobwise.experiments.report.tables import texts
 from knobwise.experiments.wording.words import policy_name
 
@@ -26,7 +25,7 @@ in `Val/rce/Reward_Mean`."""
 IMITATES = "Train/Imitation_Loss"
 """Logged from the step on where the network that is deployed begins to imitate its teacher; before
 it the same curve is of the teacher's own network."""
-POINTS = 6000
+POINTS = 1000
 """At most this many points go into a figure of training curves."""
 
 
@@ -46,20 +45,6 @@ def on_validation(comparison: Comparison) -> tuple[list[alt.LayerChart], dict[st
     if not frames:
         return None
     return _drawn(pl.concat(frames), stages)
-
-
-@unchecked
-def every_number(comparison: Comparison) -> Figure | None:
-    """Draw everything that one run logged while it trained; None if there is nothing."""
-    logged = _logged(comparison, comparison.reference)
-    if logged is None:
-        return None
-    part = (
-        pl.col("variable").str.extract(r"^(\w+)").replace({"Val": "validation", "Train": "train"})
-    )
-    logged = logged.with_columns(panel=pl.format("{}: {}", part, "panel"))
-    curves, filled = _drawn(logged, _stages(comparison.reference, logged))
-    return Figure(curves, texts()["figures"]["logged"].format(**filled), 3)
 
 
 def _logged(comparison: Comparison, run: Run) -> pl.DataFrame | None:
@@ -99,8 +84,7 @@ def _drawn(
     logged: pl.DataFrame, stages: dict[str, int]
 ) -> tuple[list[alt.LayerChart], dict[str, Any]]:
     """Draw a chart for each number: the mean over the seeds, and a band from the lowest to the
-    highest; also return what a caption is filled with. A long curve is thinned: its points are
-    means over stretches of steps, each drawn at its last step."""
+    highest; also return what a caption is filled with."""
     logged = logged.with_columns(pl.col("seed").fill_null(""))
     # steps that only some seeds reached have no mean over the seeds
     curve = ["policy", "panel"]
@@ -108,16 +92,14 @@ def _drawn(
     value = pl.col("value")
     points = logged.filter(pl.col("step") <= last)
     points = points.group_by(*curve, "step", maintain_order=True).agg(
-        value.mean(), low=value.min(), high=value.max()
+        value.mean().round_sig_figs(5), low=value.min(), high=value.max()
     )
-    most = max(10, min(120, POINTS // max(1, points.select(curve).n_unique())))
-    stretch = pl.int_range(pl.len()).over(curve) * most // pl.len().over(curve).clip(most)
-    numbers = pl.col("value", "low", "high").mean().round_sig_figs(5)
-    points = points.group_by(*curve, stretch.alias("stretch"), maintain_order=True).agg(
-        pl.col("step").last(), numbers
-    )
+    # a long curve is thinned: it has some of its points
+    most = max(10, POINTS // max(1, points.select(curve).n_unique()))
+    every = (pl.len().over(curve) - 1) // most + 1
+    points = points.filter(pl.int_range(pl.len()).over(curve) % every == 0)
     of_stages = texts()["figures"]["training"]["stages"] * bool(stages)
-    return charts.curves(points.drop("stretch"), stages), {"stages": of_stages}
+    return charts.curves(points, stages), {"stages": of_stages}
 
 
 def logged_numbers(path: Path, unit: str) -> pl.DataFrame | None:
