@@ -205,13 +205,13 @@ def difficulty(groups: pl.DataFrame, samples: pl.DataFrame, unit: str) -> alt.La
     """Draw the latency of the choice against difficulty.
 
     Args:
-        groups: policy, difficulty, latency, low and high: a line each, with a band.
-        samples: difficulty and latency of single samples, drawn as dots behind the lines.
+        groups: policy, difficulty_ms, policy_ms, low and high: a line each, with a band.
+        samples: difficulty_ms and policy_ms of single samples, drawn as dots behind the lines.
         unit: of the latencies.
     """
     title = in_words(f"latency of the cheapest right configuration ({unit})", unit)
-    x = alt.X("difficulty:Q", title=title, scale=alt.Scale(type="log", nice=False, padding=12))
-    y = alt.Y("latency:Q", title=in_words(f"latency of the choice ({unit})", unit), scale=CLOSE)
+    x = alt.X("difficulty_ms:Q", title=title, scale=alt.Scale(type="log", nice=False, padding=12))
+    y = alt.Y("policy_ms:Q", title=in_words(f"latency of the choice ({unit})", unit), scale=CLOSE)
     dots = alt.Chart(samples).mark_circle(color=GREY, size=14, opacity=0.4).encode(x, y)
     return layered(dots, *lines(groups, x, y))
 
@@ -302,7 +302,7 @@ def knob_usage(shares: pl.DataFrame, labels: Sequence[str], limit: str) -> list[
     for each knob, with one for each label.
 
     Args:
-        shares: columns label, knob, value (of any type), condition and share; conditions are texts
+        shares: columns policy, knob, value (of any type), condition and share; conditions are texts
             in their order.
         labels: of the policies or runs.
         limit: the title of the horizontal axis.
@@ -323,7 +323,7 @@ def knob_usage(shares: pl.DataFrame, labels: Sequence[str], limit: str) -> list[
         ranked = rows.with_columns(rank=pl.col("value").replace_strict(values, range(len(values))))
         colour = alt.Color("value:O", scale=alt.Scale(domain=values, scheme=scheme))
         for label in labels:
-            bars = alt.Chart(ranked.filter(label=label)).mark_bar()
+            bars = alt.Chart(ranked.filter(policy=label)).mark_bar()
             bars = bars.encode(x, y, colour, alt.Order("rank:Q"))
             title = {"text": titled(str(knob)), "subtitle": titled(label)}
             figure.append(layered(bars, height=120, title=title))
