@@ -56,7 +56,7 @@ def details(comparison: Comparison) -> list[Folded]:
     # records of the results that need no more than a format
     for name, rows_of in RECORDS.items():
         title, text = about[name]
-        table = records(rows_of(comparison), name, unit)
+        table = records(rows_of(comparison), name, unit, results)
         if table.rows:
             parts.append(Folded(title, [text.format(main=main, hidden=hidden), table]))
     if comparison.single and results.get("explanation"):

@@ -167,7 +167,7 @@ def _gains(comparison: Comparison) -> pl.DataFrame | None:
 def _on_time(comparison: Comparison) -> Drawn:
     """Draw the share of the feasible requests that is on time against the budget."""
     rows = _at_conditions(comparison, FEASIBLE.key)
-    if rows is None:
+    if rows is None or FEASIBLE not in comparison.task.metrics:
         return None
     level = comparison.reference.results.get("satisfaction_level") or 0.95
     title = in_words("on time, of the feasible requests", comparison.unit)

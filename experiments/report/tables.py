@@ -15,6 +15,7 @@ from rich.table import Table as RichTable
 
 from knobwise.envs.tables.cost_words import in_words
 from knobwise.envs.tables.units import TIMES
+from knobwise.experiments.evidence.schema import RunResults
 from knobwise.experiments.evidence.task import FEASIBLE, FREE, LATENCY
 from knobwise.experiments.wording import words
 
@@ -86,11 +87,17 @@ def table_of(
     return Table([*lines[0]] if lines else [], rows, bold, wordy)
 
 
-def records(rows: Sequence[Mapping[str, Any]], name: str, unit: str = "ms") -> Table:
+def records(
+    rows: Sequence[Mapping[str, Any]],
+    name: str,
+    unit: str = "ms",
+    results: RunResults | None = None,
+) -> Table:
     """Return a row for each record, with the columns that `texts.yaml` lists under this name.
 
     A column is `key`, `key how` or `key/interval how`. A key may lead into a record in the record,
     as in `policy.accuracy`; how is a format such as `.2f`, or one of the words in `_formatted`.
+    Policies are named as in these results.
     """
     lines = []
     for row in rows:
@@ -101,6 +108,8 @@ def records(rows: Sequence[Mapping[str, Any]], name: str, unit: str = "ms") -> T
             value: Any = row
             for part in key.split("."):
                 value = (value or {}).get(part)
+            if how == "policy":
+                value = words.policy_name(value, results)
             line[heading] = _formatted(value, row.get(interval), how, unit)
         lines.append(line)
     return table_of(lines)
@@ -111,15 +120,13 @@ def _formatted(value: Any, ci95: Any, how: str, unit: str) -> str:
     match how:
         case _ if value is None or value == "":
             return "–"
-        case "policy":
-            return words.policy_name(value)
         case "setting":
             return ", ".join(f"{name}={each}" for name, each in value.items())
         case "quantity":
             return words.quantity(value, unit) + words.interval(ci95, ".3g")
         case "points":
             return words.points(value, ".1f") + words.span(ci95).replace(" ", "\n", 1)
-        case "":
+        case "" | "policy":
             return str(value)
     return words.number(value, how) + words.interval(ci95, how)
 

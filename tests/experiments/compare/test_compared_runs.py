@@ -179,18 +179,18 @@ def three(tmp_path_factory):
 def test_the_page_holds_every_number(tmp_path, three):
     text = write_page(three, tmp_path / "page.html").read_text()
     assert "train &lt;script&gt;" in text
-    means, settings, per_budget = rows_of(text)
+    means, settings, *per_budget = rows_of(text)
     assert re.findall(r"<td.*?>(.*?)</td>", settings[0]) == ["loss.group_size", "0", "1", "2"]
     for i, run in enumerate(three.runs):
-        places = {None: means[i], **dict.fromkeys(BUDGETS, per_budget[i])}
-        for place, line in places.items():
-            assert f"<td>{run.label}<" in line
-            assert f"<td>{run.row('controller', place)['utility']:.3f}" in line
-    for rows, family in ((means, three.differences), (per_budget, three.by_condition)):
-        for one in family:
-            row = next(line for line in rows if f"<td>{one.run}<" in line)
-            gap, low, high = (f"{100 * value:+.1f}" for value in (one.difference, *one.ci95))
-            assert f">{gap} [{low}, {high}]<" in row
+        tables = dict(zip((None, *BUDGETS), (means, *per_budget), strict=True))
+        for place, table in tables.items():
+            assert f"<td>{run.label}<" in table[i]
+            assert f"<td>{run.row('controller', place)['utility']:.3f}" in table[i]
+            for one in (*three.differences, *three.by_condition):
+                if (one.run, one.condition) == (run.label, place):
+                    ends = (one.difference, *one.ci95)
+                    gap, low, high = (f"{100 * value:+.1f}" for value in ends)
+                    assert f">{gap} [{low}, {high}]<" in table[i]
 
 
 def test_charts_can_be_drawn_and_hold_the_numbers(three):
@@ -218,7 +218,7 @@ def test_charts_can_be_drawn_and_hold_the_numbers(three):
     # a row a knob, a column a run
     titles = [(title["text"], title["subtitle"]) for title in titles_of(usage)]
     assert titles == [(["crops"], [run.label]) for run in three.runs]
-    assert {row["label"] for row in points_of(*usage)} == labels
+    assert {row["policy"] for row in points_of(*usage)} == labels
 
 
 def test_curves_are_means_over_seeds_and_say_where_grpo_begins(tmp_path):
@@ -249,7 +249,7 @@ def test_of_many_runs_a_few_are_drawn_and_all_are_in_the_tables(tmp_path):
     lines = data_of(*specs["Utility by budget"])[0]
     references = {"budget-aware static", "oracle (upper bound)"}
     assert {row["policy"] for row in lines} == {*named, *references}
-    used = {row["label"] for row in points_of(*specs["Which settings are used"])}
+    used = {row["policy"] for row in points_of(*specs["Which settings are used"])}
     assert used == set(named)
     text = write_page(comparison, tmp_path / "page.html").read_text()
     assert "<h1>12 runs</h1>" in text

@@ -310,7 +310,7 @@ def test_dots_are_on_their_lines():
 
 
 def test_names_get_other_hues_and_numbers_go_from_dark_to_light():
-    rows = {"label": ["a", "b", "a", "b"], "value": ["10", "9", "fast", "slow"]}
+    rows = {"policy": ["a", "b", "a", "b"], "value": ["10", "9", "fast", "slow"]}
     rows |= {"knob": ["n", "n", "mode", "mode"], "condition": ["1"] * 4, "share": [1.0] * 4}
     drawn = charts.knob_usage(pl.DataFrame(rows), ["a", "b"], "budget")
     scales = [specification(chart)["layer"][0]["encoding"]["color"]["scale"] for chart in drawn]
