@@ -67,7 +67,12 @@ def details(comparison: Comparison) -> list[Folded]:
 
 def _of_run(key: str) -> Callable[[Comparison], list[Any]]:
     """Return what gives the records under a key of the results of a single run."""
-    return lambda comparison: comparison.single * [*comparison.reference.results.get(key, [])]
+
+    def rows(comparison: Comparison) -> list[Any]:
+        results: Row = comparison.reference.results
+        return list(results.get(key) or ()) if comparison.single else []
+
+    return rows
 
 
 def _calls(comparison: Comparison) -> list[Any]:

@@ -81,10 +81,10 @@ def _frame(
     condition = comparison.task.condition
     rows = []
     for entry in comparison.lines() if entries is None else entries:
-        found: Any = entry.run.results
+        records: Any = entry.run.results
         for part in key.split("."):
-            found = (found or {}).get(part)
-        for row in found or []:
+            records = (records or {}).get(part)
+        for row in records or []:
             at = condition_of(row.get(condition))
             elsewhere = at is not None and at not in comparison.conditions
             if elsewhere or row.get("policy", entry.run.policy) != entry.policy:
@@ -130,12 +130,12 @@ def _score(comparison: Comparison) -> Drawn:
     gains = _gains(comparison)
     gained = f"{task.score} gained, in points"
     several = task.averaged or len(comparison.conditions) > 1
-    for rows_of, column, shown in ((scores, task.ranked_by, title), (gains, "gain", gained)):
+    for rows_of, column, text in ((scores, task.ranked_by, title), (gains, "gain", gained)):
         if rows_of is not None and several:
             if column == "gain":
                 options["level"] = 0.0
-            shown = in_words(shown, comparison.unit)
-            chart = charts.by_condition(rows_of, task.condition, column, shown, **options)
+            axis = in_words(text, comparison.unit)
+            chart = charts.by_condition(rows_of, task.condition, column, axis, **options)
             pictures.append(chart)
     return pictures, {"columns": min(2, len(pictures))}
 

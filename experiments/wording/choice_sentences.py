@@ -108,11 +108,11 @@ def decision(explained: Row, unit: str) -> list[str]:
             f"This uses what the tracker has learned; without it the choice is {setting(without)}."
         )
     steps = explained["by_budget"]
-    ends = [budget for budget, _ in steps[1:]] + [float("inf")]
+    next_budgets = [budget for budget, _ in steps[1:]] + [float("inf")]
     if steps:
         lines.append("The choice by budget, each up to the next one:")
-    for (budget, configuration), end in zip(steps, ends, strict=False):
-        mark = " ← this budget" if budget <= budget_ms < end else ""
+    for (budget, configuration), following in zip(steps, next_budgets, strict=False):
+        mark = " ← this budget" if budget <= budget_ms < following else ""
         lines.append(f"from {quantity(budget, unit)}: {setting(configuration)}{mark}")
     measured = rows[setting(chosen)]["measured"]
     if not measured:
