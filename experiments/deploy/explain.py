@@ -107,11 +107,11 @@ def _of_sample(config: ExplainRun, sample: str) -> dict[str, Any]:
 
 
 def _other_choices(policy: KnobPolicy, table: ProfileTable, budget_ms: float) -> dict[str, Any]:
-    """Return what is chosen at this budget without the features of the sample: by `static`, fitted
-    on the profile, and by the policy for `typical` features, their means over the samples; None if
-    it reads no features."""
+    """Return what is chosen at this budget without the features of the sample: by `static`, as it
+    is deployed or else fitted on the profile, and by the policy for `typical` features, their means
+    over the samples; None if it reads no features."""
     rows = torch.arange(table.num_samples)
-    static: Any = static_of(table, rows)
+    static: Any = policy.agent.decider.static or static_of(table, rows)
     if policy.agent.sense == "mean":
         static = LookupTable(table, rows, 0.0)
     (choice,) = static.choose(

@@ -166,17 +166,18 @@ def curves(points: pl.DataFrame, stages: Mapping[str, int]) -> list[alt.LayerCha
     scale = alt.Scale(zero=False)
     x = alt.X("step:Q", title="training step", axis=alt.Axis(tickCount=4), scale=scale)
     y = alt.Y("value:Q", title=None, scale=scale, axis=alt.Axis(tickCount=4))
-    marks = []
-    if stages:
-        begins = pl.DataFrame({"stage": list(stages), "begins": list(stages.values())})
-        rules = alt.Chart(begins).encode(alt.X("begins:Q"))
-        names = rules.mark_text(align="left", dx=3, dy=6, color=GREY, fontSize=10)
-        marks = [rules.mark_rule(**DASHED), names.encode(alt.Text("stage:N"), y=alt.value(0))]
     drawn = []
     # each panel has its own data
     for (panel,), rows in points.group_by("panel", maintain_order=True):
-        layers = lines(rows, x, y, size=9)
-        drawn.append(layered(*marks, *layers, height=170, title=titled(str(panel))))
+        start = float(rows["step"].min() or 0)  # type: ignore[arg-type]
+        first = max((begin for begin in stages.values() if begin <= start), default=0)
+        begins = [(name, begin) for name, begin in stages.items() if begin >= first]
+        frame = pl.DataFrame(begins, schema=["stage", "begins"], orient="row")
+        rules = alt.Chart(frame).encode(alt.X("begins:Q"))
+        names = rules.mark_text(align="left", dx=3, dy=6, color=GREY, fontSize=10)
+        marks = [rules.mark_rule(**DASHED), names.encode(alt.Text("stage:N"), y=alt.value(0))]
+        layers = [*marks[: 2 * len(begins)], *lines(rows, x, y, size=9)]
+        drawn.append(layered(*layers, height=170, title=titled(str(panel))))
     return drawn
 
 

@@ -48,10 +48,10 @@ def details(comparison: Comparison) -> list[Folded]:
     if results.get("by_dataset") and comparison.single:
         text = about["datasets"][task.name]
         parts.append(Folded("Every data set", [text, by_dataset(results)], open=True))
-    every: list[Any] = []
-    for condition in comparison.conditions:
-        heading = f"{condition_name(comparison, condition)}:"
-        every += [heading, table_at(comparison, condition)]
+    every = [
+        Folded(condition_name(comparison, condition), [table_at(comparison, condition)])
+        for condition in comparison.conditions
+    ]
     parts.append(Folded(f"Every {task.condition_words[0]}", every))
     # records of the results that need no more than a format
     for name, rows_of in RECORDS.items():

@@ -87,6 +87,10 @@ def table_of(
     return Table([*lines[0]] if lines else [], rows, bold, wordy)
 
 
+WORDY = ("words", "setting")
+"""How a column is written that holds more than a number or a name."""
+
+
 def records(
     rows: Sequence[Mapping[str, Any]],
     name: str,
@@ -99,10 +103,12 @@ def records(
     as in `policy.accuracy`; how is a format such as `.2f`, or one of the words in `_formatted`.
     Policies are named as in these results.
     """
+    columns = texts()["tables"][name]
+    wordy = [i for i, column in enumerate(columns.values()) if column.endswith(WORDY)]
     lines = []
     for row in rows:
         line = {}
-        for heading, column in texts()["tables"][name].items():
+        for heading, column in columns.items():
             keys, _, how = column.partition(" ")
             key, _, interval = keys.partition("/")
             value: Any = row
@@ -112,7 +118,7 @@ def records(
                 value = words.policy_name(value, results)
             line[heading] = _formatted(value, row.get(interval), how, unit)
         lines.append(line)
-    return table_of(lines)
+    return table_of(lines, wordy=wordy)
 
 
 def _formatted(value: Any, ci95: Any, how: str, unit: str) -> str:
@@ -126,7 +132,7 @@ def _formatted(value: Any, ci95: Any, how: str, unit: str) -> str:
             return words.quantity(value, unit) + words.interval(ci95, ".3g")
         case "points":
             return words.points(value, ".1f") + words.span(ci95).replace(" ", "\n", 1)
-        case "" | "policy":
+        case "" | "policy" | "words":
             return str(value)
     return words.number(value, how) + words.interval(ci95, how)
 

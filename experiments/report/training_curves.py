@@ -98,7 +98,7 @@ def _drawn(
     most = max(10, POINTS // max(1, points.select(curve).n_unique()))
     every = (pl.len().over(curve) - 1) // most + 1
     points = points.filter(pl.int_range(pl.len()).over(curve) % every == 0)
-    of_stages = texts()["figures"]["training"]["stages"] * bool(stages)
+    of_stages = texts()["figures"]["training"]["stages"].format(sep=" ") * bool(stages)
     return charts.curves(points, stages), {"stages": of_stages}
 
 

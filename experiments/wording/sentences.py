@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from knobwise.envs.tables.units import TIMES
 from knobwise.experiments.evidence.results import (
     baselines,
     differences_at,
@@ -69,11 +68,7 @@ def _verdict(results: RunResults) -> list[str]:
         if known(learned.get("attained")):
             share = f"; the controller gained {number(learned['attained'], '.0%')} of that"
         lines.append(f"{learnable(estimate)}{share}.")
-    lines += [
-        *_on_rivals(results, learned),
-        *_on_time(results, learned),
-        *_on_cost(results, learned),
-    ]
+    lines += [*_on_rivals(results, learned), *_on_time(results, learned)]
     return [*lines, *on_training(results), *_on_guard(results)]
 
 
@@ -157,21 +152,6 @@ def _on_time(results: RunResults, learned: Row) -> list[str]:
         line += f", which {meets} the {number(level, '.0%')} that policy.level asks for"
     infeasible = number(learned.get("infeasible"), ".1%")
     return [f"{line} ({infeasible} of all requests are infeasible)."]
-
-
-def _on_cost(results: RunResults, learned: Row) -> list[str]:
-    """Say what a decision costs."""
-    micros = learned.get("decision_us_p50")
-    took = f"A decision takes {quantity(micros, 'µs')}"
-    if not known(learned.get("utility_free")):
-        return []
-    if unit_of(results) not in TIMES:
-        return [f"{took}; it is not charged, since budgets are in {unit_of(results)}, not a time."]
-    share = ""
-    if known(micros):
-        share = f", {micros / 1000 / learned['latency_ms_mean']:.1%} of the mean latency"
-    free = number(learned["utility_free"], ".3f")
-    return [f"{took}{share}; if decisions were free, its utility would be {free}."]
 
 
 def promise(seeds: Sequence[GuardRow]) -> str:

@@ -7,7 +7,6 @@ from pathlib import Path
 import numpy as np
 import polars as pl
 import pytest
-import torch
 from commands import OPTIMISER, TABLE, launch, read_json, refused, words_of, write_table
 from helpers import arrays
 from page_parts import charts_of, data_of
@@ -15,7 +14,6 @@ from tensordict import TensorDict
 
 import knobwise
 from knobwise.agents import make_actor
-from knobwise.agents.evaluation.baselines import static_of
 from knobwise.agents.serving.tracker import LatencyTracker
 from knobwise.envs.readers.long_table import read_long_table
 from knobwise.experiments.wording.words import quantity
@@ -72,8 +70,8 @@ def test_a_decision_is_explained_beside_what_was_measured(table, capsys):
         measured = {"accuracy": table.accuracy[cell], "latency_ms": table.latency_ms[cell]}
         assert row["measured"] == measured
     # what the budget alone, and other features, would lead to
-    static = static_of(table, torch.arange(table.num_samples)).choose({}, np.array([12.0]))
-    assert why["static"] == policy.configurations[static[0]]
+    static = policy.agent.decider.static.single(12.0)
+    assert why["static"] == policy.configurations[static]
     means = {name: block.mean(0) for name, block in table.features.items()}
     assert why["typical"] == policy.decide(means, 12)
     expected = {str(row["configuration"]): row for row in why["expected"]}

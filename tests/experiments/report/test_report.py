@@ -145,7 +145,6 @@ GAIN = {
     "held_out_ci95": [0.0101, 0.03],
 }
 """What GRPO added."""
-FREE = {"utility_free": 0.61}
 NOT_KNOWN = {"over_static_ci95": None, "gap_closed_ci95": None, "satisfaction_feasible": None}
 PAIR = ({}, {})
 
@@ -183,9 +182,6 @@ def stopped_at(*ended):
         ({"rows": results()["rows"][1:]}, "No learned .*random forest"),
         (attainable(0.004, 0.71), r"About \+2.4 points.*; .* 71% of"),
         (attainable(-0.004), r"No gain [^;]*: \+2.4 points[^;]*$"),
-        (results(FREE), "A decision takes 12.5 µs.*0.0% of the mean .* 0.610"),
-        # a price is not charged for time
-        (results(FREE) | {"unit": "USD"}, "A decision takes 12.5 µs; [^0-9]*USD[^0-9]*$"),
         (results(), r"None of the 2 .*forest \(0.580 \[0.565, 0.595\]\)"),
         (results(controller=0.5, random_forest=0.6, ridge=0.505), r"2 of the 2 .*forest \(0.600"),
         (at_level(0.95), r"The controller is .*96.0% .* meets the 95% .* \(4.0%"),
