@@ -198,7 +198,7 @@ def test_charts_can_be_drawn_and_hold_the_numbers(three):
     for spec in specs.values():
         svg_of(*spec)
     labels = {run.label for run in three.runs}
-    scores, gains = specs["Utility by budget"]
+    scores, gains = specs["Utility against budget"]
     lines = [row for row in points_of(scores) if "policy" in row]
     utilities = {(row["policy"], row["budget_ms"]): row["utility"] for row in lines}
     for run, budget in itertools.product(three.runs, BUDGETS):
@@ -246,7 +246,7 @@ def test_of_many_runs_a_few_are_drawn_and_all_are_in_the_tables(tmp_path):
     named = ["size-0", "size-9", "size-10", "size-11"]
     assert [run.label for run in comparison.drawn()] == named
     specs = drawn(comparison)
-    lines = data_of(*specs["Utility by budget"])[0]
+    lines = data_of(*specs["Utility against budget"])[0]
     references = {"budget-aware static", "oracle (upper bound)"}
     assert {row["policy"] for row in lines} == {*named, *references}
     used = {row["policy"] for row in points_of(*specs["Which settings are used"])}

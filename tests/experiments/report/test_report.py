@@ -297,7 +297,7 @@ def test_the_report_says_first_what_was_gained_when_and_how_fast(run):
     # the figures, of which there are at most eight, after what is said in words
     headings = re.findall("<h2>(.*?)</h2>", text.replace(page._vega(), ""))
     assert headings == [
-        *("What it shows", "Utility by budget", "On time", "Accuracy against mean latency"),
+        *("What it shows", "Utility against budget", "On time", "Accuracy against mean latency"),
         *("Which settings are used", "Details"),
     ]
     (added,) = [line for line in verdict(content) if line.startswith("GRPO shows")]
