@@ -278,3 +278,11 @@ def test_where_grpo_added_nothing_is_said(tmp_path):
     change_results(tmp_path / "d", training=None)  # no GRPO
     (note,) = read_comparison([str(tmp_path)]).notes
     assert re.findall(r"(\w) in (\d of \d) seeds", note) == [("a", "2 of 2"), ("b", "1 of 2")]
+
+
+def test_many_runs_with_long_names_fit_a_terminal_of_120_columns(tmp_path):
+    for size in (8, 16, 32, 64):
+        name = f"optimiser.lr-0.0001_loss.group_size-{size}_policy.hidden-256"
+        write_run(tmp_path / name, gain=size / 100, **group_size(size))
+    lines = printed(print_comparison, read_comparison([str(tmp_path)]), 120).splitlines()
+    assert max(len(re.sub(r"\x1b\[\d+m", "", line)) for line in lines) <= 120
