@@ -35,7 +35,7 @@ FARTHEST = 6
 
 
 def layered(
-    *layers: alt.Chart | alt.LayerChart, height: int | alt.Step = 250, **properties: Any
+    *layers: alt.Chart | alt.LayerChart, height: int | alt.Step = 220, **properties: Any
 ) -> alt.LayerChart:
     """Return one chart of these layers, as wide as its place on the page."""
     # arguments of alt.layer: .properties() would copy all layers
@@ -77,7 +77,7 @@ def lines(rows: pl.DataFrame, x: alt.X, y: alt.Y, size: int = 60) -> list[alt.Ch
     base = alt.Chart(rows).encode(x, colour)
     points = base.mark_circle(size=size, opacity=1).encode(y)
     layers = [base.mark_line().encode(y, alt.Order("rank:Q")), points]
-    if "low" in rows.columns:
+    if "low" in rows.columns and rows["low"].is_not_null().any():
         # an area has no order: it would be cut into one for each point
         low = alt.Y("low:Q", title=y["title"], scale=y["scale"])
         layers.insert(0, base.mark_area(opacity=0.13).encode(low, alt.Y2("high:Q")))
@@ -213,8 +213,8 @@ def difficulty(groups: pl.DataFrame, samples: pl.DataFrame, unit: str) -> alt.La
     title = in_words(f"latency of the cheapest right configuration ({unit})", unit)
     x = alt.X("difficulty_ms:Q", title=title, scale=alt.Scale(type="log", nice=False, padding=12))
     y = alt.Y("policy_ms:Q", title=in_words(f"latency of the choice ({unit})", unit), scale=CLOSE)
-    dots = alt.Chart(samples).mark_circle(color=GREY, size=14, opacity=0.4).encode(x, y)
-    return layered(dots, *lines(groups, x, y))
+    dots = [alt.Chart(samples).mark_circle(color=GREY, size=14, opacity=0.4).encode(x, y)]
+    return layered(*dots * bool(len(samples)), *lines(groups, x, y))
 
 
 # -- dots with their intervals ---------------------------------------------------------------------
@@ -327,7 +327,7 @@ def knob_usage(shares: pl.DataFrame, labels: Sequence[str], limit: str) -> list[
             bars = alt.Chart(ranked.filter(policy=label)).mark_bar()
             bars = bars.encode(x, y, colour, alt.Order("rank:Q"))
             title = {"text": titled(str(knob)), "subtitle": titled(label)}
-            figure.append(layered(bars, height=120, title=title))
+            figure.append(layered(bars, height=90, title=title))
     return figure
 
 

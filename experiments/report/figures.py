@@ -172,7 +172,6 @@ def _on_time(comparison: Comparison) -> Drawn:
     level = comparison.reference.results.get("satisfaction_level") or 0.95
     title = in_words("on time, of the feasible requests", comparison.unit)
     options: dict[str, Any] = {"percent": True, "level": level, "unit": comparison.unit}
-    rows = rows.drop("low", "high")
     chart = charts.by_condition(rows, comparison.task.condition, FEASIBLE.key, title, **options)
     return [chart], {"level": level}
 
