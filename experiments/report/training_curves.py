@@ -14,7 +14,7 @@ from knobwise.envs.tables.cost_words import in_words
 from knobwise.experiments.compare.comparison import Comparison
 from knobwise.experiments.compare.runs import Run
 from knobwise.experiments.evidence.results import grpo_begins
-from knobwise.experiments.evidence.task import CONTROLS
+from knobwise.experiments.evidence.task import CONTROLS, Task
 from knobwise.experiments.report import charts
 from knobwise.experiments.report.tables import texts
 from knobwise.experiments.wording.words import policy_name
@@ -35,25 +35,19 @@ def on_validation(comparison: Comparison) -> tuple[list[alt.LayerChart], dict[st
     frames = []
     stages: dict[str, int] = {}
     for run in comparison.drawn():
-        logged = _logged(comparison, run)
+        logged = None
+        if run.folder is not None:
+            logged = logged_numbers(run.folder / "metrics.csv", run.task, comparison.unit)
         if logged is not None:
-            is_score = pl.col("variable").is_in(["Val/Utility", comparison.task.validation])
-            is_stage = pl.col("of_stage") & pl.col("variable").str.starts_with("Val/")
-            score = logged.filter(is_score)
-            frames += [logged.filter(is_score | is_stage), _gained(run, score)]
+            name = policy_name(run.policy, run.results) if comparison.single else run.label
+            curves = logged.filter(pl.col("variable") != IMITATES)
+            score = logged.filter(variable=run.task.validation)
+            for frame in (curves, _gained(run, score)):
+                frames.append(frame.with_columns(policy=pl.lit(name)))
             stages |= _stages(run, logged)
     if not frames:
         return None
     return _drawn(pl.concat(frames), stages)
-
-
-def _logged(comparison: Comparison, run: Run) -> pl.DataFrame | None:
-    """Return what a run logged, with the name of its line as the column policy; None without."""
-    if run.folder is None:
-        return None
-    logged = logged_numbers(run.folder / "metrics.csv", comparison.unit)
-    name = policy_name(run.policy, run.results) if comparison.single else run.label
-    return logged if logged is None else logged.with_columns(policy=pl.lit(name))
 
 
 def _stages(run: Run, logged: pl.DataFrame) -> dict[str, int]:
@@ -85,7 +79,6 @@ def _drawn(
 ) -> tuple[list[alt.LayerChart], dict[str, Any]]:
     """Draw a chart for each number: the mean over the seeds, and a band from the lowest to the
     highest; also return what a caption is filled with."""
-    logged = logged.with_columns(pl.col("seed").fill_null(""))
     # steps that only some seeds reached have no mean over the seeds
     curve = ["policy", "panel"]
     last = pl.col("step").max().over(*curve, "seed").min().over(curve)
@@ -102,17 +95,18 @@ def _drawn(
     return charts.curves(points, stages), {"stages": of_stages}
 
 
-def logged_numbers(path: Path, unit: str) -> pl.DataFrame | None:
-    """Read what a run logged while it trained.
+def logged_numbers(path: Path, task: Task, unit: str) -> pl.DataFrame | None:
+    """Read what a run logged of its scores on validation while it trained.
 
     Args:
         path: of `metrics.csv`.
+        task: of the run.
         unit: of latencies.
 
     Returns:
-        columns seed, step, variable, value, panel (the title of its chart) and of_stage (whether it
-        is one of `OF_STAGES`, of a stage that is not a control), by the step at which a number was
-        first logged; None if the file is missing or holds no such numbers.
+        columns seed, step, variable, value and panel (the title of its chart), by the step at which
+        a number was first logged; None if the file is missing or holds no such numbers. Of the
+        training samples there is `IMITATES` alone.
 
     Raises:
         InputError: the file is no table, or not of a run.
@@ -130,27 +124,21 @@ def logged_numbers(path: Path, unit: str) -> pl.DataFrame | None:
         raise InputError(
             f"{path}: cannot be read ({str(error).splitlines()[0]}); delete it to go without curves"
         ) from error
-    # other columns are of the system, such as times
     titles = {}
-    stages = []
-    for name in frame.columns:
-        if name.startswith(("Train/", "Val/")) and frame[name].dtype.is_numeric():
-            *stage, number = name.split("/")[1:]
-            title = texts()["logged"].get(number, number).format(unit=unit)
-            title = ": ".join([*stage, in_words(title, unit)])
-            titles[name] = title.replace("_", " ")
-            if stage and number in OF_STAGES and stage[0] not in CONTROLS:
-                stages.append(name)
+    # other columns are of the system, such as times
+    for name in [name for name in frame.columns if "/" in name]:
+        part, *stage, number = name.split("/")
+        of_stage = part == "Val" and number in OF_STAGES and {*stage}.isdisjoint(CONTROLS)
+        is_drawn = name in ("Val/Utility", task.validation, IMITATES) or (stage and of_stage)
+        if is_drawn and frame[name].dtype.is_numeric():
+            title = in_words(texts()["logged"].get(number, number), unit)
+            titles[name] = ": ".join([*stage, title]).replace("_", " ")
     if not titles:
         return None
     logged = frame.unpivot(list(titles), index=["seed", "step"]).cast({"value": pl.Float64})
-    variable = pl.col("variable")
     return (
         logged.drop_nulls()
         .filter(pl.col("value").is_finite())
-        .with_columns(
-            panel=variable.replace_strict(titles),
-            of_stage=variable.is_in(stages),
-        )
+        .with_columns(panel=pl.col("variable").replace_strict(titles))
         .sort(pl.col("step").min().over("panel"), "panel", "step")
     )
