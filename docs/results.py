@@ -183,9 +183,9 @@ def over(run: Path, baseline: str) -> list[float] | None:
 
     (read_run,) = read_runs([run])
     policies = (baseline, "controller")
-    tested, _ = differences(read_run, read_run, policies, read_run.places)
+    tested, _ = differences(read_run, read_run, policies, read_run.conditions)
     for difference in tested:
-        if difference.place is None:
+        if difference.condition is None:
             return rounded(difference.difference, list(difference.ci95))
     return None
 

@@ -1,31 +1,47 @@
-"""Compare several finished runs: the settings and conditions they share, and the differences in
-their scores."""
+"""One finished run or several as one thing to show: the settings and conditions they share, the
+policies to draw, and the differences in their scores."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from knobwise.common.errors import InputError
 from knobwise.experiments.compare.paired import differences, judged_alike
-from knobwise.experiments.compare.runs import ComparedRun, differing, find_runs, read_runs
-from knobwise.experiments.evidence.results import kept_before_grpo, unit_of, value_of
-from knobwise.experiments.evidence.schema import PolicyRow
-from knobwise.experiments.evidence.statistics import holm
-from knobwise.experiments.evidence.task import condition_of
+from knobwise.experiments.compare.runs import Run, differing, find_runs, read_runs
+from knobwise.experiments.evidence.results import (
+    baselines,
+    kept_before_grpo,
+    ranked,
+    unit_of,
+    value_of,
+)
+from knobwise.experiments.evidence.statistics import Difference, holm
+from knobwise.experiments.evidence.task import LEARNED, condition_of
 
 MOST_DRAWN = 4
 """So many lines can be told apart in a chart; the tables hold all runs."""
 
 
+class Entry(NamedTuple):
+    """A policy of a run: a line of a chart, or a row of the table."""
+
+    run: Run
+    policy: str
+    stands_for_run: bool = False
+    """Whether it goes by the label of its run, as among several runs."""
+
+
 class Comparison:
-    """Several runs, each compared with the first one. Each list of differences is corrected for
-    their number.
+    """One run, or several of which each is compared with the first. Each list of differences is
+    corrected for their number.
 
     Args:
-        folders: of runs, or with runs in them.
+        runs: at least one, all of the same task.
+        notes: sentences on what was left out.
 
     Attributes:
-        runs: the finished runs; `reference` is the first one.
+        runs: `reference` is the first one.
         settings: those that differ: key → the value in every run.
         conditions: the budgets in ms, or the numbers of shots, that are compared.
         main: where the main numbers are taken: None for the mean over the budgets, or a number of
@@ -35,28 +51,40 @@ class Comparison:
         by_condition: the differences at every condition.
         by_policy: the differences at `main` for every other policy that both runs trained
             (selectors).
-        comparable: the indices of the first run and of those judged like it (see `judged_alike`):
-            only these have a highest.
+        comparable: the indices of the first run and of those judged like it (see `judged_alike`).
         notes: sentences on everything that was left out or restricted.
-
-    Raises:
-        InputError: if folders hold no runs, fewer than two runs are finished, or runs are about
-            different tasks.
     """
 
-    def __init__(self, folders: Sequence[str]) -> None:
-        self.runs, self.notes = _read(folders)
+    def __init__(self, runs: Sequence[Run], notes: Sequence[str] = ()) -> None:
+        self.runs = list(runs)
+        self.notes = list(notes)
         reference = self.reference = self.runs[0]
         self.task = reference.task
         self.unit = unit_of(reference.results)
         self.settings = differing([run.settings for run in self.runs])
-        conditions = self.conditions = reference.conditions
-        main = self.main = condition_of(self.task.main_condition(reference.results))
-        self.rows = [run.row(run.policy, main) for run in self.runs]
+        self.conditions = reference.conditions
+        self.main = condition_of(self.task.main_condition(reference.results))
+        self.rows = [run.row(run.policy, self.main) for run in self.runs]
+        self.differences: list[Difference] = []
+        self.by_condition: list[Difference] = []
+        self.by_policy: list[Difference] = []
+        self.comparable = [0]
+        if len(self.runs) > 1:
+            self._compare()
+
+    @property
+    def single(self) -> bool:
+        """Whether there is one run only."""
+        return len(self.runs) == 1
+
+    def _compare(self) -> None:
+        """Compare every run with the first one."""
+        reference = self.reference
+        conditions = self.conditions
+        main = self.main
         every = []
         by_policy = []
-        # every run against the first one
-        for run in self.runs[1:]:
+        for i, run in enumerate(self.runs[1:], 1):
             tested, note = differences(reference, run, (reference.policy, run.policy), conditions)
             every += tested
             if note and f"{note}." not in self.notes:
@@ -66,20 +94,13 @@ class Comparison:
                 for name in reference.trained:
                     if name in run.trained and (name, name) != (reference.policy, run.policy):
                         by_policy += differences(reference, run, (name, name), [main])[0]
-        self.differences = holm(
-            [difference for difference in every if difference.condition == main]
-        )
-        self.by_condition = holm(
-            [difference for difference in every if difference.condition is not None]
-        )
-        self.by_policy = holm(by_policy)
-        # a highest needs means over the same samples
-        self.comparable = [0]
-        for i, run in enumerate(self.runs[1:], 1):
-            if judged_alike(
-                reference, run, [*conditions, *run.conditions] if main is None else [main]
-            ):
+            # scores are ranked only if they are means over the same samples
+            judged_at = [*conditions, *run.conditions] if main is None else [main]
+            if judged_alike(reference, run, judged_at):
                 self.comparable.append(i)
+        self.differences = holm([each for each in every if each.condition == main])
+        self.by_condition = holm([each for each in every if each.condition is not None])
+        self.by_policy = holm(by_policy)
         elsewhere = [run.label for run in self.runs if run.conditions != conditions]
         if main is None and elsewhere:
             self.notes.append(
@@ -93,25 +114,60 @@ class Comparison:
         scores = [value_of(row, self.task.ranked_by) for row in self.rows]
         return sorted(self.comparable, key=lambda i: -scores[i])
 
-    def reference_rows(self) -> list[PolicyRow]:
-        """Return the rows of the policies that controllers are judged against, from the first
-        run."""
-        if not self.task.averaged:
-            return []
-        names = (self.task.low, self.task.high)
-        return [row for name in names if (row := self.reference.row(name, None))]
+    def best(self) -> int | None:
+        """Return the index of the run that is shown to be better than each other comparable run,
+        corrected for their number; None without one."""
+        first, *others = self.ranking()
+        best = self.runs[first]
+        tested = []
+        for run in (self.runs[i] for i in others):
+            at_conditions, _ = differences(run, best, (run.policy, best.policy), self.conditions)
+            tested += [each for each in at_conditions if each.condition == self.main]
+        better = [each.sign > 0 for each in holm(tested)]
+        return first if others and len(better) == len(others) and all(better) else None
 
-    @property
-    def drawn(self) -> list[ComparedRun]:
-        """The runs in charts: the first one and the best of the others, at most `MOST_DRAWN`."""
+    def drawn(self) -> list[Run]:
+        """Return the runs in charts: the first one and the best of the others, at most
+        `MOST_DRAWN`."""
         if len(self.runs) <= MOST_DRAWN:
             return self.runs
         best = [i for i in self.ranking() if i][: MOST_DRAWN - 1]
         return [self.runs[i] for i in sorted([0, *best])]
 
+    def listed(self) -> list[Entry]:
+        """Return the rows of the table: all policies of one run, the best first; else the runs and
+        the policies that controllers are judged against, from the first run."""
+        if self.single:
+            results = self.reference.results
+            # those that were not judged at the main condition come last
+            judged = [row["policy"] for row in (*ranked(results), *results["rows"])]
+            return [Entry(self.reference, policy) for policy in dict.fromkeys(judged)]
+        return [*(Entry(run, run.policy, True) for run in self.runs), *self._references()]
 
-def _read(folders: Sequence[str]) -> tuple[list[ComparedRun], list[str]]:
-    """Read the finished runs; also return notes on what is missing."""
+    def lines(self) -> list[Entry]:
+        """Return what charts draw: of one run the learned policy, the strongest baseline and the
+        references; else the runs and the references."""
+        run = self.reference
+        if not self.single:
+            return [*(Entry(each, each.policy, True) for each in self.drawn()), *self._references()]
+        names = [run.policy, *LEARNED[-2:], *baselines(run.results)[:1]]
+        if self.task.averaged:
+            names = [run.policy, self.task.low, *baselines(run.results)[:1], self.task.high]
+        judged = {row["policy"] for row in run.results["rows"]}
+        return [Entry(run, name) for name in dict.fromkeys(names) if name in judged]
+
+    def _references(self) -> list[Entry]:
+        names = (self.task.low, self.task.high) if self.task.averaged else ()
+        return [Entry(self.reference, name) for name in names if self.reference.row(name, None)]
+
+
+def read_comparison(folders: Sequence[str]) -> Comparison:
+    """Read the runs in these folders, or below them, and compare them.
+
+    Raises:
+        InputError: if folders hold no runs, fewer than two runs are finished, runs are about
+            different tasks, or no learned policy was judged in one.
+    """
     if not folders:
         raise InputError(
             "compare: give runs, or a folder with runs in it, as in `knobwise compare runs/lean`"
@@ -129,10 +185,13 @@ def _read(folders: Sequence[str]) -> tuple[list[ComparedRun], list[str]]:
         notes.append(f"Left out because not finished: {', '.join(unfinished)}.")
     if bare := [run.label for run in runs if not run.settings]:
         notes.append(f"{', '.join(bare)}: without config.yaml the settings are unknown.")
-    return runs, notes
+    for run in runs:
+        if not run.policy:
+            raise InputError(f"{run.folder}: no learned policy was judged in it; leave it out")
+    return Comparison(runs, notes)
 
 
-def _before_grpo(runs: Sequence[ComparedRun]) -> list[str]:
+def _before_grpo(runs: Sequence[Run]) -> list[str]:
     """Return a sentence on the runs whose best checkpoint is from before GRPO; [] without any."""
     early = []
     for run in runs:
@@ -141,6 +200,5 @@ def _before_grpo(runs: Sequence[ComparedRun]) -> list[str]:
     if not early:
         return []
     return [
-        "GRPO does not improve the policy; the best checkpoint is the one before GRPO: "
-        f"{', '.join(early)}."
+        f"GRPO did not improve the policy; the checkpoint before it is kept: {', '.join(early)}."
     ]

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 import polars as pl
 
-from knobwise.experiments.compare.runs import ComparedRun
+from knobwise.experiments.compare.runs import Run
 from knobwise.experiments.evidence.decisions import IF_FREE
 from knobwise.experiments.evidence.statistics import FEWEST, Difference, paired
 
@@ -19,7 +19,7 @@ COLUMNS = ("utility", "accuracy", "latency_ms")
 """The columns that are compared."""
 
 
-def decisions_of(run: ComparedRun, policy: str) -> pl.DataFrame | None:
+def decisions_of(run: Run, policy: str) -> pl.DataFrame | None:
     """Return a policy's `COLUMNS`, with `KEYS` and sorted by them; None if the run has no
     decisions, or not for every seed, sample and condition."""
     if run.decisions is None:
@@ -32,7 +32,7 @@ def decisions_of(run: ComparedRun, policy: str) -> pl.DataFrame | None:
     return None
 
 
-def judged_alike(reference: ComparedRun, run: ComparedRun, conditions: Sequence[float]) -> bool:
+def judged_alike(reference: Run, run: Run, conditions: Sequence[float]) -> bool:
     """Return whether the numbers of two runs at these conditions are means over the same samples,
     with the same measurements; False if that is unknown. A mean is over the samples of which every
     policy's accuracy is known."""
@@ -52,7 +52,7 @@ def judged_alike(reference: ComparedRun, run: ComparedRun, conditions: Sequence[
 
 
 def differences(
-    reference: ComparedRun, run: ComparedRun, policies: tuple[str, str], conditions: Sequence[float]
+    reference: Run, run: Run, policies: tuple[str, str], conditions: Sequence[float]
 ) -> tuple[list[Difference], str]:
     """Compare a policy of `run` with one of `reference`, a run of the same task: the mean over
     `conditions` where that has a meaning, then each condition.
@@ -143,7 +143,7 @@ def _tests(
     return sorted(tests)
 
 
-def _clusters(run: ComparedRun, samples: set[str]) -> np.ndarray:
+def _clusters(run: Run, samples: set[str]) -> np.ndarray:
     """Return the number of the cluster of each of these samples, in their order, int [n]; a sample
     without one is alone."""
     assert run.decisions is not None  # or there would be no samples
@@ -152,7 +152,7 @@ def _clusters(run: ComparedRun, samples: set[str]) -> np.ndarray:
     return np.unique(rows["cluster"].to_numpy(), return_inverse=True)[1]
 
 
-def _scores(reference: ComparedRun, pair: Sequence[pl.DataFrame]) -> list[np.ndarray]:
+def _scores(reference: Run, pair: Sequence[pl.DataFrame]) -> list[np.ndarray]:
     """Return the numbers of both that are compared, float64 [S, n, P], NaN where unknown: the
     score, or under mean budgets accuracy less what the static mix of the reference gains with the
     latency that was spent."""
@@ -178,7 +178,7 @@ def _cube(decisions: pl.DataFrame, column: str) -> np.ndarray:
     return values.reshape(decisions["seed"].n_unique(), -1, decisions["condition"].n_unique())
 
 
-def same_measurements(reference: ComparedRun, run: ComparedRun) -> bool:
+def same_measurements(reference: Run, run: Run) -> bool:
     """Return whether two runs were judged on the same measurements.
 
     The digest of a profile covers its features too, but runs with other features of the same

@@ -7,6 +7,7 @@ import json
 import os
 import re
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from knobwise.common.errors import InputError
 from knobwise.experiments.evidence.decisions import FILE, SAMPLE, read_decisions
 from knobwise.experiments.evidence.results import read_results
 from knobwise.experiments.evidence.run_folder import UNFINISHED
-from knobwise.experiments.evidence.schema import PolicyRow
+from knobwise.experiments.evidence.schema import PolicyRow, RunResults
 from knobwise.experiments.evidence.task import condition_of, task_of
 from knobwise.experiments.settings.config_file import dotted, read_settings_file
 
@@ -26,46 +27,44 @@ UNKNOWN = "–"
 """The value of a setting that a run does not have."""
 
 
-class ComparedRun:
-    """A finished run, read from its folder.
+class Run:
+    """A finished run.
 
     Attributes:
-        label: see `labels_of`; different from that of every other run.
+        results: the content of `results.json`.
+        label: what it is called among other runs, see `labels_of`.
+        folder: where its other files are; None for results without files.
         settings: from `config.yaml`, by dotted key; empty without that file.
+        policy: what stands for the run: the learned controller, or the selector that was best on
+            validation; "" if no learned policy was judged.
         conditions: the budgets in ms, or the numbers of shots, that the run was judged at.
-        decisions: the rows of `decisions.parquet`, see `_with_keys`, or None.
-        missing: why there are no decisions.
+        missing: why there are no `decisions`, which are read when they are asked for.
 
     Raises:
-        InputError: if files cannot be read.
+        InputError: if `config.yaml` cannot be read.
     """
 
-    def __init__(self, folder: Path, label: str) -> None:
-        self.folder = folder
+    def __init__(self, results: RunResults, label: str = "", folder: Path | None = None) -> None:
+        self.results = results
         self.label = label
-        self.results = read_results(folder)
-        self.task = task_of(self.results)
-        self.settings = read_settings_of(folder)
-        self.conditions = self.task.conditions(self.results)
-        self.decisions: pl.DataFrame | None = None
+        self.folder = folder
+        self.task = task_of(results)
+        self.settings = read_settings_of(folder) if folder else {}
+        self.policy = self.task.main_policy(results) or ""
+        self.conditions = self.task.conditions(results)
         self.missing = ""
+
+    @cached_property
+    def decisions(self) -> pl.DataFrame | None:
+        """The rows of `decisions.parquet`, see `_with_keys`; None if they cannot be read."""
+        if self.folder is None:
+            return None
         try:
-            self.decisions = _with_keys(read_decisions(folder))
+            return _with_keys(read_decisions(self.folder))
         except InputError as error:
-            self.missing = str(error) if (folder / FILE).exists() else f"has no {FILE}"
-
-    @property
-    def policy(self) -> str:
-        """The policy that stands for the run: the learned controller, or the selector that was best
-        on validation.
-
-        Raises:
-            InputError: no learned policy was judged.
-        """
-        policy = self.task.main_policy(self.results)
-        if policy is None:
-            raise InputError(f"{self.folder}: no learned policy was judged in it; leave it out")
-        return policy
+            has_file = (self.folder / FILE).exists()
+            self.missing = str(error) if has_file else f"has no {FILE}"
+        return None
 
     @property
     def trained(self) -> list[str]:
@@ -79,10 +78,6 @@ class ComparedRun:
         """Return the row of a policy at a condition, or its mean over the conditions (None); {} if
         there is none."""
         return self.task.row(self.results, policy, condition)
-
-    def rows_at(self, policy: str, conditions: Sequence[float]) -> list[PolicyRow]:
-        """Return the rows of a policy at these conditions, where it has any."""
-        return [row for condition in conditions if (row := self.row(policy, condition))]
 
 
 def _with_keys(decisions: pl.DataFrame) -> pl.DataFrame:
@@ -153,13 +148,13 @@ def _name_order(folder: Path) -> tuple[bool, list[str | float]]:
 # -- reading ---------------------------------------------------------------------------------------
 
 
-def read_runs(folders: Sequence[Path]) -> list[ComparedRun]:
-    """Read the results, settings and decisions of every run.
+def read_runs(folders: Sequence[Path]) -> list[Run]:
+    """Read the results and settings of every run.
 
     Raises:
         InputError: if files cannot be read, or the runs are about different tasks.
     """
-    runs = list(map(ComparedRun, folders, labels_of(folders)))
+    runs = list(map(Run, map(read_results, folders), labels_of(folders), folders))
     first = runs[0]
     for run in runs:
         if run.task is not first.task:

@@ -8,10 +8,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from rich.console import Console
 
 from knobwise.agents.deployed.controller import Drift
+from knobwise.agents.evaluation.baselines import LookupTable, static_of
 from knobwise.agents.serving.knob_policy import KnobPolicy
 from knobwise.agents.serving.tracker import LatencyTracker
 from knobwise.agents.training.checkpoint import load_checkpoint
@@ -25,7 +27,7 @@ from knobwise.envs.tables.units import check_time
 from knobwise.experiments.deploy.evaluate import fitting_profile
 from knobwise.experiments.evidence.results import read_results
 from knobwise.experiments.evidence.run_folder import checkpoint_at
-from knobwise.experiments.report.report import print_explanation
+from knobwise.experiments.report.details import print_explanation
 from knobwise.experiments.report.tables import print_lines, print_table, table_of
 from knobwise.experiments.settings.options import ExplainRun
 from knobwise.experiments.settings.profiles import read_questions
@@ -90,6 +92,7 @@ def _of_sample(config: ExplainRun, sample: str) -> dict[str, Any]:
         features, config.budget_ms, explain=True, drift=drift, between_ms=between_ms
     )
     explained = asdict(decided) | {"sample": sample, "budget_ms": config.budget_ms}
+    explained |= _other_choices(policy, table, config.budget_ms)
     explained["question"] = read_questions(config.profile).get(table.sample_ids[row])
     # each expectation gets what was measured of the same configuration
     columns = {str(configuration): c for c, configuration in enumerate(policy.configurations)}
@@ -101,6 +104,22 @@ def _of_sample(config: ExplainRun, sample: str) -> dict[str, Any]:
             expectation["measured"] = measured
     _print(explained, table)
     return explained
+
+
+def _other_choices(policy: KnobPolicy, table: ProfileTable, budget_ms: float) -> dict[str, Any]:
+    """Return what is chosen at this budget without the features of the sample: by `static`, as it
+    is deployed or else fitted on the profile, and by the policy for `typical` features, their means
+    over the samples; None if it reads no features."""
+    rows = torch.arange(table.num_samples)
+    static: Any = policy.agent.decider.static or static_of(table, rows)
+    if policy.agent.sense == "mean":
+        static = LookupTable(table, rows, 0.0)
+    (choice,) = static.choose(
+        {}, np.array([budget_ms]), np.ones((1, table.num_configurations), bool)
+    )
+    means = {name: block.nanmean(0) for name, block in table.blocks(rows).items()}
+    typical = policy.decide(means, budget_ms) if policy.features else None
+    return {"static": policy.configurations[choice], "typical": typical}
 
 
 def _row_of(table: ProfileTable, sample: str) -> int:

@@ -17,6 +17,7 @@ from knobwise.envs.tables.cost_words import in_words
 from knobwise.experiments.inspection.facts import Facts, mean_headroom
 from knobwise.experiments.inspection.measured import CERTAIN, SURE
 from knobwise.experiments.report.tables import (
+    Content,
     Folded,
     print_lines,
     print_sections,
@@ -186,14 +187,9 @@ def write_inspection(facts: Facts, path: str | Path) -> Path:
     """Write the facts as a self-contained page with charts, and return its path."""
     from knobwise.experiments.report.page import render_page
 
-    return render_page(
-        path,
-        "knobwise profile",
-        facts["name"],
-        _sections(facts, _figures(facts)),
-        facts=[facts["digest"]],
-        lead=in_words(lead(facts), facts["unit"]),
-    )
+    answer = in_words(lead(facts), facts["unit"])
+    content = Content("knobwise profile", facts["name"], answer, facts=[facts["digest"]])
+    return render_page(path, content, _sections(facts, _figures(facts)))
 
 
 def _figures(facts: Facts) -> dict[str, list[Any]]:
@@ -219,7 +215,7 @@ def _figures(facts: Facts) -> dict[str, list[Any]]:
         spread.append({"name": name, "low": low, "value": median, "high": high})
     figures = {
         "Headroom": Figure(
-            charts.by_budget(utility, "utility", "utility (0 to 1)", unit=facts["unit"]),
+            charts.by_condition(utility, "budget_ms", "utility", "utility (0 to 1)", unit=unit),
             "Utility is the accuracy of an answer that is on time, and 0 for a late one. Both "
             "lines are measured on the samples they were chosen on: a policy gets less than the "
             "oracle.",

@@ -9,11 +9,11 @@ Altair would look up each string in its schema, which takes longer than all the 
 from __future__ import annotations
 
 import itertools
-import json
 import math
-import operator
+import re
+import textwrap
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import altair as alt
@@ -21,11 +21,9 @@ import numpy as np
 import polars as pl
 
 from knobwise.envs.tables.cost_words import in_words
-from knobwise.experiments.evidence.schema import RunResults
 from knobwise.experiments.evidence.statistics import pareto_front
 from knobwise.experiments.evidence.task import Row
 from knobwise.experiments.report.page import HUES, colours_of
-from knobwise.experiments.wording.words import policy_name
 
 GREY = HUES["grey"]
 DASHED = {"color": GREY, "strokeWidth": 1.5, "strokeDash": [5, 4]}
@@ -34,16 +32,19 @@ CLOSE = alt.Scale(zero=False, nice=False, padding=12)
 """A scale that begins near the smallest number, not at 0."""
 FARTHEST = 6
 """The largest residual in a chart, in expected spreads."""
-SPARSE = alt.Axis(labelOverlap=True, labelAngle=0)
-"""An axis that leaves out labels rather than print one over another."""
 
 
 def layered(
-    *layers: alt.Chart | alt.LayerChart, height: int | alt.Step = 320, **properties: Any
+    *layers: alt.Chart | alt.LayerChart, height: int | alt.Step = 220, **properties: Any
 ) -> alt.LayerChart:
     """Return one chart of these layers, as wide as its place on the page."""
     # arguments of alt.layer: .properties() would copy all layers
     return alt.layer(*layers, width="container", height=height, **properties)
+
+
+def titled(title: str) -> list[str]:
+    """Return the lines of a title, so that it is whole above a narrow chart."""
+    return textwrap.wrap(title, 32)
 
 
 def colour_of(colours: Mapping[str, str], field: str = "policy") -> alt.Color:
@@ -60,38 +61,23 @@ def dashed(channel: alt.X | alt.Y, column: str, values: Sequence[float | None]) 
 # -- lines -----------------------------------------------------------------------------------------
 
 
-def lines(
-    rows: pl.DataFrame,
-    x: alt.X,
-    y: alt.Y,
-    colour: alt.Color | None = None,
-    *detail: alt.Detail,
-    size: int = 60,
-) -> list[alt.Chart]:
-    """Return the layers of lines with their points, and a band where there are columns low and
-    high.
+def lines(rows: pl.DataFrame, x: alt.X, y: alt.Y, size: int = 60) -> list[alt.Chart]:
+    """Return the layers of a line for each policy with its points on it, and a band if there are
+    columns low and high.
 
     Args:
-        rows: the points, with the columns of the channels; `budget_ms`, if there is such a column,
-            is the order of the points of a line.
+        rows: the points: policy and the columns of the channels; the points of a line stand in
+            their order. A row without a number is left out, and so is a policy without rows.
         x: the horizontal axis.
         y: the vertical axis.
-        colour: see `colour_of`; by default that of the column policy, each of which has its points
-            a little aside, since equal numbers would hide each other.
-        detail: what tells lines of the same colour apart.
         size: of the points.
     """
-    aside: float | alt.ExprRef = 0
-    if colour is None:
-        labels = rows["policy"].unique(maintain_order=True).to_list()
-        colour = colour_of(colours_of(labels))
-        middle = (len(labels) - 1) / 2
-        aside = alt.ExprRef(f"5 * (indexof({json.dumps(labels)}, datum.policy) - {middle})")
-    order = [alt.Order("budget_ms:Q")] * ("budget_ms" in rows.columns)
-    base = alt.Chart(rows).encode(x, colour, *detail)
-    points = base.mark_circle(size=size, opacity=1, xOffset=aside)
-    layers = [base.mark_line().encode(y, *order), points.encode(y)]
-    if "low" in rows.columns:
+    rows = rows.drop_nulls(y["shorthand"].partition(":")[0]).with_row_index("rank")
+    colour = colour_of(colours_of(rows["policy"].unique(maintain_order=True).to_list()))
+    base = alt.Chart(rows).encode(x, colour)
+    points = base.mark_circle(size=size, opacity=1).encode(y)
+    layers = [base.mark_line().encode(y, alt.Order("rank:Q")), points]
+    if "low" in rows.columns and rows["low"].is_not_null().any():
         # an area has no order: it would be cut into one for each point
         low = alt.Y("low:Q", title=y["title"], scale=y["scale"])
         layers.insert(0, base.mark_area(opacity=0.13).encode(low, alt.Y2("high:Q")))
@@ -99,123 +85,111 @@ def lines(
 
 
 def plane(
-    configurations: Sequence[Row],
-    paths: pl.DataFrame | None = None,
-    unit: str = "ms",
-    y: str = "accuracy",
+    configurations: Sequence[Row], paths: pl.DataFrame | None = None, unit: str = "ms"
 ) -> alt.LayerChart:
-    """Draw mean accuracy or utility against mean latency.
+    """Draw mean accuracy against mean latency.
 
     Args:
-        configurations: label, latency_ms and `y` of each: drawn as dots, with a dashed line through
-            those that no other beats.
-        paths: columns policy, budget_ms, latency_ms and `y`: a line for each policy.
+        configurations: label, latency_ms and accuracy of each: drawn as dots, with a dashed line
+            through those that no other beats.
+        paths: columns policy, latency_ms and accuracy: a line for each policy.
         unit: of the latencies.
-        y: "accuracy" or "utility".
     """
-    rows = pl.DataFrame(configurations, schema=["label", y, "latency_ms"])
+    rows = pl.DataFrame(configurations, schema=["label", "accuracy", "latency_ms"])
     title = in_words(f"mean latency ({unit})", unit)
-    x = alt.X("latency_ms:Q", title=title, scale=CLOSE, axis=SPARSE)
+    x = alt.X("latency_ms:Q", title=title, scale=CLOSE)
     # without padding, which could begin the axis below 0
-    height = alt.Y(f"{y}:Q", title=f"mean {y} (0 to 1)", scale=alt.Scale(zero=False))
+    y = alt.Y("accuracy:Q", title="mean accuracy (0 to 1)", scale=alt.Scale(zero=False))
 
     # the configurations, and the line through those that no other beats
-    front = rows.filter(pareto_front(rows[y].to_numpy(), rows["latency_ms"].to_numpy()))
+    front = rows.filter(pareto_front(rows["accuracy"].to_numpy(), rows["latency_ms"].to_numpy()))
     steps = alt.Chart(front).mark_line(interpolate="step-after", **DASHED)
-    circles = alt.Chart(rows).mark_circle(color=GREY, size=36)
-    layers = [circles.encode(x, height, alt.Detail("label:N")), steps.encode(x, height)]
+    circles = alt.Chart(rows).mark_circle(color=GREY, size=24)
+    layers = [circles.encode(x, y, alt.Detail("label:N")), steps.encode(x, y)]
     if paths is not None:
-        layers += lines(paths.drop("low", "high", strict=False), x, height)
-    return layered(*layers, height=360)
+        layers += lines(paths, x, y)
+    return layered(*layers)
 
 
-def by_budget(
+def by_condition(
     rows: pl.DataFrame,
+    condition: str,
     y: str,
     title: str,
     *,
     percent: bool = False,
     level: float | None = None,
+    trained: int | None = None,
     unit: str = "ms",
 ) -> alt.LayerChart:
-    """Draw a number against the budget.
+    """Draw a number against the budget or the number of demonstrations.
 
     Args:
-        rows: policy, budget_ms, `y`, and low and high where the interval is to be drawn.
+        rows: policy, the condition, `y`, and low and high where the interval is to be drawn.
+        condition: the column of the condition, "budget_ms" or "shots".
         y: the column of the number.
         title: of the vertical axis.
         percent: whether the number is a share.
         level: the height of a dashed line, if any.
+        trained: the number of demonstrations in training, marked by a dashed line.
         unit: of the budgets.
     """
-    # a wide range of budgets is drawn on a logarithmic axis
-    budgets = rows["budget_ms"].to_list()
+    values = rows[condition].unique().to_list()
+    axis = alt.Axis()
     scale = CLOSE
-    if 0 < 20 * min(budgets) < max(budgets):
-        scale = alt.Scale(type="log")
     limit = in_words(f"latency budget ({unit})", unit)
-    x = alt.X("budget_ms:Q", title=limit, scale=scale, axis=SPARSE)
+    if condition == "shots":
+        limit = "demonstrations (shots)"
+        axis = alt.Axis(values=sorted(values), format="d", grid=False)
+    elif 0 < 20 * min(values) < max(values):
+        # a wide range of budgets
+        scale = alt.Scale(type="log")
+    x = alt.X(f"{condition}:Q", title=limit, scale=scale, axis=axis)
     height = alt.Y(f"{y}:Q", title=title, scale=CLOSE)
     if percent:
         height = height.axis(format="%")
-    layers = lines(rows, x, height)
+    layers = lines(rows.sort(condition, maintain_order=True), x, height)
     if level is not None:
         layers.append(dashed(alt.Y("level:Q"), "level", [level]))
+    if trained is not None:
+        layers.append(dashed(x, condition, [trained]))
     return layered(*layers)
 
 
-def by_shots(rows: pl.DataFrame, trained: int) -> alt.LayerChart:
-    """Draw accuracy against the number of demonstrations.
-
-    Args:
-        rows: columns policy, shots, accuracy, low, high.
-        trained: the number of demonstrations in training, marked by a dashed line.
-    """
-    axis = alt.Axis(values=sorted(rows["shots"].unique()), format="d", grid=False)
-    x = alt.X("shots:Q", title="demonstrations (shots)", axis=axis, scale=CLOSE)
-    height = alt.Y("accuracy:Q", title="accuracy (0 to 1)", scale=CLOSE)
-    return layered(dashed(x, "shots", [trained]), *lines(rows, x, height))
-
-
-def curves(
-    points: pl.DataFrame,
-    colours: Mapping[str, str],
-    field: str,
-    begins: Sequence[int],
-    *detail: alt.Detail,
-) -> list[alt.LayerChart]:
+def curves(points: pl.DataFrame, stages: Mapping[str, int]) -> list[alt.LayerChart]:
     """Draw numbers against the training step, a chart for each panel.
 
     Args:
-        points: panel, step, value and the columns of the channels; low and high for a band.
-        colours: label → colour.
-        field: the column of the labels; a legend names those that its chart draws.
-        begins: the steps where GRPO begins, marked by dashed lines.
-        detail: what tells lines of the same colour apart.
+        points: panel, policy, step, value, and low and high for a band.
+        stages: name → the step where a stage of training begins, marked by a dashed line.
     """
     scale = alt.Scale(zero=False)
     x = alt.X("step:Q", title="training step", axis=alt.Axis(tickCount=4), scale=scale)
     y = alt.Y("value:Q", title=None, scale=scale, axis=alt.Axis(tickCount=4))
-    marks = [dashed(alt.X("grpo:Q"), "grpo", begins)] * bool(begins)
     drawn = []
     # each panel has its own data
     for (panel,), rows in points.group_by("panel", maintain_order=True):
-        labels = set(rows[field])
-        colour = colour_of({k: hue for k, hue in colours.items() if k in labels}, field)
-        layers = lines(rows, x, y, colour, *detail, size=9)
-        drawn.append(layered(*marks, *layers, height=170, title=panel))
+        start = float(rows["step"].min() or 0)  # type: ignore[arg-type]
+        first = max((begin for begin in stages.values() if begin <= start), default=0)
+        begins = [(name, begin) for name, begin in stages.items() if begin >= first]
+        frame = pl.DataFrame(begins, schema=["stage", "begins"], orient="row")
+        rules = alt.Chart(frame).encode(alt.X("begins:Q"))
+        names = rules.mark_text(align="left", dx=3, dy=6, color=GREY, fontSize=10)
+        marks = [rules.mark_rule(**DASHED), names.encode(alt.Text("stage:N"), y=alt.value(0))]
+        layers = [*marks[: 2 * len(begins)], *lines(rows, x, y, size=9)]
+        drawn.append(layered(*layers, height=170, title=titled(str(panel))))
     return drawn
 
 
-def predictions(rows: pl.DataFrame, x: str, y: str, *colour: alt.Color) -> alt.LayerChart:
+def predictions(rows: pl.DataFrame, x: str, y: str, **properties: Any) -> alt.LayerChart:
     """Draw observed shares against predicted probabilities, and a dashed diagonal, on which the two
     are equal.
 
     Args:
-        rows: columns predicted and observed, and the column of the colour.
+        rows: columns policy, predicted and observed.
         x: the title of the horizontal axis.
         y: the title of the vertical axis.
-        colour: of the lines, if there are several.
+        properties: of the chart.
     """
     corners = [min(*rows["predicted"], *rows["observed"]), 1.0]
     axis = alt.Axis(format="%", tickCount=5)
@@ -224,8 +198,23 @@ def predictions(rows: pl.DataFrame, x: str, y: str, *colour: alt.Color) -> alt.L
         alt.Y("observed:Q", title=y, scale=alt.Scale(zero=False), axis=axis),
     ]
     diagonal = alt.Chart(pl.DataFrame({"predicted": corners, "observed": corners}))
-    line = alt.Chart(rows).mark_line(point=True, strokeWidth=1.5)
-    return layered(diagonal.mark_line(**DASHED).encode(*channels), line.encode(*channels, *colour))
+    diagonal = diagonal.mark_line(**DASHED).encode(*channels)
+    return layered(diagonal, *lines(rows, *channels), **properties)
+
+
+def difficulty(groups: pl.DataFrame, samples: pl.DataFrame, unit: str) -> alt.LayerChart:
+    """Draw the latency of the choice against difficulty.
+
+    Args:
+        groups: policy, difficulty_ms, policy_ms, low and high: a line each, with a band.
+        samples: difficulty_ms and policy_ms of single samples, drawn as dots behind the lines.
+        unit: of the latencies.
+    """
+    title = in_words(f"latency of the cheapest right configuration ({unit})", unit)
+    x = alt.X("difficulty_ms:Q", title=title, scale=alt.Scale(type="log", nice=False, padding=12))
+    y = alt.Y("policy_ms:Q", title=in_words(f"latency of the choice ({unit})", unit), scale=CLOSE)
+    dots = [alt.Chart(samples).mark_circle(color=GREY, size=14, opacity=0.4).encode(x, y)]
+    return layered(*dots * bool(len(samples)), *lines(groups, x, y))
 
 
 # -- dots with their intervals ---------------------------------------------------------------------
@@ -254,35 +243,15 @@ def dots(
     )
 
 
-def dots_of_policies(
-    rows: Iterable[Row], metric: str, title: str, results: RunResults | None = None
-) -> alt.LayerChart:
+def dots_of_policies(rows: pl.DataFrame, title: str) -> alt.LayerChart:
     """Draw a number of each policy with its interval, in the colours of the policies.
 
     Args:
-        rows: policy, the metric and its interval, of each.
-        metric: the key of the number.
+        rows: name, value, low, high of each.
         title: of the horizontal axis.
-        results: that the rows belong to, where their budgets may be no times.
     """
-    drawn = [
-        [row["policy"], policy_name(row["policy"], results), row[metric], *row[f"{metric}_ci95"]]
-        for row in rows
-    ]
-    frame = pl.DataFrame(drawn, schema=["policy", "name", "value", "low", "high"], orient="row")
-    return dots(frame, title, colour_of(colours_of(frame["policy"].to_list())).legend(None))
-
-
-def by_dataset(results: RunResults) -> list[alt.LayerChart]:
-    """Draw mean utility and its interval for the most important policies, a chart for each data
-    set."""
-    figure = []
-    for dataset, rows in itertools.groupby(
-        results["by_dataset"], key=operator.itemgetter("dataset")
-    ):
-        chart = dots_of_policies(rows, "utility", "utility (0 to 1)", results)
-        figure.append(chart.properties(title=dataset))
-    return figure
+    colour = colour_of(colours_of(rows["name"].to_list()), "name").legend(None)
+    return dots(rows, title, colour)
 
 
 # -- latencies -------------------------------------------------------------------------------------
@@ -329,38 +298,36 @@ def residuals(requests: pl.DataFrame) -> alt.LayerChart:
 # -- knobs -----------------------------------------------------------------------------------------
 
 
-def knob_usage(
-    runs: Sequence[tuple[str, str, RunResults]], unit: str = "ms"
-) -> list[alt.LayerChart]:
-    """Draw the share of the requests that gets each value of a knob, by budget: for each knob a
-    chart for each run. [] where no usage is known.
+def knob_usage(shares: pl.DataFrame, labels: Sequence[str], limit: str) -> list[alt.LayerChart]:
+    """Draw the share of the requests that gets each value of a knob, by condition: a row of charts
+    for each knob, with one for each label.
 
     Args:
-        runs: label, policy and results of each.
-        unit: of the budgets.
+        shares: columns policy, knob, value (of any type), condition and share; conditions are texts
+            in their order.
+        labels: of the policies or runs.
+        limit: the title of the horizontal axis.
     """
-    shares = []
-    for label, policy, results in runs:
-        for row in results.get("knob_usage", []):
-            if row["policy"] == policy:
-                shares.append(row | {"run": label, "value": str(row["value"])})
-    if not shares:
-        return []
     figure = []
-    axis = alt.Axis(labelAngle=0, format=".4~r")
-    frame = pl.DataFrame(shares, infer_schema_length=None).unique(maintain_order=True)
-    frame = frame.with_row_index("rank")  # values in their order, not as texts
-    x = alt.X("budget_ms:O", title=in_words(f"latency budget ({unit})", unit), axis=axis)
+    order = shares["condition"].unique(maintain_order=True).to_list()
+    x = alt.X("condition:O", title=limit, sort=order)
     # a sum of shares may be a little more than 1, for which a free scale would add a step
     whole = alt.Scale(domain=[0, 1])
-    y = alt.Y("share:Q", title=None, axis=alt.Axis(format="%"), scale=whole)
-    for (knob, run), rows in frame.group_by("knob", "run", maintain_order=True):
-        values = alt.Scale(
-            domain=rows["value"].unique(maintain_order=True).to_list(), scheme="viridis"
-        )
-        colour = alt.Color("value:O", scale=values)
-        bars = alt.Chart(rows).mark_bar().encode(x, y, colour, alt.Order("rank:Q"))
-        figure.append(layered(bars, height=170, title=f"{knob}, {run}"))
+    y = alt.Y("share:Q", title=None, axis=alt.Axis(format="%", tickCount=3), scale=whole)
+    for (knob,), rows in shares.group_by("knob", maintain_order=True):
+        # the same colours for all labels: names have different hues, numbers go from dark to light
+        values = rows["value"].unique(maintain_order=True).to_list()
+        scheme = "tableau10"
+        if all(re.fullmatch(r"-?[\d.]+(e-?\d+)?", value) for value in values):
+            values.sort(key=float)
+            scheme = "viridis"
+        ranked = rows.with_columns(rank=pl.col("value").replace_strict(values, range(len(values))))
+        colour = alt.Color("value:O", scale=alt.Scale(domain=values, scheme=scheme))
+        for label in labels:
+            bars = alt.Chart(ranked.filter(policy=label)).mark_bar()
+            bars = bars.encode(x, y, colour, alt.Order("rank:Q"))
+            title = {"text": titled(str(knob)), "subtitle": titled(label)}
+            figure.append(layered(bars, height=90, title=title))
     return figure
 
 
@@ -379,7 +346,7 @@ def knob_effects(
     for name, knob in knobs.items():
         values = list(map(str, knob["values"]))
         rows = pl.DataFrame({"value": values} | {key: knob[key] for key in titles})
-        x = alt.X("value:O", title=name, sort=values, axis=SPARSE)
+        x = alt.X("value:O", title=name, sort=values)
         for key, title in titles.items():
             # one scale for all knobs, so that a knob which does little looks like it
             means = list(itertools.chain(*(each[key] for each in knobs.values())))
@@ -417,7 +384,7 @@ def coverage(
         rows = []
         for values, count in counts.items():
             rows.append(dict(zip("xy", values, strict=False)) | {"share": count / most})
-        channels = [alt.X("x:O", axis=SPARSE), alt.Y("y:O", scale=alt.Scale(reverse=True))]
+        channels = [alt.X("x:O"), alt.Y("y:O", scale=alt.Scale(reverse=True))]
         for i, name in enumerate(pair):
             channels[i] = channels[i].title(name).sort(list(map(str, knobs[name]["values"])))
         cells = alt.Chart(pl.DataFrame(rows)).mark_rect()

@@ -1,9 +1,8 @@
 """The self-contained page around charts, tables and sentences: `templates/page.html.j2`, which
 loads nothing from a network.
 
-A page is a dict of sections, heading → blocks. A block is a paragraph (str, or `Markup` as it is),
-a list of sentences, a dict of terms and their meanings, a `Table`, a `Figure` or a `Folded`; empty
-blocks and sections are left out.
+A block of a page is a paragraph (str, or `Markup` as it is), a list of sentences, a dict of terms
+and their meanings, a `Table`, a `Figure` or a `Folded`; empty blocks are left out.
 
 Colours: `hues.json` lists the hues, which are clear on white and on black, `policies.json` gives
 each policy its hue, `templates/style.css` colours the page around the charts.
@@ -11,24 +10,20 @@ each policy its hue, `templates/style.css` colours the page around the charts.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import itertools
 import json
 from collections.abc import Mapping, Sequence
-from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import altair as alt
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
-from platformdirs import user_cache_path
 
-from knobwise.common.errors import InputError
 from knobwise.common.files import write_text
 from knobwise.envs.tables.cost_words import in_words
-from knobwise.experiments.report.tables import Tile
+from knobwise.experiments.report.tables import TEMPLATES, Content
 from knobwise.experiments.wording.words import POLICIES
 
 HUES: dict[str, str] = json.loads(Path(__file__).with_name("hues.json").read_text(encoding="utf-8"))
@@ -43,7 +38,7 @@ HUE_OF = {
 
 
 class Figure(NamedTuple):
-    """A chart, or several side by side, with a sentence below."""
+    """A chart, or several in a grid, with a sentence below."""
 
     charts: alt.LayerChart | list[alt.LayerChart]
     caption: str
@@ -70,10 +65,11 @@ a quarter of a page's time; the tests check the charts of whole pages."""
 CONFIG = {
     "background": "transparent",
     "font": "system-ui, sans-serif",
-    "numberFormat": ".4~r",
+    "numberFormat": ".5~g",
     "mark": {"tooltip": True},
     "view": {"stroke": None, "continuousWidth": 640},
-    "axis": {"gridColor": "#8883"},
+    "axis": {"gridColor": "#8883", "labelOverlap": True, "labelSeparation": 4},
+    "axisX": {"labelAngle": 0},
     "legend": {"orient": "top", "columns": 2, "labelLimit": 340, "title": None, "symbolOpacity": 1},
 }
 """What all charts share, in light and dark; the width is that of a picture."""
@@ -102,7 +98,7 @@ def templates() -> Environment:
     """Return the environment of the page template. It escapes everything that it prints; in
     embedded JSON every `<` is written `\\u003c`."""
     pages = Environment(
-        loader=FileSystemLoader(Path(__file__).with_name("templates")),
+        loader=FileSystemLoader(TEMPLATES),
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,
@@ -113,31 +109,16 @@ def templates() -> Environment:
     return pages
 
 
-def render_page(
-    path: str | Path,
-    kind: str,
-    name: str,
-    sections: Mapping[str, Any],
-    *,
-    facts: Sequence[str] = (),
-    tiles: Sequence[Tile] = (),
-    lead: str = "",
-) -> Path:
+def render_page(path: str | Path, content: Content, sections: Mapping[str, Sequence[Any]]) -> Path:
     """Write a page, with all scripts and styles inside the file, and return its path.
 
     Args:
         path: of the file.
-        kind: what the page is, such as "run report".
-        name: of what it is about.
-        sections: heading → blocks, in order; see this module.
-        facts: in small print under the name, a line each.
-        tiles: the numbers to be seen first.
-        lead: the first sentence.
+        content: the answer first; its details come last.
+        sections: what stands between them, heading → blocks, in order.
     """
-    content = {"kind": kind, "name": name, "sections": sections, "facts": facts, "tiles": tiles}
     page = templates().get_template("page.html.j2")
-    text = page.render(content, lead=lead, vega=Markup(_vega()))
-    write_text(path, text)
+    write_text(path, page.render(content._asdict(), sections=sections, vega=Markup(_vega())))
     return Path(path)
 
 
@@ -145,18 +126,10 @@ def render_page(
 def _vega() -> str:
     """Return the JavaScript that draws the charts, safe inside a script element.
 
-    It takes two seconds to put together, so it is kept in the user's cache.
+    It takes two seconds to put together, once in a process; no file of the user is touched.
     """
     import vl_convert
 
     version = ".".join(alt.SCHEMA_VERSION.split(".")[:2])
-    bundler = metadata.version("vl-convert-python")
-    kept = user_cache_path("knobwise") / f"vega-{bundler}-{version}.js"
-    with contextlib.suppress(OSError, UnicodeDecodeError):
-        return kept.read_text("utf-8")
     script = vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;", version)
-    script = script.replace("</script", "<\\/script")
-    # a home that cannot be written to is no reason to fail
-    with contextlib.suppress(OSError, InputError):
-        write_text(kept, script)
-    return script
+    return script.replace("</script", "<\\/script")

@@ -1,46 +1,25 @@
-"""The tables of a run that the terminal and the report share, and how a terminal prints them."""
+"""The parts of a page that need no browser, and how a terminal prints them."""
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
+import yaml  # type: ignore[import-untyped]
 from markupsafe import Markup
 from rich.console import Console
 from rich.table import Table as RichTable
 
 from knobwise.envs.tables.cost_words import in_words
 from knobwise.envs.tables.units import TIMES
-from knobwise.experiments.evidence.results import (
-    differences_at,
-    guard_by_budget,
-    known,
-    mean_of,
-    ranked,
-    rows_at,
-    unit_of,
-)
-from knobwise.experiments.evidence.schema import PolicyRow, PolicyRows, RunResults
-from knobwise.experiments.evidence.task import (
-    DECISION,
-    FEASIBLE,
-    FREE,
-    GAP,
-    LATENCY,
-    shown_at,
-    task_of,
-)
+from knobwise.experiments.evidence.schema import RunResults
+from knobwise.experiments.evidence.task import FEASIBLE, FREE, LATENCY
 from knobwise.experiments.wording import words
-from knobwise.experiments.wording.sentences import promise
-from knobwise.experiments.wording.words import (
-    cell,
-    difference_cell,
-    number,
-    policy_name,
-    quantity,
-    shots_words,
-)
+
+TEMPLATES = Path(__file__).with_name("templates")
 
 
 class Table(NamedTuple):
@@ -70,6 +49,32 @@ class Folded(NamedTuple):
 
     title: str
     blocks: Sequence[Any]
+    open: bool = False
+    """Whether they can be seen at once, on a terminal too."""
+
+
+class Content(NamedTuple):
+    """What a page says besides its figures; a terminal prints the open parts of it."""
+
+    kind: str
+    """What the page is, such as "run report"."""
+    name: str
+    """Of what it is about."""
+    lead: str
+    """The answer, in a sentence."""
+    table: Table | None = None
+    sentences: list[str] = []
+    facts: list[str] = []
+    """In small print under the name, a line each."""
+    tiles: list[Tile] = []
+    details: list[Folded] = []
+
+
+@functools.cache
+def texts() -> dict[str, Any]:
+    """Return the content of `texts.yaml`."""
+    read: dict[str, Any] = yaml.safe_load((TEMPLATES / "texts.yaml").read_text(encoding="utf-8"))
+    return read
 
 
 def table_of(
@@ -82,21 +87,69 @@ def table_of(
     return Table([*lines[0]] if lines else [], rows, bold, wordy)
 
 
+WORDY = ("words", "setting")
+"""How a column is written that holds more than a number or a name."""
+
+
+def records(
+    rows: Sequence[Mapping[str, Any]],
+    name: str,
+    unit: str = "ms",
+    results: RunResults | None = None,
+) -> Table:
+    """Return a row for each record, with the columns that `texts.yaml` lists under this name.
+
+    A column is `key`, `key how` or `key/interval how`. A key may lead into a record in the record,
+    as in `policy.accuracy`; how is a format such as `.2f`, or one of the words in `_formatted`.
+    Policies are named as in these results.
+    """
+    columns = texts()["tables"][name]
+    wordy = [i for i, column in enumerate(columns.values()) if column.endswith(WORDY)]
+    lines = []
+    for row in rows:
+        line = {}
+        for heading, column in columns.items():
+            keys, _, how = column.partition(" ")
+            key, _, interval = keys.partition("/")
+            value: Any = row
+            for part in key.split("."):
+                value = (value or {}).get(part)
+            if how == "policy":
+                value = words.policy_name(value, results)
+            line[heading] = _formatted(value, row.get(interval), how, unit)
+        lines.append(line)
+    return table_of(lines, wordy=wordy)
+
+
+def _formatted(value: Any, ci95: Any, how: str, unit: str) -> str:
+    """Return the text of a cell: a value, and its interval if it has one."""
+    match how:
+        case _ if value is None or value == "":
+            return "–"
+        case "setting":
+            return ", ".join(f"{name}={each}" for name, each in value.items())
+        case "quantity":
+            return words.quantity(value, unit) + words.interval(ci95, ".3g")
+        case "points":
+            return words.points(value, ".1f") + words.span(ci95).replace(" ", "\n", 1)
+        case "" | "policy" | "words":
+            return str(value)
+    return words.number(value, how) + words.interval(ci95, how)
+
+
 def gain_tile(meaning: str, difference: Any, ci95: Any) -> Tile:
     """Return the tile of a difference, in points, with its interval."""
     interval = words.span(ci95).strip()
     return Tile(f"{words.points(difference)} points", meaning, interval, not words.sign_of(ci95))
 
 
-MINOR = (FREE.name, LATENCY.name, FEASIBLE.name)
-"""The columns that a terminal leaves out."""
 OURS = ("policy", "decision")
 """The columns whose cells hold our words, and no names of the profile."""
 
 
 def reworded(block: Any, unit: str) -> Any:
     """Return a block of a page, or several of them, with what is said of latencies said of costs in
-    this unit, see `knobwise.envs.tables.cost_words.in_words`."""
+    this unit, see `knobwise.envs.tables.cost_words.in_words`. Charts say it themselves."""
     if unit in TIMES or isinstance(block, Markup):
         return block
     if isinstance(block, str):
@@ -111,155 +164,15 @@ def reworded(block: Any, unit: str) -> Any:
         return block._replace(header=reworded(block.header, unit), rows=rows)
     if isinstance(block, list):
         return [reworded(part, unit) for part in block]
-    # a `Folded`, a `Tile` or a `Figure`, whose charts say it themselves
     if hasattr(block, "_asdict"):
-        parts = block._asdict().items()
-        words = {name: part for name, part in parts if name == "blocks" or isinstance(part, str)}
-        return block._replace(**reworded(words, unit))
+        return block._replace(**reworded(block._asdict(), unit))
     return block
 
 
-def policies(results: RunResults) -> Table:
-    """Return a row for every policy, the best first: its metrics, or its accuracy at every number
-    of shots."""
-    if not task_of(results).averaged:
-        return by_condition(results)
-    rows = ranked(results)
-    lines = [{"policy": policy_name(row["policy"])} | _metrics(results, row) for row in rows]
-    return reworded(table_of(lines, _trained(results)), unit_of(results))
-
-
-def by_dataset(results: RunResults) -> Table:
-    """Return the most important policies in each data set; no rows if there is only one data
-    set."""
-    lines = []
-    for row in results.get("by_dataset", []):
-        title = f"{row['dataset']}, {row['samples']} samples"
-        line = {"data set": title, "policy": policy_name(row["policy"])} | _metrics(results, row)
-        line.pop(DECISION.name)
-        lines.append(line)
-    return reworded(table_of(lines, _trained(results)), unit_of(results))
-
-
-def _metrics(results: RunResults, row: PolicyRow) -> dict[str, str]:
-    """Return the cells of a row."""
-    unit = unit_of(results)
-    metrics = task_of(results).metrics
-    # what is no time is not charged for decisions, so that they are free in any case
-    metrics = tuple(metric for metric in metrics if metric is not FREE or unit in TIMES)
-    return {metric.name: cell(row, metric, unit) for metric in metrics}
-
-
-def _trained(results: RunResults) -> list[str]:
-    """Return the names of the policies that the run trained; of selectors the one that stands for
-    the run."""
-    task = task_of(results)
-    if task.averaged:
-        return list(map(policy_name, task.trained))
-    return [policy_name(task.main_policy(results) or "", results)]
-
-
-def by_condition(results: RunResults, rows: PolicyRows = "rows") -> Table:
-    """Return a row for every policy, the best first, with a cell for each budget or number of
-    shots: the score with its interval, and in small print what was spent for it.
-
-    Args:
-        results: the content of `results.json`.
-        rows: the key of the rows in the results: "rows", of selectors also "controls" or "votes".
-    """
-    unit = unit_of(results)
-    # all metrics but those that need another policy or no budget
-    others = (FREE, GAP, FEASIBLE, DECISION)
-    metrics = [metric for metric in task_of(results).metrics if metric not in others]
-    # policies that were not judged at the main condition come last
-    judged = (*ranked(results, rows), *results.get(rows, []))
-    lines = []
-    for policy in dict.fromkeys(row["policy"] for row in judged):
-        line = {"policy": policy_name(policy, results)}
-        for condition, heading in _condition_headings(results).items():
-            row = rows_at(results, condition, rows).get(policy, {})
-            # the score in large, all else in small print
-            text = [f"{metric.name} {cell(row, metric, unit)}" for metric in metrics[1:]]
-            if known(row.get("price")):
-                text.append(f"λ = {row['price']:.3g} per {unit}")
-            text = [in_words(part, unit) for part in text]
-            line[heading] = "\n".join([cell(row, metrics[0]), *text])
-        lines.append(line)
-    return reworded(table_of(lines, _trained(results)), unit)
-
-
-def _condition_headings(results: RunResults) -> dict[float, str]:
-    """Return the budgets or numbers of shots → headings of their columns."""
-    key = task_of(results).condition
-    conditions = list(filter(known, {row.get(key) for row in results["rows"]}))
-    trained: dict[float | None, str] = {results.get("trained_shots"): " (trained)"}
-    return {
-        condition: words.condition_words(results, condition) + trained.get(condition, "")
-        for condition in sorted(conditions)
-    }
-
-
-def differences(results: RunResults) -> Table:
-    """Return the differences between selectors at every number of shots, in points, and what they
-    show at the one that the page is about."""
-    main = shown_at(results)
-    lines = []
-    for pair in dict.fromkeys((row["policy"], row["against"]) for row in results["differences"]):
-        line = {"policy": "\nover ".join(policy_name(name, results) for name in pair)}
-        for shots, heading in _condition_headings(results).items():
-            gap = differences_at(results, int(shots)).get(pair, {})
-            line[heading] = difference_cell(gap)
-            if shots == main:
-                outcome = words.SIGN_WORDS[words.sign_of(gap.get("ci95"))]
-        lines.append(line | {f"at {shots_words(main)}": outcome})
-    return table_of(lines)
-
-
-# -- guarantees and choices ------------------------------------------------------------------------
-
-
-def guarantees(results: RunResults) -> Table:
-    """Return what the guard decided at each budget in each seed, and what is guaranteed."""
-    lines = []
-    for seeds in guard_by_budget(results):
-        line = {"budget": quantity(seeds[0]["budget_ms"], unit_of(results))}
-        line["decision"] = "\n".join(row["reason"] for row in seeds)
-        if "level" in seeds[0]:
-            deployed = [row for row in seeds if row["deployed"]]
-            line["margin"] = number(mean_of(deployed, "margin"), ".0%")
-            line["on time"] = number(mean_of(seeds, "satisfaction_deployed"), ".1%")
-            line[f"{100 * seeds[0]['level']:g}% on time"] = promise(seeds)
-        lines.append(line)
-    return reworded(table_of(lines, wordy=[1, 4]), unit_of(results))
-
-
-SETTINGS = {
-    "ridge": "penalty",
-    "kernel_ridge": "squared width of the kernel, penalty",
-    "knn": "neighbours, whether features are weighted",
-    "random_forest": "smallest leaf",
-    "gradient_boosting": "number of trees",
-}
-"""Expert → its settings, in words."""
-
-
-def chosen(results: RunResults) -> Table:
-    """Return the weight of each member of the teacher, and its settings; no rows for a network
-    alone."""
-    seeds = results["chosen"]
-    lines = []
-    for name in seeds[0]["weights"]:
-        values = [str(seed["settings"][name]) for seed in seeds if name in seed["settings"]]
-        line = {"member": policy_name(name)}
-        line["weight, in each seed"] = ", ".join(f"{seed['weights'][name]:.1%}" for seed in seeds)
-        line["settings"] = SETTINGS.get(name, "")
-        line["values, in each seed"] = "\n".join(dict.fromkeys(values))
-        lines.append(line)
-    # the network may be the only member
-    return table_of(lines if len(lines) > 1 else [], wordy=[2, 3])
-
-
 # -- on the terminal -------------------------------------------------------------------------------
+
+MINOR = (FREE.name, LATENCY.name, FEASIBLE.name)
+"""The columns that a terminal leaves out."""
 
 
 def print_table(console: Console, table: Table) -> None:
@@ -315,3 +228,13 @@ def print_sections(console: Console, sections: Mapping[str, Sequence[Any]]) -> N
                 print_lines(console, [block])
             elif isinstance(block, list):
                 print_lines(console, [f"- {line}" for line in block])
+
+
+def print_content(console: Console, content: Content) -> None:
+    """Print the table, what is open of the details, the answer and the sentences."""
+    if content.table is not None:
+        print_table(console, content.table)
+    for part in content.details:
+        if part.open:
+            print_sections(console, {part.title: part.blocks})
+    print_lines(console, [content.lead, *content.sentences])

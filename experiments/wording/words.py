@@ -20,7 +20,6 @@ TEACHER = "teacher"
 STATIC = "budget_aware_static"
 ORACLE = "oracle"
 FROZEN = "controller_frozen"
-MIX = "static_mix"
 POLICIES: dict[str, dict[str, str]] = json.loads(
     Path(__file__).with_name("policies.json").read_text(encoding="utf-8")
 )
@@ -53,7 +52,7 @@ def quantity(value: object, unit: str = "ms") -> str:
     # from every file
     rounded = float(f"{value:.6g}")
     # "#" keeps trailing zeros, and also a point at the end
-    figures = f"{rounded:#.3g}".rstrip(".")
+    figures = re.sub(r"e([+-])0*", r"e\1", f"{rounded:#.3g}").rstrip(".")
     if abs(value) >= 100:
         figures = f"{value:,.0f}"
     return f"{figures} {unit}".rstrip()

@@ -35,9 +35,9 @@ from knobwise.envs.demonstrations.beam_files import read_beam_data, write_rl_dat
 from knobwise.envs.readers.exp_files import read_core_exp, read_exp5_exp6, write_exp5_exp6
 from knobwise.envs.readers.feature_files import read_features, write_features
 from knobwise.envs.readers.long_table import long_frame, read_long_table
-from knobwise.experiments.compare.compare import compare
-from knobwise.experiments.compare.words import results_cells, settings_cells
 from knobwise.experiments.evidence.results import write_results
+from knobwise.experiments.report.compare import compare
+from knobwise.experiments.report.content import main_table
 from knobwise.experiments.settings.options import CompareRun
 from knobwise.profiling.measuring.machine import claim
 from knobwise.profiling.measuring.measuring import TIMES, TOKENS, read_measurements
@@ -145,7 +145,7 @@ def _runs(checked=True):
 def _compared():
     with contextlib.redirect_stdout(io.StringIO()):
         comparison = compare(CompareRun(["r0", "r1"], html=None))
-    return results_cells(comparison), settings_cells(comparison)
+    return main_table(comparison), comparison.settings
 
 
 def _chosen(controller):

@@ -15,15 +15,15 @@ from polars.testing import assert_frame_equal
 from run_folders import BUDGETS, write_run, write_selector_run
 
 from knobwise.__main__ import main
-from knobwise.experiments.compare.charts import comparison_charts, forest
-from knobwise.experiments.compare.compare import write_comparison
-from knobwise.experiments.compare.comparison import Comparison
+from knobwise.experiments.compare.comparison import read_comparison
 from knobwise.experiments.compare.paired import decisions_of
 from knobwise.experiments.compare.runs import differing, find_runs, read_runs, value_words
-from knobwise.experiments.compare.words import results_cells
 from knobwise.experiments.evidence.decisions import read_decisions
 from knobwise.experiments.evidence.results import read_results, write_results
 from knobwise.experiments.evidence.run_folder import UNFINISHED
+from knobwise.experiments.report.content import main_table
+from knobwise.experiments.report.figures import figures_of
+from knobwise.experiments.report.report import write_page
 
 
 def test_runs_are_found_in_folders_in_order_and_once(tmp_path):
@@ -144,7 +144,7 @@ def test_a_name_with_brackets_is_no_pattern(tmp_path):
         folder = write_run(tmp_path / name, gain=gain)
         metrics = f"seed,step,Val/Utility\n0,0,{utility}\n1,0,{utility}\n"
         (folder / "metrics.csv").write_text(metrics)
-    comparison = Comparison([str(tmp_path)])
+    comparison = read_comparison([str(tmp_path)])
     assert [run.label for run in comparison.runs] == ["a1", "a[1]"]
     assert comparison.differences[0].difference > 0.1
     curves = drawn(comparison)["Training, on validation samples"]
@@ -163,11 +163,11 @@ def runs(folder, count, **more):
 
 
 def drawn(comparison):
-    return {name: specifications(figure) for name, figure in comparison_charts(comparison).items()}
+    return {name: specifications(figure) for name, figure in figures_of(comparison).items()}
 
 
 def compared(folder):
-    return Comparison([str(folder)])
+    return read_comparison([str(folder)])
 
 
 @pytest.fixture(scope="module")
@@ -177,42 +177,48 @@ def three(tmp_path_factory):
 
 
 def test_the_page_holds_every_number(tmp_path, three):
-    text = write_comparison(three, tmp_path / "page.html").read_text()
+    text = write_page(three, tmp_path / "page.html").read_text()
     assert "train &lt;script&gt;" in text
-    settings, means, per_budget = rows_of(text)
+    means, settings, *per_budget = rows_of(text)
     assert re.findall(r"<td.*?>(.*?)</td>", settings[0]) == ["loss.group_size", "0", "1", "2"]
     for i, run in enumerate(three.runs):
-        places = {None: means[i], **dict.fromkeys(BUDGETS, per_budget[i])}
-        for place, line in places.items():
-            assert f"<td>{run.label}<" in line
-            assert f"<td>{run.row('controller', place)['utility']:.3f}" in line
-    for rows, family in ((means, three.differences), (per_budget, three.by_condition)):
-        for one in family:
-            row = next(line for line in rows if f"<td>{one.run}<" in line)
-            gap, low, high = (f"{100 * value:+.1f}" for value in (one.difference, *one.ci95))
-            assert re.search(rf"{re.escape(gap)}\b.*?<small>{re.escape(f'[{low}, {high}]')}", row)
+        tables = dict(zip((None, *BUDGETS), (means, *per_budget), strict=True))
+        for place, table in tables.items():
+            assert f"<td>{run.label}<" in table[i]
+            assert f"<td>{run.row('controller', place)['utility']:.3f}" in table[i]
+            for one in (*three.differences, *three.by_condition):
+                if (one.run, one.condition) == (run.label, place):
+                    ends = (one.difference, *one.ci95)
+                    gap, low, high = (f"{100 * value:+.1f}" for value in ends)
+                    assert f">{gap} [{low}, {high}]<" in table[i]
 
 
 def test_charts_can_be_drawn_and_hold_the_numbers(three):
     specs = drawn(three)
-    assert len(specs) == 4
     for spec in specs.values():
         svg_of(*spec)
     labels = {run.label for run in three.runs}
-    lines = points_of(*specs["Utility by budget"])
+    scores, gains = specs["Utility against budget"]
+    lines = [row for row in points_of(scores) if "policy" in row]
     utilities = {(row["policy"], row["budget_ms"]): row["utility"] for row in lines}
     for run, budget in itertools.product(three.runs, BUDGETS):
         assert utilities[run.label, budget] == run.row("controller", budget)["utility"]
         oracle = three.runs[0].row("oracle", budget)["utility"]
         assert utilities["oracle (upper bound)", budget] == oracle
+    differences = {
+        (row["policy"], row["budget_ms"], row["gain"], row["low"], row["high"])
+        for row in points_of(gains)
+        if "gain" in row
+    }
+    assert differences == {
+        (one.run, one.condition, *(100 * value for value in (one.difference, *one.ci95)))
+        for one in three.by_condition
+    }
     usage = specs["Which settings are used"]
-    # the knob, then the run
-    assert {title.partition(", ")[2] for title in titles_of(usage)} == labels
-    assert {row["run"] for row in points_of(*usage)} == labels
-    (rows,) = (rows for rows in data_of(*specifications(forest(three))) if "shown" in rows[0])
-    for row, one in zip(rows, three.differences, strict=True):
-        ends = [100 * value for value in (one.difference, *one.ci95)]
-        assert [row["name"], row["value"], row["low"], row["high"]] == [one.run, *ends]
+    # a row a knob, a column a run
+    titles = [(title["text"], title["subtitle"]) for title in titles_of(usage)]
+    assert titles == [(["crops"], [run.label]) for run in three.runs]
+    assert {row["policy"] for row in points_of(*usage)} == labels
 
 
 def test_curves_are_means_over_seeds_and_say_where_grpo_begins(tmp_path):
@@ -231,21 +237,21 @@ def test_curves_are_means_over_seeds_and_say_where_grpo_begins(tmp_path):
         (p["step"], p["value"], p["low"], p["high"]) for p in points if p["policy"] == "size-0"
     }
     assert means == {(0, 0.51, 0.5, 0.52), (10, 0.61, 0.6, 0.62), (20, 0.71, 0.7, 0.72)}
-    assert {p["panel"] for p in points} == set(titles_of(curves)) == {"utility (0 to 1)"}
+    assert titles_of(curves) == [["utility (0 to 1)"]]
     assert svg_of(*curves).count('stroke-dasharray="5,4"') == 1
 
 
 def test_of_many_runs_a_few_are_drawn_and_all_are_in_the_tables(tmp_path):
     comparison = compared(runs(tmp_path, 12))
     named = ["size-0", "size-9", "size-10", "size-11"]
-    assert [run.label for run in comparison.drawn] == named
+    assert [run.label for run in comparison.drawn()] == named
     specs = drawn(comparison)
-    lines = points_of(*specs["Utility by budget"])
+    lines = data_of(*specs["Utility against budget"])[0]
     references = {"budget-aware static", "oracle (upper bound)"}
     assert {row["policy"] for row in lines} == {*named, *references}
-    used = {row["run"] for row in points_of(*specs["Which settings are used"])}
+    used = {row["policy"] for row in points_of(*specs["Which settings are used"])}
     assert used == set(named)
-    text = write_comparison(comparison, tmp_path / "page.html").read_text()
+    text = write_page(comparison, tmp_path / "page.html").read_text()
     assert "<h1>12 runs</h1>" in text
     assert all(f"<td>{run.label}<" in text for run in comparison.runs)
 
@@ -256,7 +262,7 @@ def test_what_is_missing_from_a_folder_is_left_out(tmp_path, missing):
     for folder in tmp_path.iterdir():
         (folder / missing).unlink()
     comparison = compared(tmp_path)
-    text = write_comparison(comparison, tmp_path / "page.html").read_text()
+    text = write_page(comparison, tmp_path / "page.html").read_text()
     assert ("<h2>Training" in text) == (missing != "metrics.csv")
     assert (comparison.runs[0].settings == {}) == (missing == "config.yaml")
     assert ("the settings are unknown" in text) == (missing == "config.yaml")
@@ -266,12 +272,13 @@ def test_what_is_missing_from_a_folder_is_left_out(tmp_path, missing):
 
 def test_mean_budgets_and_selectors_have_charts_of_their_own(tmp_path):
     mean = compared(runs(tmp_path / "m", 2, sense="mean"))
-    table = results_cells(mean)
+    table = main_table(mean)
     names = ["size-0", "size-1", "static mix", "oracle (upper bound)"]
     assert [line[0].split("\n")[0] for line in table.rows] == names
     assert table.rows[1][table.header.index("over static mix")].startswith("+0.")
     assert list(drawn(mean)) == [
-        "Over static mix by mean budget",
+        "Accuracy over the static mix, by mean budget",
+        "Accuracy against mean latency",
         "Which settings are used",
         "Training, on validation samples",
     ]
@@ -280,12 +287,13 @@ def test_mean_budgets_and_selectors_have_charts_of_their_own(tmp_path):
     comparison = compared(tmp_path / "s")
     scores, training = drawn(comparison).values()
     svg_of(*scores, *training)
-    assert titles_of(training) == ["sft: accuracy, mean (0 to 1)"]
-    lines = {(p["policy"], p["shots"]): p["accuracy"] for p in points_of(*scores) if "policy" in p}
+    assert titles_of(training) == [["sft: accuracy, mean (0 to 1)"]]
+    at_shots = [p for p in points_of(*scores) if "policy" in p and "accuracy" in p]
+    lines = {(p["policy"], p["shots"]): p["accuracy"] for p in at_shots}
     for run, shots in itertools.product(comparison.runs, (1, 2)):
         assert lines[run.label, shots] == run.row("grpo_recorded", shots)["accuracy"]
-    text = write_comparison(comparison, tmp_path / "page.html").read_text()
-    for title in ("Per number of shots", "Stage by stage", "GRPO on recorded groups"):
+    text = write_page(comparison, tmp_path / "page.html").read_text()
+    for title in ("Every number of shots", "Stage by stage", "GRPO on recorded groups"):
         assert title in text
 
 

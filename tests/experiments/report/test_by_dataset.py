@@ -21,8 +21,8 @@ from knobwise.experiments.evidence.controllers import judge_controllers
 from knobwise.experiments.evidence.evaluate import Deadlines
 from knobwise.experiments.evidence.mean_budgets import MeanBudgets
 from knobwise.experiments.evidence.results import read_results
+from knobwise.experiments.report.content import by_dataset
 from knobwise.experiments.report.report import print_results
-from knobwise.experiments.report.tables import by_dataset
 
 TWO_SETS = table_of(
     [[0.0, 1.0]] * 6 + [[1.0, 0.0]] * 3 + [[0.0, 0.0]],
@@ -134,7 +134,8 @@ def test_the_report_and_the_terminal_show_them(mean, tmp_path):
     table = by_dataset(results)
     assert [line[0][0] for line in table.rows] == [*"aaaaabbbbb"]
     assert {len(line) for line in table.rows} == {len(table.header)}
-    section = report_of(tmp_path, results).split("<h2>Data set by data set")[1].split("<h2>")[0]
+    text = report_of(tmp_path, results)
+    section = text.split("<summary>Every data set")[1].split("</details>")[0]
     assert section.count("class=strong><td>") == 2
     for text in (section, printed(print_results, results)):
         assert text.count(table.rows[2][1]) >= 2

@@ -22,7 +22,7 @@ from knobwise.experiments.inspection.facts import inspect_table
 from knobwise.experiments.inspection.page import lead, print_inspection, write_inspection
 from knobwise.experiments.report import charts, page
 from knobwise.experiments.report.page import HUE_OF, HUES, Figure, colours_of, specification
-from knobwise.experiments.report.tables import Folded, Table, Tile
+from knobwise.experiments.report.tables import Content, Folded, Table, Tile
 from knobwise.experiments.wording.words import POLICIES, cell, interval, number, policy_name
 from knobwise.testbeds.elastic.adapter import builtin_input
 
@@ -61,11 +61,13 @@ def test_every_policy_has_a_name_a_colour_and_a_description():
 
 def test_a_page_loads_nothing_and_runs_no_code_from_words(tmp_path):
     chart = charts.plane([{"label": ATTACK, "accuracy": 0.5, "latency_ms": 1.0}])
-    blocks = [ATTACK, [ATTACK], {ATTACK: ATTACK}, Table([ATTACK], [[ATTACK]])]
-    blocks = [*blocks, Figure(chart, ATTACK), Folded(ATTACK, blocks), "", [], None]
-    head = {"facts": [ATTACK, ""], "tiles": [Tile(ATTACK, ATTACK, ATTACK)], "lead": ATTACK}
-    sections = {ATTACK: blocks, "empty": [[], ""]}
-    path = page.render_page(tmp_path / "p.html", ATTACK, ATTACK, sections, **head)
+    table = Table([ATTACK], [[ATTACK]])
+    blocks = [ATTACK, [ATTACK], {ATTACK: ATTACK}, table]
+    tiles = [Tile(ATTACK, ATTACK, ATTACK)]
+    details = [Folded(ATTACK, blocks), Folded(ATTACK, [*blocks, "", [], None], open=True)]
+    head = (ATTACK, ATTACK, ATTACK, table, [ATTACK], [ATTACK, ""], tiles, details)
+    sections = {ATTACK: [Figure(chart, ATTACK), *blocks], "empty": [[], ""]}
+    path = page.render_page(tmp_path / "p.html", Content(*head), sections)
     text = path.read_text()
     assert ATTACK not in text
     assert "empty" not in text.split("<main>")[1].split("</main>")[0]
@@ -83,7 +85,8 @@ def test_a_page_loads_nothing_and_runs_no_code_from_words(tmp_path):
 @pytest.mark.skipif(CHROMIUM is None, reason="needs chromium")
 def test_a_table_that_is_wider_than_its_place_says_that_it_scrolls(tmp_path):
     blocks = [Table(["a"], [["1"]]), Table([f"column {i}" for i in range(20)], [["1"] * 20])]
-    path = page.render_page(tmp_path / "p.html", "page", "name", {"Tables": blocks})
+    content = Content("page", "name", "", details=[Folded("Tables", blocks, open=True)])
+    path = page.render_page(tmp_path / "p.html", content, {})
     options = ["--headless", "--no-sandbox", f"--user-data-dir={tmp_path}/user", "--dump-dom"]
     words = [CHROMIUM, *options, "--window-size=500,800", path.as_uri()]
     shown = subprocess.run(words, capture_output=True, text=True, check=True, timeout=100).stdout
@@ -91,18 +94,11 @@ def test_a_table_that_is_wider_than_its_place_says_that_it_scrolls(tmp_path):
     assert ".scrolls::before" in shown
 
 
-def test_the_script_of_the_charts_is_kept_between_processes(tmp_path, monkeypatch):
-    folder = tmp_path / "cache"
-    monkeypatch.setattr(page, "user_cache_path", lambda _: folder)
-    make = page._vega.__wrapped__
-    made = make()
-    (kept,) = folder.iterdir()
-    assert kept.read_text() == made
-    kept.write_text("the kept one")
-    assert make() == "the kept one"
-    # without a place to keep it, it is made again
-    folder = kept
-    assert make() == made
+def test_the_script_of_the_charts_leaves_nothing_in_the_home(tmp_path, monkeypatch):
+    for name in ("HOME", "XDG_CACHE_HOME"):
+        monkeypatch.setenv(name, str(tmp_path))
+    assert "vegaEmbed" in page._vega.__wrapped__()
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(
@@ -299,13 +295,35 @@ def test_facts_are_printed_plainly_where_there_is_no_terminal():
     assert re.search(r"crops +6 +0\.786 +34\.3 ms", text)
 
 
-def test_equal_numbers_have_their_dots_side_by_side():
+def test_dots_are_on_their_lines():
     names = ["a", "<b>'", 'c"']
-    rows = pl.DataFrame({"policy": names, "budget_ms": [1.0] * 3, "utility": [0.5] * 3})
-    spec = page.specification(charts.by_budget(rows, "utility", "utility"))
+    columns = {"budget_ms": [1.0, 2.0] * 3, "utility": [0.5, 0.7] * 3}
+    rows = pl.DataFrame({"policy": [n for n in names for _ in range(2)], **columns})
+    spec = page.specification(charts.by_condition(rows, "budget_ms", "utility", "utility"))
     alt.Chart.from_dict(spec)
-    places = re.findall(r'translate\(([\d.]+),[\d.]+\)" d="M3.87', svg_of(spec))
-    assert len(set(places)) == 3
+    svg = svg_of(spec)
+    dots = re.findall(r'translate\(([\d.]+),([\d.]+)\)" d="M3.87', svg)
+    (ends,) = set(re.findall(r'line mark" d="M([\d.]+),([\d.]+)L([\d.]+),([\d.]+)"', svg))
+    places = {(round(float(x)), round(float(y))) for x, y in dots}
+    x, y, last_x, last_y = map(float, ends)
+    assert places == {(x, y), (last_x, last_y)}
+
+
+def test_names_get_other_hues_and_numbers_go_from_dark_to_light():
+    rows = {"policy": ["a", "b", "a", "b"], "value": ["10", "9", "fast", "slow"]}
+    rows |= {"knob": ["n", "n", "mode", "mode"], "condition": ["1"] * 4, "share": [1.0] * 4}
+    drawn = charts.knob_usage(pl.DataFrame(rows), ["a", "b"], "budget")
+    scales = [specification(chart)["layer"][0]["encoding"]["color"]["scale"] for chart in drawn]
+    # a row a knob, a column a run, with one scale in a row
+    assert [scale["domain"] for scale in scales] == [["9", "10"]] * 2 + [["fast", "slow"]] * 2
+    assert [scale["scheme"] for scale in scales] == ["viridis"] * 2 + ["tableau10"] * 2
+
+
+def test_a_legend_names_what_has_a_line_alone():
+    columns = {"budget_ms": [1.0, 1.0], "utility": [0.5, None]}
+    rows = pl.DataFrame({"policy": ["a", "b"], **columns})
+    spec = specification(charts.by_condition(rows, "budget_ms", "utility", "utility"))
+    assert {tuple(e["encoding"]["color"]["scale"]["domain"]) for e in spec["layer"]} == {("a",)}
 
 
 def test_a_band_is_an_area_over_all_budgets():

@@ -25,16 +25,15 @@ from page_parts import (
 )
 from run_folders import interval
 
+from knobwise.experiments.compare.comparison import Comparison
+from knobwise.experiments.compare.runs import Run
 from knobwise.experiments.evidence.results import calibration_error, read_results
 from knobwise.experiments.evidence.statistics import pareto_front
 from knobwise.experiments.report import page
-from knobwise.experiments.report.report import (
-    _importance,
-    print_results,
-    verdict,
-    write_report,
-)
-from knobwise.experiments.report.result_charts import result_charts
+from knobwise.experiments.report.details import explanation
+from knobwise.experiments.report.figures import figures_of
+from knobwise.experiments.report.report import print_results, verdict, write_report
+from knobwise.experiments.report.tables import Table
 from knobwise.experiments.wording.words import policy_name, quantity
 
 BUDGETS = (120.0, 480.0)
@@ -146,7 +145,6 @@ GAIN = {
     "held_out_ci95": [0.0101, 0.03],
 }
 """What GRPO added."""
-FREE = {"utility_free": 0.61}
 NOT_KNOWN = {"over_static_ci95": None, "gap_closed_ci95": None, "satisfaction_feasible": None}
 PAIR = ({}, {})
 
@@ -154,7 +152,11 @@ PAIR = ({}, {})
 def test_faults_of_the_profile_are_repeated(tmp_path):
     warning = "3 latencies are 0 (nearly certain)."
     assert warning in report_of(tmp_path, results() | {"warnings": [warning]})
-    assert "Warnings" not in report_of(tmp_path, results())
+
+
+def drawn(content):
+    """The figures of one run without files: heading → figure."""
+    return figures_of(Comparison([Run(content)]))
 
 
 def at_level(level, changes=None):
@@ -180,10 +182,6 @@ def stopped_at(*ended):
         ({"rows": results()["rows"][1:]}, "No learned .*random forest"),
         (attainable(0.004, 0.71), r"About \+2.4 points.*; .* 71% of"),
         (attainable(-0.004), r"No gain [^;]*: \+2.4 points[^;]*$"),
-        (results(FREE, teacher=0.62), "A decision takes 12.5 µs.*0.0% of the mean .* 0.610"),
-        # a price is not charged for time
-        (results(FREE) | {"unit": "USD"}, "A decision takes 12.5 µs; [^0-9]*USD[^0-9]*$"),
-        (results(teacher=0.62), "Its teacher .*0.620"),
         (results(), r"None of the 2 .*forest \(0.580 \[0.565, 0.595\]\)"),
         (results(controller=0.5, random_forest=0.6, ridge=0.505), r"2 of the 2 .*forest \(0.600"),
         (at_level(0.95), r"The controller is .*96.0% .* meets the 95% .* \(4.0%"),
@@ -198,8 +196,8 @@ def stopped_at(*ended):
         ),
         (stopped_at(180, 200), r"Training stopped early, at iteration 180 and 200 of 600: "),
         # of with_guard the kept iterations are 40, 41, …
-        (with_guard(PAIR, PAIR, **trained(40)), "GRPO improves nothing .*in 1 of 2 seeds"),
-        (with_guard(PAIR, PAIR, **trained(41)), "GRPO improves nothing: the checkpoint"),
+        (with_guard(PAIR, PAIR, **trained(40)), "GRPO did not improve on .*in 1 of 2 seeds"),
+        (with_guard(PAIR, PAIR, **trained(41)), "GRPO did not improve on its start: "),
         (
             with_guard(PAIR, PAIR, **trained(30, method="PPO"), grpo_gain=GAIN),
             r"PPO shows no difference .*\+1.2 .*-0.4, 3.0.*\+2.0 .*1.0, 3.0",
@@ -225,7 +223,7 @@ def test_what_grpo_added_is_said_even_if_every_seed_keeps_its_start():
     content = with_guard(PAIR, PAIR, **trained(41), grpo_gain=nothing)
     gain, kept = [line for line in verdict(content) if line.startswith("GRPO")]
     assert "+0.0 points [0.0, 0.0] on test samples, +0.0 points [0.0, 0.0] on held-out" in gain
-    assert "improves nothing: " in kept
+    assert "did not improve" in kept
 
 
 METRICS = "seed,step,Train/Loss,Train/KL,Val/Loss\n" + "".join(
@@ -246,26 +244,25 @@ def training_of(text):
 
 
 @pytest.mark.parametrize(("training", "lines"), [(trained(600), 1), (trained(600, 0), 0), ({}, 0)])
-def test_training_curves_are_thinned_and_say_where_grpo_begins(run, training, lines):
-    rest, loss = training_of(report_of(run, results() | training))
-    assert [svg_of(spec).count('stroke-dasharray="5,4"') for spec in (rest, loss)] == [lines] * 2
-    points = pl.DataFrame(points_of(loss)).drop_nulls("part")
-    train = points.filter(part="train", seed="1")["value"]
-    assert len(train) == 120
-    assert train.mean() == pytest.approx(1 + 9.99 / 2, abs=0.01)
-    validation = points.filter(part="validation", seed="0")
-    assert validation["step", "value"].rows() == [(s, s / 100) for s in range(0, 1000, 50)]
-    assert {p["panel"] for p in points_of(rest) if "panel" in p} == {"KL"}
+def test_training_curves_are_means_thinned_and_say_where_grpo_begins(run, training, lines):
+    logged = [f"{seed},{step},{step / 1e4 + seed}" for seed in (0, 1) for step in range(3000)]
+    (run / "metrics.csv").write_text("\n".join(["seed,step,Val/Utility", *logged]))
+    specs = training_of(report_of(run, results() | training))
+    curve = specs[0]
+    assert svg_of(curve).count('stroke-dasharray="5,4"') == lines
+    points = pl.DataFrame([point for point in points_of(curve) if "policy" in point])
+    assert len(points) == 1000
+    # the mean of two seeds, of which the second is 1 higher
+    assert points["step", "value"].rows()[:3] == [(0, 0.5), (3, 0.5003), (6, 0.5006)]
+    assert (points["high"] - points["low"]).to_list() == pytest.approx([1.0] * 1000)
 
 
-def legend_of(spec):
-    return {tuple(layer["encoding"]["color"]["scale"]["domain"]) for layer in spec["layer"]}
-
-
-def test_a_legend_names_the_curves_that_are_drawn_alone(run):
-    rest, loss = training_of(report_of(run, results()))
-    assert legend_of(rest) == {("train",)}
-    assert legend_of(loss) == {("train", "validation")}
+def test_the_steps_before_the_network_imitates_its_teacher_are_told_apart(run):
+    lines = ["seed,step,Val/Utility,Train/Imitation_Loss", "0,0,0.5,", "0,150,0.6,2.0"]
+    (run / "metrics.csv").write_text("\n".join([*lines, "0,300,0.7,1.0"]))
+    first, *_ = training_of(report_of(run, results() | trained(300)))
+    marks = [(point["stage"], point["begins"]) for point in points_of(first) if "stage" in point]
+    assert marks == [("imitates its teacher", 150), ("GRPO", 300)]
 
 
 def test_grpo_has_a_curve_of_its_own(run):
@@ -275,10 +272,11 @@ def test_grpo_has_a_curve_of_its_own(run):
         grpo = {"start": curve[1], "best": max(curve), "last": curve[-1]}
         chosen.append({"weights": {}, "settings": {}, "iteration": 10, "grpo": grpo})
     (run / "metrics.csv").write_text("\n".join(lines))
-    whole, gained, _ = training_of(report_of(run, results() | trained(10, 20) | {"chosen": chosen}))
-    assert {p["step"] for p in points_of(whole) if "part" in p} == {0, 10, 20, 30}
-    points = {(p["seed"], p["step"]): p["value"] for p in points_of(gained) if "value" in p}
-    assert points == pytest.approx({("0", 20): -1, ("0", 30): 3, ("1", 20): -1, ("1", 30): -6})
+    content = results() | trained(10, 20) | {"chosen": chosen}
+    whole, gained = training_of(report_of(run, content))
+    assert {p["step"] for p in points_of(whole) if "policy" in p} == {0, 10, 20, 30}
+    points = {p["step"]: (p["low"], p["high"]) for p in points_of(gained) if "policy" in p}
+    assert points == {20: pytest.approx((-1, -1)), 30: pytest.approx((-6, 3))}
 
 
 def test_the_report_says_first_what_was_gained_when_and_how_fast(run):
@@ -296,14 +294,14 @@ def test_the_report_says_first_what_was_gained_when_and_how_fast(run):
     ]
     assert "class=unsure" not in head
     assert re.findall("<p class=lead>(.*?)</p>", head) == verdict(content)[:1]
+    # the figures, of which there are at most eight, after what is said in words
     headings = re.findall("<h2>(.*?)</h2>", text.replace(page._vega(), ""))
     assert headings == [
-        *("Utility against budget", "What the run shows", "Late answers counted", "On time"),
-        *("Which settings are used", "Training", "Guarantees", "Tables", "How to reproduce"),
+        *("What it shows", "Utility against budget", "On time", "Accuracy against mean latency"),
+        *("Which settings are used", "Details"),
     ]
-    # what training added is said under its heading alone
     (added,) = [line for line in verdict(content) if line.startswith("GRPO shows")]
-    assert text.split("<h2>Training</h2>")[1].count(added) == text.count(added) == 1
+    assert text.count(added) == 1
 
 
 def test_a_gain_that_may_be_chance_is_grey(tmp_path):
@@ -320,47 +318,47 @@ def test_the_report_holds_every_number_of_every_policy(run):
     assert read_results(run) == results()
     assert "&lt;b&gt;utility" in text
     assert "<slow>" not in re.sub(r"<script type.*?</script>", "", text, flags=re.S)
-    for policy, mean, small in zip(BEST_FIRST, *rows_of(text), strict=True):
-        utility = POLICIES[policy]
-        numbers = f"{utility:.3f}", f"[{utility - 0.015:.3f}", f"{(utility - 0.5) / 0.3:.0%}"
-        assert [
-            cell for cell in (policy_name(policy), *numbers, "240 ms") if cell not in mean
-        ] == []
-        for cell in (f"<td>{utility - 0.1:.3f}", f"<td>{utility + 0.1:.3f}", "96.0 ms", "384 ms"):
-            assert cell in small
+    # the means, then those at each budget
+    for table, less in zip(rows_of(text), (0.0, -0.1, 0.1), strict=True):
+        for policy, line in zip(BEST_FIRST, table, strict=True):
+            utility = POLICIES[policy] + less
+            latency = {0.0: "240 ms", -0.1: "96.0 ms", 0.1: "384 ms"}[less]
+            numbers = f"{utility:.3f}", f"[{utility - 0.015:.3f}", f"{(utility - 0.5) / 0.3:.0%}"
+            cells = (policy_name(policy), *numbers, latency)
+            assert [cell for cell in cells if cell not in line] == []
 
 
 def test_every_chart_can_be_drawn_and_holds_the_numbers(run):
     specs = charts_of(write_report(run).read_text())
     svg_of(*specs)
-    utility, gain, plane, satisfaction, *usage = specs[:8]
+    utility, gain, satisfaction, plane, *usage = specs[:8]
     # an order, as lines need it, would cut a band into an area for each point
     ordered = {layer["mark"]["type"]: "order" in layer["encoding"] for layer in utility["layer"]}
     assert (ordered["area"], ordered["line"]) == (False, True)
 
-    def drawn(spec, *columns):
+    def data(spec, *columns):
         """Return these columns of the first data of a chart that have them."""
         frames = map(pl.DataFrame, data_of(spec))
         return next(frame[columns].rows() for frame in frames if {*columns} <= {*frame.columns})
 
-    assert drawn(plane, "label", "utility", "latency_ms") == [
-        ("a", 0.35, 100.0),
-        ("b", 0.45, 400.0),
+    assert data(plane, "label", "accuracy", "latency_ms") == [
+        ("a", 0.412, 100.0),
+        ("b", 0.733, 400.0),
     ]
-    shown = {policy_name(policy): POLICIES[policy] for policy in SHOWN}
-    assert dict(drawn(plane, "policy", "utility")) == shown
-    gains = drawn(gain, "budget_ms", "policy", "over_static")
+    spent = {(policy_name(policy), 0.8 * budget) for policy in SHOWN for budget in BUDGETS}
+    assert {*data(plane, "policy", "latency_ms")} == spent
+    gains = data(gain, "budget_ms", "policy", "gain")
     loose = {policy: points for budget, policy, points in gains if budget == BUDGETS[1]}
     assert loose == pytest.approx({"learned controller": 20, "random forest": 18})
-    assert drawn(utility, "policy", "budget_ms", "utility", "low", "high") == [
+    assert {*data(utility, "policy", "budget_ms", "utility", "low", "high")} == {
         (policy_name(r["policy"]), r["budget_ms"], r["utility"], *r["utility_ci95"])
         for r in results()["rows"]
         if r["budget_ms"] and r["policy"] in SHOWN
-    ]
+    }
     assert [{"level": 0.95}] in data_of(satisfaction)
     used = {(point["policy"], point["value"], point["share"]) for point in points_of(*usage)}
     shares = [("2", 0.25), ("fast", 0.25), ("10", 0.75), ("<slow>", 0.75)]
-    policies = ("controller", "budget_aware_static")
+    policies = ("learned controller", "budget-aware static")
     assert used == {(policy, *share) for policy, share in itertools.product(policies, shares)}
 
 
@@ -383,29 +381,30 @@ def test_report_shows_the_guarantees_and_what_was_chosen(run):
     loose = {"margin": 0.7, "satisfaction_deployed": 0.965}
     content = with_guard((UNATTAINABLE, FELL_BACK), (UNATTAINABLE, loose))
     tables = rows_of(report_of(run, content))
-    cells = [re.findall(r"<td.*?>(.*?)</td>", line) for line in tables[0]]
+    cells = [re.findall(r"<td.*?>(.*?)</td>", line) for line in tables[3]]
     reason = html.escape(GUARD["reason"])
-    reasons = f"{reason}<small>{reason}</small>"
+    tight = [["120 ms", seed, reason, "100%", "71.3%", "95%", "not possible here"] for seed in "01"]
     assert cells == [
-        ["120 ms", reasons, "100%", "71.3%", "not possible here"],
-        ["480 ms", reasons, "70%", "96.0%", "kept"],
+        tight[0],
+        ["480 ms", "0", reason, "90%", "95.5%", "95%", "–"],
+        tight[1],
+        ["480 ms", "1", reason, "70%", "96.5%", "95%", "–"],
     ]
-    network, kernel = tables[-1]
-    assert "<td>network</td><td>25.0%, 50.0%</td>" in network
-    assert "<td>kernel ridge</td><td>75.0%, 50.0%</td>" in kernel
-    assert "(0.0, 0.3)<small>(1.0, 0.3)" in kernel
-    # a network alone has no weights
-    alone = [{"weights": {"network": 1.0}, "settings": {}, "iteration": 7}]
-    text = report_of(run, with_guard(PAIR, chosen=alone))
-    assert "iteration 7 (seeds 0)" in text
-    assert len(rows_of(text)) == len(tables) - 1
+    chosen = [re.findall(r"<td.*?>(.*?)</td>", line) for line in tables[4]]
+    about = "squared width of the kernel, penalty"
+    assert chosen == [
+        ["network", "0", "40", "25.0%", "–", "–"],
+        ["kernel ridge", "0", "40", "75.0%", about, "(0.0, 0.3)"],
+        ["network", "1", "41", "50.0%", "–", "–"],
+        ["kernel ridge", "1", "41", "50.0%", about, "(1.0, 0.3)"],
+    ]
 
 
 def test_report_shows_how_reliable_predicted_probabilities_are():
     places = [(10, 0.72, 0.61), (10, 0.9, 0.95), (20, 0.99, 0.97)]
     bins = [{"decisions": n, "expected_in_time": p, "in_time": share} for n, p, share in places]
     assert calibration_error(bins) == pytest.approx((10 * 0.11 + 10 * 0.05 + 20 * 0.02) / 40)
-    figure = result_charts(results() | {"reliability": bins})["Reliability"]
+    figure = drawn(results() | {"reliability": bins})["Reliability"]
     assert "5.0 points" in figure.caption
     (spec,) = specifications(figure)
     svg_of(spec)
@@ -419,37 +418,49 @@ def test_equal_budgets_are_listed_once():
     for row in [*content["guard"][0], *content["knob_usage"]]:
         row["budget_ms"] = 120.0
     assert verdict(content)[-1].count("120 ms") == 1
-    usage = points_of(*specifications(result_charts(content)["Which settings are used"]))
+    usage = points_of(*specifications(drawn(content)["Which settings are used"]))
     # over both knobs
-    assert sum(r["share"] for r in usage if r["policy"] == "controller") == pytest.approx(2)
+    assert sum(r["share"] for r in usage if r["policy"] == "learned controller") == pytest.approx(2)
 
 
 def test_bars_that_add_up_to_a_little_more_than_all_have_the_scale_of_the_others():
     content = results()
     for row in content["knob_usage"][:4]:
         row["share"] *= 1 + 1e-12
-    specs = specifications(result_charts(content)["Which settings are used"])
+    specs = specifications(drawn(content)["Which settings are used"])
     tops = [re.findall(r'translate\(([^)]*)\)"[^>]*>100%<', svg_of(spec)) for spec in specs]
     assert len(tops) == 4
     assert tops == tops[:1] * 4 != [[]] * 4
 
 
-def test_the_best_other_baseline_is_named_where_one_is_drawn():
-    caption = result_charts(results())["Utility against budget"].caption
-    bare = results()
-    others = ("random_forest", "ridge")
-    bare["rows"] = [row for row in bare["rows"] if row["policy"] not in others]
-    alone = result_charts(bare)["Utility against budget"].caption
-    assert "best other baseline" in caption
-    assert "other baseline" not in alone
-
-
 def test_what_is_lost_without_a_feature_has_no_plus_sign():
     feature = {"name": "image", "column": None, "lost": 0.0684, "ci95": [0.0561, 0.0797]}
     idle = feature | {"name": "text", "lost": -0.002, "ci95": [-0.004, 0.001]}
-    why = {"importance": [feature, idle]}
-    (_, table) = _importance(results() | {"explanation": why})
+    table = explained(importance=[feature, idle])[0]
     assert table.rows == [["image", "6.8\n[5.6, 8.0]"], ["text", "-0.2\n[-0.4, 0.1]"]]
+
+
+def explained(importance=(), tree=None):
+    """The tables that explain a policy of which nothing else is known."""
+    tree = tree or {"fidelity": 0.5, "ci95": [0.4, 0.6], "by_budget_alone": 0.5, "rules": []}
+    why = {"samples": 9, "reads": [], "importance": importance, "tree": tree, "best": []}
+    why |= {"worst": [], "difficulty": {"groups": [], "unanswered": 0}}
+    blocks = explanation(results() | {"explanation": why})
+    return [block for block in blocks if isinstance(block, Table)]
+
+
+@pytest.mark.parametrize(
+    ("feature", "low", "tables"),
+    [("length", 0.81, 1), ("length", 0.79, 0), ("language_features[888]", 0.81, 0)],
+)
+def test_rules_are_shown_if_they_beat_the_budget_and_their_columns_have_names(feature, low, tables):
+    when = [[feature, "≤", 0.508], ["budget", ">", 20.0]]
+    rule = {"when": when, "then": {"crops": 2}, "share": 0.25, "alike": 0.9}
+    tree = {"fidelity": 0.85, "ci95": [low, 0.9], "by_budget_alone": 0.8, "rules": [rule]}
+    shown = explained(tree=tree)
+    assert len(shown) == tables
+    for table in shown:
+        assert table.rows == [["length ≤ 0.508 and budget > 20.0 ms", "crops=2", "25%", "90%"]]
 
 
 def test_counts_of_a_thousand_and_more_have_a_comma(run):
@@ -461,7 +472,7 @@ def test_counts_of_a_thousand_and_more_have_a_comma(run):
         "20,000 samples",
         "1,024 conf",
         "3,000 samples of 1,500 groups",
-        "iteration 1,150",
+        "<td>1,150</td>",
     ):
         assert part in text
 

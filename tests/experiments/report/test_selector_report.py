@@ -24,6 +24,8 @@ from page_parts import (
 )
 
 from knobwise.agents.selector.evaluation import Decided
+from knobwise.experiments.compare.comparison import Comparison
+from knobwise.experiments.compare.runs import Run
 from knobwise.experiments.evidence.selectors import (
     Demonstrations,
     selector_decisions,
@@ -31,9 +33,14 @@ from knobwise.experiments.evidence.selectors import (
 )
 from knobwise.experiments.evidence.task import CONTROLS, LEARNED
 from knobwise.experiments.report import page
-from knobwise.experiments.report.report import print_results, verdict, write_report
-from knobwise.experiments.report.result_charts import BEST, KINDS, result_charts, result_images
-from knobwise.experiments.report.tables import policies
+from knobwise.experiments.report.content import main_table
+from knobwise.experiments.report.figures import figures_of
+from knobwise.experiments.report.report import (
+    print_results,
+    result_images,
+    verdict,
+    write_report,
+)
 from knobwise.experiments.settings.beams import SelectorData
 from knobwise.experiments.wording.words import policy_name
 
@@ -93,6 +100,11 @@ def results_of(decided):
     return selector_results(decisions, data, SEEDS, 2, ["annotator"])
 
 
+def one(content):
+    """A comparison of one run, without files."""
+    return Comparison([Run(content)])
+
+
 @functools.cache
 def written_results(accuracy):
     kept = {name: share for name, share in (TWO | dict(accuracy)).items() if share is not None}
@@ -122,18 +134,18 @@ def text(tmp_path_factory):
 def test_the_page_holds_all_sections(text):
     headings = re.findall(r"<h2>(.*?)</h2>", text.replace(page._vega(), ""))
     assert headings == [
-        *("Accuracy with 2 shots", "What the run shows", "Accuracy against shots", "Training"),
-        *("Tables", "How to reproduce"),
+        *("What it shows", "Accuracy by number of shots", "Training, on validation queries"),
+        "Details",
     ]
     for part in (
-        "<summary>Every policy, by the number of demonstrations</summary>",
+        "<summary>Every number of shots</summary>",
         "<summary>Differences</summary>",
         "<summary>Controls</summary>",
         "<b>+37.0 points</b>of accuracy against careful",
         "<b>0.920</b>",
         "<b>640 µs</b>",
-        "digits &lt;careless&gt;: 40 queries",
-        "600 held-out",
+        "digits &lt;careless&gt;: 40 samples",
+        "judged on 600 queries",
         "bank of 12",
         "seeds 0, 1, 2",
         "train experiment=selector",
@@ -146,47 +158,43 @@ def test_the_page_holds_all_sections(text):
 
 def test_every_number_of_every_policy_is_in_its_table(text):
     content = results()
-    judged, differences, controls = rows_of(text)
-    for lines, rows in ((judged, content["rows"]), (controls, content["controls"])):
-        at_two = sorted(-round(row["accuracy"], 3) for row in rows if row["shots"] == 2)
-        assert [-float(re.findall(r"<td>([\d.]+)<", line)[1]) for line in lines] == at_two
+    first, *at_shots, differences, controls = rows_of(text)
+    judged = zip(sorted(MORE), at_shots, strict=True)
+    for shots, lines in ((2, first), *judged):
+        rows = [row for row in content["rows"] if row["shots"] == shots]
+        values = [float(re.findall(r"<td>([\d.]+)<", line)[0]) for line in lines]
+        assert sorted(values) == sorted(round(row["accuracy"], 3) for row in rows)
         for row in rows:
             low, high = row["accuracy_ci95"]
             cell = f"<td>{row['accuracy']:.3f}<small>[{low:.3f}, {high:.3f}]</small></td>"
             assert cell in "".join(lines)
-    assert len(differences) == len(content["differences"]) / len(MORE)
-    (line,) = (line for line in differences if "<td>RCE<small>over SFT" in line)
-    gaps = pl.DataFrame(content["differences"]).filter(policy="rce", against="sft", shots=2)
-    ((gap, (low, _)),) = gaps["difference", "ci95"].rows()
-    assert f"<td>{100 * gap:+.1f}<small>[{100 * low:+.1f}, " in line
-    assert "<td>better</td>" in line
-    (strong,) = (line for line in judged if "class=strong" in line)
-    assert LIVE in strong
+    assert len(controls) == len(content["controls"])
+    for row, line in zip(content["differences"], differences, strict=True):
+        low, high = (f"{100 * end:z.1f}" for end in row["ci95"])
+        assert f"<td>{row['shots']}</td>" in line
+        assert f"<td>{100 * row['difference']:z.1f}<small>[{low}" in line
+        assert policy_name(row["policy"], content) in line
+    assert "class=strong" in first[[LIVE in line for line in first].index(True)]
 
 
 def test_training_is_shown_stage_by_stage(text):
     curves = [spec for spec in charts_of(text) if "title" in spec]
-    titles = titles_of(curves)
-    assert titles[:3] == ["sft: reward, mean", "rce: reward, mean", "grpo live: reward, mean"]
-    assert [p["step"] for p in points_of(curves[1]) if p["seed"] == "0"] == [*range(100, 120)]
-    losses = {f"{stage.replace('_', ' ')}: loss" for stage in STAGES}
-    assert {*titles[3:]} == {"shuffled live: reward, mean", *losses}
+    titles = [" ".join(title) for title in titles_of(curves)]
+    # controls are no stages
+    assert titles == ["sft: reward, mean", "rce: reward, mean", "grpo live: reward, mean"]
+    steps = sorted({p["step"] for p in points_of(curves[1]) if "step" in p})
+    assert steps == [*range(100, 120)]
 
 
 def test_the_charts_hold_the_numbers():
     content = results()
-    drawn = result_charts(content)
-    (dots,), (lines,) = map(specifications, drawn.values())
-    assert {(point["name"], point["value"]) for point in points_of(dots)} == {
+    (figure,) = figures_of(one(content)).values()
+    dots, lines = specifications(figure)
+    assert {(p["name"], p["value"]) for p in points_of(dots)} == {
         (policy_name(row["policy"], content), row["accuracy"])
         for row in [*content["rows"], *content["controls"]]
         if row["shots"] == 2
     }
-    kinds = {d["name"]: d["kind"] for d in points_of(dots)}
-    assert set(kinds.values()) == set(KINDS)
-    assert [name for name, kind in kinds.items() if kind == BEST] == ["GRPO on live draws"]
-    colours = dots["layer"][0]["encoding"]["color"]["scale"]
-    assert colours["range"][colours["domain"].index(BEST)] == page.HUES["blue"]
     points = max(data_of(lines), key=len)
     assert {(p["policy"], p["shots"], p["accuracy"]) for p in points} == {
         (policy_name(row["policy"]), row["shots"], row["accuracy"])
@@ -201,8 +209,9 @@ def test_one_number_of_shots_needs_no_chart_over_shots(tmp_path):
     content = results() | {"shots": [4]}
     for key in ("rows", "controls", "differences"):
         content[key] = [row for row in content[key] if row["shots"] == 4]
-    assert [*result_charts(content)] == ["Accuracy with 4 shots"]
-    assert policies(content).header == ["policy", "4 shots"]
+    (figure,) = figures_of(one(content)).values()
+    assert len(figure.charts) == 1
+    assert main_table(one(content)).header == ["policy", "accuracy", "decision time"]
     assert report_of(tmp_path, content)
 
 
@@ -210,7 +219,7 @@ def test_baselines_alone_make_a_report(tmp_path):
     content = results(**dict.fromkeys((*LEARNED, *CONTROLS)))
     text = report_of(tmp_path, content)
     assert re.search(r"<p class=lead>[^<]*careful-annotator rule \(0.550 \[", text)
-    assert policies(content).strong == []
+    assert main_table(one(content)).strong == []
     assert not re.findall("<summary>(?:Controls|Differences)", text)
 
 
@@ -221,37 +230,37 @@ EVEN = {"grpo_live": 0.675, "careful_rule": 0.675}
 @pytest.mark.parametrize(
     ("accuracy", "line"),
     [
-        ({}, "With 2 shots.*GRPO on live draws answers 92.0% of 600"),
-        ({}, r"GRPO on live draws is better than RCE: \+24.5 .*; it is better than SFT: \+26.0"),
-        ({}, r"Of 7 simple .*than 7 and worse than 0; .* rule \(0.550 .*\): \+37.0"),
-        ({}, "Trained only with 2.* 0.507 with 1, 0.910 with 3 and 0.902 with 4"),
+        ({}, r"With 2 shots.*GRPO on live draws answers 92.0% .* of 600.* \+37.0 .*rule \(0.550"),
+        ({}, r"GRPO on live draws is better than RCE: \+24.5 "),
+        ({}, r"GRPO on live draws is better than SFT: \+26.0 "),
+        ({}, "Of 7 simple .*than 7 and worse than 0"),
         (EVEN, r"GRPO on live draws shows no difference from RCE: \+0.0"),
         ({"grpo_live": 0.6}, "GRPO on live draws is worse than RCE: -7.5"),
-        ({"careful_rule": 0.97, "vote": 0.95}, "Of 7 .*than 5 and worse than 2; .*: -5.0"),
-        ({"shuffled_live": 0.8}, r"Control: shuffled .* live draws.* \+14.0 .*an unexpected gain"),
-        ({"shuffled_live": 0.67}, r"Control: shuffled .*: \+1.0 .* SFT, -0.5 .* RCE, no gain"),
-        ({"hidden_live": 0.6}, "Control: without the annotator.* SFT: .0.0 .* vanishes"),
-        ({"hidden_live": 0.7}, r"Control: without .* SFT: \+10.0 .*, \+26.0: .* does not vanish"),
-        ({"grpo_live": 0.66, "hidden_live": 0.6}, "Control: without .* no gain that could"),
+        ({"careful_rule": 0.97, "vote": 0.95}, "Of 7 .*than 5 and worse than 2"),
+        ({"shuffled_live": 0.8}, r"shuffled, live draws is better than SFT: \+14.0 .*a control"),
+        ({"shuffled_live": 0.67}, r"shuffled, live draws is worse than RCE: -0.5 .*a control"),
+        (
+            {"hidden_live": 0.7},
+            r"GRPO, annotator hidden is better than SFT, .*: \+10.0 .*a control",
+        ),
     ],
 )
-def test_the_verdict_says_what_is_shown_and_whether_controls_behave(accuracy, line):
+def test_the_verdict_says_what_is_shown_and_which_are_controls(accuracy, line):
     assert any(re.match(line, each) for each in verdict(results(**accuracy)))
 
 
 def test_what_limits_the_results_is_said(tmp_path):
     recorded = verdict(results() | {"judged_by": "recorded"})
     assert len(recorded) == len(verdict(results())) + 1
-    assert "does not say" in recorded[0]
+    assert "does not say" in recorded[1]
     decided = outcomes(TWO)
     for by_shots in decided.values():
         by_shots[4].correct[:, :10] = torch.nan
     assert "590 with 4" in report_of(tmp_path, results_of(decided))
 
 
-def test_a_narrow_terminal_keeps_the_number_of_shots_in_training():
+def test_a_terminal_shows_the_table_and_the_verdict():
     text = printed(print_results, results(), 80)
-    assert "2 shots (trained)" in text
     assert f"\x1b[1m{LIVE}" in text
     _, *lines = printed(print_results, results()).splitlines()
-    assert lines[len(policies(results()).rows) :] == verdict(results())
+    assert lines[len(main_table(one(results())).rows) :] == verdict(results())

@@ -1,0 +1,212 @@
+"""What a page says of one finished run or of several: the answer, one table, sentences."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+
+from knobwise.common.progress import duration
+from knobwise.envs.tables.cost_words import in_words
+from knobwise.envs.tables.units import TIMES
+from knobwise.experiments.compare.comparison import Comparison, Entry
+from knobwise.experiments.evidence.results import (
+    baselines,
+    differences_at,
+    known,
+    unit_of,
+)
+from knobwise.experiments.evidence.schema import RunFacts, RunResults
+from knobwise.experiments.evidence.statistics import Difference
+from knobwise.experiments.evidence.task import (
+    ACCURACY,
+    ATTAINED,
+    DECISION,
+    FEASIBLE,
+    FREE,
+    OVER_SINGLE,
+    Metric,
+    Row,
+    shown_at,
+    task_of,
+)
+from knobwise.experiments.report.tables import Content, Table, Tile, gain_tile, reworded, table_of
+from knobwise.experiments.wording import words
+from knobwise.experiments.wording.between_runs import between_runs, condition_name, p_words
+from knobwise.experiments.wording.sentences import verdict
+from knobwise.experiments.wording.words import cell, number, policy_name
+
+
+def content_of(comparison: Comparison) -> Content:
+    """Return what a page says of these runs, but for its details and figures."""
+    run = comparison.reference
+    kind = "knobwise run report"
+    name = run.label
+    facts = [_when(run.results.get("run")), _facts(comparison)]
+    if comparison.single:
+        lead, *sentences = verdict(run.results)
+        sentences += run.results.get("warnings", [])
+    else:
+        kind = "knobwise comparison"
+        name = f"{len(comparison.runs)} runs"
+        facts = facts[1:]
+        lead, *sentences = reworded(between_runs(comparison), comparison.unit)
+        sentences += comparison.notes
+    tiles = reworded(_tiles(comparison), comparison.unit)
+    return Content(kind, name, lead, main_table(comparison), sentences, facts, tiles)
+
+
+# -- the head of the page --------------------------------------------------------------------------
+
+
+def _when(run: RunFacts | None) -> str:
+    """Say when the run was made, how long it took and with which code; "" if that is not known."""
+    if not run:
+        return ""
+    commit, _, dirty = (run["commit"] or "unknown").partition("-")
+    code = f"{commit[:9]}-{dirty}".removesuffix("-")
+    return f"{run['started']} UTC · took {duration(run['seconds'])} · commit {code}"
+
+
+def _facts(comparison: Comparison) -> str:
+    """Say what the runs were trained and judged on."""
+    results = comparison.reference.results
+    task = comparison.task
+    profile: Row = results.get("profile") or {}
+    sizes = []
+    for key in ("samples", "configurations", "candidates"):
+        if key in profile:
+            sizes.append(f"{profile[key]:,} {key}")
+    judged = f"{number(results.get(f'test_{task.samples}'), ',.0f')} {task.samples}"
+    if results.get("test_clusters"):
+        judged += f" of {results['test_clusters']:,} groups"
+    if "test_candidates" in results:
+        judged += f" with their own bank of {results['test_candidates']:,} candidates"
+    if splits := results.get("split_seeds"):
+        judged += f" in {len(splits)} splits, of which the first is deployed"
+    conditions = ", ".join(condition_name(comparison, each) for each in comparison.conditions)
+    facts = [
+        f"profile {profile.get('name', 'unnamed')}: {', '.join(sizes)}".removesuffix(": "),
+        f"judged on {judged}",
+        f"seeds {', '.join(map(str, results.get('seeds', [])))}",
+        f"{task.condition_words[1]} {conditions}",
+    ]
+    if not comparison.single:
+        facts.insert(0, f"compared with {comparison.reference.label}")
+    return in_words(" · ".join(facts), comparison.unit)
+
+
+def _tiles(comparison: Comparison) -> list[Tile]:
+    """Return the numbers to be seen first: what each of several runs gains over the first one, or
+    of the policy that stands for the run its gain over static, or of selectors over the strongest
+    simple baseline, its share on time or accuracy, and the time of a decision."""
+    if not comparison.single:
+        tested = [(f"{e.run} against {e.against}", asdict(e)) for e in comparison.differences[:3]]
+        return [gain_tile(text, gain["difference"], gain["ci95"]) for text, gain in tested]
+    run = comparison.reference
+    task = comparison.task
+    row: Row = comparison.rows[0]
+    key = (*task.compared, "")[0]
+    against = task.low
+    gain: Row = {"difference": row.get(key), "ci95": row.get(f"{key}_ci95")}
+    if not task.averaged:
+        against = (*baselines(run.results), "")[0]
+        gain = differences_at(run.results, shown_at(run.results)).get((run.policy, against), {})
+    tiles = []
+    if known(gain.get("difference")):
+        gained = f"of {task.score} against {policy_name(against)}"
+        tiles.append(gain_tile(gained, gain["difference"], gain["ci95"]))
+    for metric in (FEASIBLE if FEASIBLE in task.metrics else ACCURACY, DECISION):
+        value, _, detail = cell(row, metric).partition("\n")
+        if metric is FEASIBLE:
+            others = run.row(against, comparison.main)
+            detail = f"{policy_name(against)}: {cell(others, metric)}"
+        if metric.key in row:
+            tiles.append(Tile(value, metric.name, detail))
+    return tiles
+
+
+# -- tables ----------------------------------------------------------------------------------------
+
+
+def name_of(entry: Entry) -> str:
+    """Return what a policy of a run is called beside the others."""
+    if entry.stands_for_run:
+        return entry.run.label
+    return policy_name(entry.policy, entry.run.results)
+
+
+def _strong(comparison: Comparison) -> list[str]:
+    """Return the names in bold: the first run, or the policies that a run trained; of selectors the
+    one that stands for it."""
+    run = comparison.reference
+    if not comparison.single:
+        return [run.label]
+    trained = run.task.trained if run.task.averaged else (run.policy,)
+    return [policy_name(name, run.results) for name in trained]
+
+
+def _metrics(comparison: Comparison, rows: Sequence[Row]) -> list[Metric]:
+    """Return the columns of numbers that some row has, first the one that rows are ranked by."""
+    task = comparison.task
+    metrics = list(task.metrics)
+    left_out = []
+    if not comparison.single:
+        metrics.append(ATTAINED)
+        left_out = [FREE, DECISION, OVER_SINGLE]
+    elif comparison.unit not in TIMES:
+        # decisions are not charged, so that they are free in any case
+        left_out = [FREE]
+    metrics = [
+        metric
+        for metric in metrics
+        if metric not in left_out and any(known(row.get(metric.key)) for row in rows)
+    ]
+    return sorted(metrics, key=lambda metric: metric.key != task.ranked_by)
+
+
+def main_table(comparison: Comparison) -> Table:
+    """Return the metrics at the main condition, see `table_at`."""
+    return table_at(comparison, comparison.main)
+
+
+def table_at(comparison: Comparison, condition: float | None) -> Table:
+    """Return the metrics at a condition: a row for each policy of a run, or for each of several
+    runs with its difference to the first one, and the reference policies."""
+    entries = comparison.listed()
+    family = [*comparison.differences, *comparison.by_condition]
+    tested = {each.run: each for each in family if each.condition == condition}
+    rows = [entry.run.row(entry.policy, condition) for entry in entries]
+    metrics = _metrics(comparison, rows)
+    lines = []
+    for entry, row in zip(entries, rows, strict=True):
+        name = name_of(entry)
+        line = {"policy": name}
+        if not comparison.single:
+            line = {"run": name} | tested_cells(tested.get(name))
+        lines.append(line | {each.name: cell(row, each, comparison.unit) for each in metrics})
+    return reworded(table_of(lines, _strong(comparison)), comparison.unit)
+
+
+def tested_cells(difference: Difference | None) -> dict[str, str]:
+    """Return two cells: the difference in points with its interval and p, and what they show."""
+    if difference is None:
+        return {"gain, points": "–", "shown": "–"}
+    # a terminal shows the first line of a cell alone
+    text = words.difference_cell(asdict(difference)).replace("\n", " ")
+    return {"gain, points": f"{text}\np {p_words(difference)}", "shown": words.shown_by(difference)}
+
+
+def by_dataset(results: RunResults) -> Table:
+    """Return the most important policies in each data set; no rows if there is only one data
+    set."""
+    task = task_of(results)
+    unit = unit_of(results)
+    lines = []
+    for row in results.get("by_dataset", []):
+        title = f"{row['dataset']}, {row['samples']} samples"
+        line = {"data set": title, "policy": policy_name(row["policy"])}
+        for metric in task.metrics:
+            if metric is not DECISION and (metric is not FREE or unit in TIMES):
+                line[metric.name] = cell(row, metric, unit)
+        lines.append(line)
+    return reworded(table_of(lines, list(map(policy_name, task.trained))), unit)

@@ -1,0 +1,246 @@
+"""What a page folds: further tables, what explains the choices, how to repeat a run."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from markupsafe import Markup
+from rich.console import Console
+
+from knobwise.envs.tables.units import TIMES
+from knobwise.experiments.compare.comparison import Comparison
+from knobwise.experiments.evidence.results import unit_of
+from knobwise.experiments.evidence.schema import RunResults
+from knobwise.experiments.evidence.task import Row, task_of
+from knobwise.experiments.report.content import by_dataset, table_at
+from knobwise.experiments.report.tables import (
+    Folded,
+    Table,
+    print_sections,
+    records,
+    reworded,
+    table_of,
+    texts,
+)
+from knobwise.experiments.wording import words
+from knobwise.experiments.wording.between_runs import condition_name
+from knobwise.experiments.wording.choice_sentences import on_difficulty, on_usage, setting
+from knobwise.experiments.wording.words import number, policy_name, quantity
+
+
+def details(comparison: Comparison) -> list[Folded]:
+    """Return everything that a page folds; what is open can be seen at once."""
+    results = comparison.reference.results
+    about = texts()["about"]
+    task = comparison.task
+    unit = comparison.unit
+    main = condition_name(comparison, comparison.main)
+    hidden = words.hidden_words(results)
+    parts = []
+    if comparison.settings:
+        labels = [run.label for run in comparison.runs]
+        rows = [[key, *values] for key, values in comparison.settings.items()]
+        table = Table(["setting", *labels], rows)
+        parts.append(Folded("What differs in the settings", [table], open=True))
+    if results.get("by_dataset") and comparison.single:
+        text = about["datasets"][task.name]
+        parts.append(Folded("Every data set", [text, by_dataset(results)], open=True))
+    every = [
+        Folded(condition_name(comparison, condition), [table_at(comparison, condition)])
+        for condition in comparison.conditions
+    ]
+    parts.append(Folded(f"Every {task.condition_words[0]}", every))
+    # records of the results that need no more than a format
+    for name, rows_of in RECORDS.items():
+        title, text = about[name]
+        table = records(rows_of(comparison), name, unit, results)
+        if table.rows:
+            parts.append(Folded(title, [text.format(main=main, hidden=hidden), table]))
+    if comparison.single and results.get("explanation"):
+        parts.append(Folded("Why these settings", explanation(results)))
+    parts.append(Folded("What the words mean", [_glossary(comparison)]))
+    return [*reworded(parts, unit), _reproduce(comparison)]
+
+
+def _of_run(key: str) -> Callable[[Comparison], list[Any]]:
+    """Return what gives the records under a key of the results of a single run."""
+
+    def rows(comparison: Comparison) -> list[Any]:
+        results: Row = comparison.reference.results
+        return list(results.get(key) or ()) if comparison.single else []
+
+    return rows
+
+
+def _calls(comparison: Comparison) -> list[Any]:
+    """Return how often each policy called the answering model, as a mean over the seeds."""
+    rows = _of_run("true_calls")(comparison)
+    return [row | {"calls": sum(row["calls"]) / len(row["calls"])} for row in rows]
+
+
+def _by_seed(comparison: Comparison, rows: Sequence[Sequence[Row]]) -> list[Any]:
+    """Return the records of every seed, with the seed."""
+    seeds = comparison.reference.results.get("seeds", range(len(rows)))
+    pairs = zip(seeds, rows, strict=False)
+    return [{**row, "seed": seed} for seed, of_seed in pairs for row in of_seed]
+
+
+def _guarantees(comparison: Comparison) -> list[Any]:
+    """Return what the guard found at each budget in each seed."""
+    return _by_seed(comparison, _of_run("guard")(comparison))
+
+
+def _chosen(comparison: Comparison) -> list[Any]:
+    """Return the iteration that was kept in each seed, and the weight and the settings of each
+    member of its teacher."""
+    rows = []
+    for chosen in _of_run("chosen")(comparison):
+        members = []
+        for name, weight in (chosen.get("weights") or {"network": None}).items():
+            value = chosen.get("settings", {}).get(name)
+            about = texts()["members"].get(name, "")
+            member = {"member": name, "weight": weight, "value": value, "settings": about}
+            members.append(member | {"iteration": f"{chosen.get('iteration', 0):,}"})
+        rows.append(members)
+    return _by_seed(comparison, rows)
+
+
+def _stages(comparison: Comparison) -> list[Any]:
+    """Return the differences between policies that both runs trained."""
+    return [asdict(each) | {"shown": words.shown_by(each)} for each in comparison.by_policy]
+
+
+RECORDS: dict[str, Callable[[Comparison], list[Any]]] = {
+    "stages": _stages,
+    "differences": _of_run("differences"),
+    "votes": _of_run("votes"),
+    "controls": _of_run("controls"),
+    "calls": _calls,
+    "guarantees": _guarantees,
+    "chosen": _chosen,
+}
+"""Name in `texts.yaml` → the records of a folded table."""
+
+
+# -- why these settings ----------------------------------------------------------------------------
+
+
+def explanation(results: RunResults) -> list[Any]:
+    """Return the blocks that explain how the deployed policy sets the knobs."""
+    why = results["explanation"]
+    unit = unit_of(results)
+    about = texts()["about"]
+    seed = ""
+    if results.get("best_seed") is not None and len(results["seeds"]) > 1:
+        seed = f" (seed {results['best_seed']})"
+    # where the guard fell back, no feature is read
+    reads = ", ".join(words.condition_words(results, budget) for budget in why["reads"])
+    filled = {"seed": seed, "samples": f"{why['samples']:,}", "reads": reads or "no budget"}
+    score = task_of(results).score
+    if task_of(results).equal_latency:
+        score += " minus the price of the latency"
+    features = []
+    for row in why["importance"]:
+        # a block of features, or one of its columns
+        column = "" if row["column"] is None else f" [{row['column']}]"
+        features.append(row | {"name": f"{row['name']}{column}"})
+    blocks = [
+        about["why"].format(**filled),
+        on_usage(results),
+        *on_difficulty(results),
+        records(why["difficulty"]["groups"], "difficulty", unit),
+        about["importance"].format(score=score) if features else "",
+        records(features, "importance"),
+        *_rules(results),
+    ]
+    for title, decisions in (("gain most over", why["best"]), ("lose most against", why["worst"])):
+        table = records(decisions, "decisions", unit)
+        blocks.append(Folded(f"The decisions that {title} static", [table]))
+    return [block for block in blocks if not isinstance(block, Table) or block.rows]
+
+
+def print_explanation(results: RunResults, console: Console) -> None:
+    """Print why the deployed policy sets the knobs as it does."""
+    blocks = reworded(explanation(results), unit_of(results))
+    print_sections(console, {"Why these settings": blocks})
+
+
+def _rules(results: RunResults) -> list[Any]:
+    """Say how well a few rules describe the decisions; return the rules if the features add to what
+    the budget says alone, and have names."""
+    tree = results["explanation"]["tree"]
+    fidelity = f"{number(tree['fidelity'], '.0%')}{words.span(tree['ci95'], '.0%')}"
+    by_budget = number(tree["by_budget_alone"], ".0%")
+    text = (
+        f"A tree of at most eight leaves gets {fidelity} of the policy's knob values right on "
+        f"held-out decisions; one that sees only the budget {by_budget}."
+    )
+    if tree["ci95"][0] <= tree["by_budget_alone"]:
+        return [f"{text} So no few rules on features describe the choices better than the budget."]
+    names = {name for rule in tree["rules"] for name, _, _ in rule["when"]}
+    if any(re.search(r"\[\d+\]$", name) for name in names):
+        return [f"{text} Its rules are on columns without names, so they are not listed."]
+    unit = unit_of(results)
+    lines = []
+    for rule in tree["rules"]:
+        line = {"if": _condition(rule["when"], unit), "then": setting(rule["then"])}
+        line["share of decisions"] = f"{rule['share']:.0%}"
+        lines.append(line | {"agreement": f"{rule['alike']:.0%}"})
+    return [text, table_of(lines, wordy=[0, 1])]
+
+
+def _condition(bounds: Sequence[tuple[str, str, float]], unit: str) -> str:
+    """Return the condition of a rule in words; "always" without bounds."""
+    parts = []
+    for name, sign, value in bounds:
+        bound = quantity(value, unit) if name == "budget" else f"{value:.3g}"
+        text, equals, wanted = name.partition("=")
+        if equals and value == 0.5:
+            # a place of a text holds 0 or 1
+            parts.append(f"{text} is {'not ' * (sign != '>')}{wanted}")
+        else:
+            parts.append(f"{name} {sign} {bound}")
+    return " and ".join(parts) or "always"
+
+
+# -- the end of the page ---------------------------------------------------------------------------
+
+
+def _glossary(comparison: Comparison) -> dict[str, str]:
+    """Return the terms, and every policy in the tables."""
+    task = comparison.task
+    results = comparison.reference.results
+    terms = dict(texts()["glossary"][task.name])
+    if comparison.unit not in TIMES:
+        terms |= texts()["glossary"]["not_charged"]
+        terms.pop("if free", None)
+    # only policies of the project have a description
+    policies = [row["policy"] for row in task.rows(results)]
+    for policy in dict.fromkeys([*policies, *(run.policy for run in comparison.runs)]):
+        if about := words.POLICIES.get(policy):
+            description = about["description"].format(hidden=words.hidden_words(results))
+            terms[policy_name(policy, results)] = description
+    return terms
+
+
+def _reproduce(comparison: Comparison) -> Folded:
+    """Return the commands, what repeats and what does not, and the settings of a single run."""
+    from knobwise import __version__
+
+    commands: dict[str, str] = {}
+    for run in comparison.runs:
+        if run.folder is not None:
+            repeated = f"knobwise train experiment={run.folder.parent.name}"
+            commands[str(run.folder)] = run.results.get("command") or repeated
+    run = comparison.reference
+    digest = (run.results.get("profile") or {}).get("digest", "unknown")
+    about = texts()["about"]["reproduce"].format(version=__version__, digest=digest)
+    blocks: list[Any] = [commands, about]
+    config = run.folder / "config.yaml" if run.folder else None
+    if comparison.single and config is not None and config.exists():
+        settings = Markup("<pre>{}</pre>").format(config.read_text(encoding="utf-8"))
+        blocks.append(Folded("The resolved configuration (config.yaml)", [settings]))
+    return Folded("How to reproduce", blocks)

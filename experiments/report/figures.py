@@ -1,0 +1,298 @@
+"""The figures of one finished run or of several, for their page and, as pictures, for W&B.
+
+Each figure is drawn by one function, whatever the number of runs: `Comparison.lines` says what has
+a line in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import polars as pl
+
+from knobwise.envs.tables.cost_words import in_words
+from knobwise.experiments.compare.comparison import Comparison, Entry
+from knobwise.experiments.evidence.results import calibration_error
+from knobwise.experiments.evidence.task import DEADLINE, FEASIBLE, Task, condition_of
+from knobwise.experiments.report import charts
+from knobwise.experiments.report.content import name_of
+from knobwise.experiments.report.page import Figure, unchecked
+from knobwise.experiments.report.tables import reworded, texts
+from knobwise.experiments.report.training_curves import on_validation
+from knobwise.experiments.wording import words
+from knobwise.experiments.wording.words import policy_name, quantity
+
+Figures = dict[str, Figure]
+"""Heading → figure."""
+TEXTS = ("heading", "caption")
+"""What is said of a figure."""
+Drawn = tuple[list[Any], dict[str, Any]] | None
+"""The charts of a figure, and what its heading and caption are filled with; None without numbers.
+`columns` is how many charts stand side by side."""
+
+
+@unchecked
+def figures_of(comparison: Comparison) -> Figures:
+    """Draw all figures that the runs have numbers for, the one to be seen first in front."""
+    figures = {}
+    task = comparison.task
+    words_of_task: dict[str, Any] = {
+        "condition": task.condition_words[0],
+        "samples": task.samples,
+        "reference": "the first run",
+    }
+    if comparison.single:
+        words_of_task["reference"] = policy_name(task.low)
+    left_out = len(comparison.runs) - len(comparison.drawn())
+    more = f" {left_out} more runs are in the tables." * bool(left_out)
+    for name, draw in FIGURES.items():
+        drawn = draw(comparison)
+        if drawn is None or not drawn[0]:
+            continue
+        pictures, filled = drawn
+        heading, caption = (_for(task, texts()["figures"][name][key]) for key in TEXTS)
+        filled = words_of_task | filled
+        columns = filled.get("columns", min(len(pictures), 3))
+        figure = Figure(pictures, caption.format(**filled) + more, columns)
+        figures[heading.format(**filled)] = figure
+    return reworded(figures, comparison.unit)
+
+
+def _for(task: Task, text: str | dict[str, str]) -> str:
+    """Return a text, that of this task where there is one for each."""
+    return text if isinstance(text, str) else text[task.name]
+
+
+def _frame(
+    comparison: Comparison, key: str, interval: str = "", entries: Sequence[Entry] | None = None
+) -> pl.DataFrame:
+    """Return the records of what is drawn, under its name as the column policy; `low` and `high`
+    are the ends of an interval.
+
+    Args:
+        comparison: whose `lines` are drawn.
+        key: of the records in the results, such as "rows", or "a.b" if they lie deeper. Records of
+            other policies and at other conditions are left out; those that name no policy are of
+            the one that stands for the run.
+        interval: its key in a record.
+        entries: what is drawn, in the place of the lines.
+    """
+    condition = comparison.task.condition
+    rows = []
+    for entry in comparison.lines() if entries is None else entries:
+        records: Any = entry.run.results
+        for part in key.split("."):
+            records = (records or {}).get(part)
+        for row in records or []:
+            at = condition_of(row.get(condition))
+            elsewhere = at is not None and at not in comparison.conditions
+            if elsewhere or row.get("policy", entry.run.policy) != entry.policy:
+                continue
+            low, high = row.get(interval) or (None, None)
+            numbers = {name: value for name, value in row.items() if not isinstance(value, list)}
+            rows.append(numbers | {"policy": name_of(entry), "low": low, "high": high})
+    return pl.DataFrame(rows, infer_schema_length=None)
+
+
+def _at_conditions(comparison: Comparison, metric: str, *entries: Entry) -> pl.DataFrame | None:
+    """Return the rows at all conditions that have a number, with its interval; None without any."""
+    rows = _frame(comparison, "rows", f"{metric}_ci95", entries or None)
+    needed = {metric, comparison.task.condition}
+    if not needed <= {*rows.columns}:
+        return None
+    rows = rows.drop_nulls(needed)
+    return rows if len(rows) else None
+
+
+def _score(comparison: Comparison) -> Drawn:
+    """Draw the score against the condition, and beside it the gain over the reference; of selectors
+    also the score of every policy at the main condition."""
+    task = comparison.task
+    pictures = []
+    options: dict[str, Any] = {"unit": comparison.unit}
+    if task.equal_latency:
+        options["level"] = 0.0
+    if not task.averaged:
+        options["trained"] = comparison.reference.results["trained_shots"]
+        controls = [row["policy"] for row in comparison.reference.results.get("controls", [])]
+        entries = [Entry(comparison.reference, name) for name in dict.fromkeys(controls)]
+        rows = _frame(comparison, "rows", "accuracy_ci95", comparison.listed())
+        rows = pl.concat(
+            [rows, _frame(comparison, "controls", "accuracy_ci95", entries)], how="diagonal_relaxed"
+        )
+        rows = rows.filter(pl.col("shots") == comparison.main).sort("accuracy", descending=True)
+        title = f"accuracy with {words.shots_words(int(comparison.main or 0))} (0 to 1)"
+        rows = rows.rename({"policy": "name", "accuracy": "value"})
+        pictures.append(charts.dots_of_policies(rows, title))
+    title = next(metric.name for metric in task.metrics if metric.key == task.ranked_by)
+    scores = _at_conditions(comparison, task.ranked_by)
+    gains = _gains(comparison)
+    gained = f"{task.score} gained, in points"
+    several = task.averaged or len(comparison.conditions) > 1
+    for rows_of, column, text in ((scores, task.ranked_by, title), (gains, "gain", gained)):
+        if rows_of is not None and several:
+            if column == "gain":
+                options["level"] = 0.0
+            axis = in_words(text, comparison.unit)
+            chart = charts.by_condition(rows_of, task.condition, column, axis, **options)
+            pictures.append(chart)
+    return pictures, {"columns": min(2, len(pictures))}
+
+
+def _gains(comparison: Comparison) -> pl.DataFrame | None:
+    """Return the differences at every condition, in points: of one run under deadlines to static,
+    of several to the first run; None without any."""
+    task = comparison.task
+    rows = None
+    if comparison.single and task is DEADLINE:
+        others = [each for each in comparison.lines() if each.policy not in (task.low, task.high)]
+        rows = _at_conditions(comparison, "over_static", *others)
+        if rows is not None:
+            rows = rows.rename({"over_static": "gain"}).drop_nulls("low")
+    drawn = {run.label for run in comparison.drawn()}
+    tested = [
+        {"policy": each.run, task.condition: each.condition, "gain": each.difference}
+        | dict(zip(("low", "high"), each.ci95, strict=True))
+        for each in comparison.by_condition
+        if each.run in drawn
+    ]
+    if tested:
+        rows = pl.DataFrame(tested)
+    if rows is None or not len(rows):
+        return None
+    return rows.with_columns(pl.col("gain", "low", "high") * 100)
+
+
+def _on_time(comparison: Comparison) -> Drawn:
+    """Draw the share of the feasible requests that is on time against the budget."""
+    rows = _at_conditions(comparison, FEASIBLE.key)
+    if rows is None or FEASIBLE not in comparison.task.metrics:
+        return None
+    level = comparison.reference.results.get("satisfaction_level") or 0.95
+    title = in_words("on time, of the feasible requests", comparison.unit)
+    options: dict[str, Any] = {"percent": True, "level": level, "unit": comparison.unit}
+    chart = charts.by_condition(rows, comparison.task.condition, FEASIBLE.key, title, **options)
+    return [chart], {"level": level}
+
+
+def _plane(comparison: Comparison) -> Drawn:
+    """Draw accuracy against the mean latency that was spent."""
+    results = comparison.reference.results
+    configurations = results.get("configurations")
+    entries = comparison.lines()
+    corners = results.get("static_hull")
+    mix = comparison.task.low
+    if corners:
+        # the static mix has a line along its corners instead of its rows
+        entries = [each for each in entries if each.policy != mix]
+    paths = _at_conditions(comparison, "accuracy", *entries)
+    if not configurations or paths is None:
+        return None
+    rows = paths.select("policy", "accuracy", latency_ms="latency_ms_mean")
+    if corners:
+        line = pl.DataFrame(corners).select(
+            "accuracy", "latency_ms", policy=pl.lit(policy_name(mix))
+        )
+        rows = pl.concat([rows, line.select(rows.columns)], how="vertical_relaxed")
+    return [charts.plane(configurations, rows, comparison.unit)], {}
+
+
+def _usage(comparison: Comparison) -> Drawn:
+    """Draw the share of the requests that gets each value of a knob: a row of charts for each knob,
+    a column for each run, or for the policy of one run and static."""
+    task = comparison.task
+    entries = [each for each in comparison.lines() if each.stands_for_run]
+    if comparison.single:
+        entries = [Entry(comparison.reference, name) for name in (task.trained[0], task.low)]
+    shares = _frame(comparison, "knob_usage", "", entries)
+    if not len(shares):
+        return None
+    shares = shares.unique(maintain_order=True).sort("budget_ms", maintain_order=True)
+    condition = pl.col("budget_ms").map_elements(lambda ms: quantity(ms, ""), pl.String)
+    shares = shares.with_columns(pl.col("value").cast(pl.String), condition=condition)
+    limit = in_words(f"latency budget ({comparison.unit})", comparison.unit)
+    labels = [name for name in map(name_of, entries) if name in set(shares["policy"])]
+    return charts.knob_usage(shares, labels, limit), {"columns": len(labels)}
+
+
+def _reliability(comparison: Comparison) -> Drawn:
+    """Draw observed shares on time against predicted probabilities."""
+    rows = _frame(comparison, "reliability")
+    if not len(rows):
+        return None
+    bins = [run.results.get("reliability") or [] for run in comparison.drawn()]
+    errors = [words.points(calibration_error(each), ".1f") for each in bins if each]
+    titles = ("predicted probability of being on time", "observed share on time")
+    titles_of_unit = [in_words(title, comparison.unit) for title in titles]
+    rows = rows.rename({"expected_in_time": "predicted", "in_time": "observed"})
+    return [charts.predictions(rows, *titles_of_unit)], {"error": words.listed(errors)}
+
+
+def _calibration(comparison: Comparison) -> Drawn:
+    """Draw the share of right answers against the probability that a learned reward predicts: a
+    chart for each policy that predicts, with a line for each policy that drew the
+    demonstrations."""
+    pictures = []
+    for run in comparison.drawn():
+        bins = pl.DataFrame(run.results.get("calibration", []))
+        for (policy,), rows in bins.group_by("policy", maintain_order=True) if len(bins) else ():
+            names = [policy_name(name, run.results) for name in rows["drawn_by"]]
+            rows = rows.select(predicted="expected", observed="right", policy=pl.Series(names))
+            title = policy_name(str(policy), run.results)
+            if not comparison.single:
+                title = f"{run.label}: {title}"
+            titles = ("predicted probability", "share of right answers")
+            pictures.append(charts.predictions(rows, *titles, title=charts.titled(title)))
+    return pictures, {}
+
+
+def _difficulty(comparison: Comparison) -> Drawn:
+    """Draw the latency of the choice against difficulty: lines through the means of groups, of each
+    run with its intervals and of static, and of one run a dot for each sample."""
+    groups = _frame(comparison, "explanation.difficulty.groups", "ci95")
+    if not len(groups):
+        return None
+    first = comparison.reference.results["explanation"]["difficulty"]
+    columns = ["policy", "difficulty_ms", "policy_ms", "low", "high"]
+    static = pl.DataFrame(first["groups"]).select(
+        "difficulty_ms", policy_ms="static_ms", policy=pl.lit(policy_name(comparison.task.low))
+    )
+    # static has no interval
+    rows = pl.concat([groups.select(columns), static], how="diagonal_relaxed")
+    points = first["points"] if comparison.single else []
+    samples = pl.DataFrame(points, schema=columns[1:3], orient="row")
+    chart = charts.difficulty(rows, samples, comparison.unit)
+    return [chart], {"budget": quantity(first["budget_ms"], comparison.unit)}
+
+
+def _datasets(comparison: Comparison) -> Drawn:
+    """Draw the score of the most important policies, or of the runs, in each data set."""
+    task = comparison.task
+    entries = comparison.lines()
+    if comparison.single:
+        entries = comparison.listed()
+    rows = _frame(comparison, "by_dataset", f"{task.ranked_by}_ci95", entries)
+    if task.ranked_by not in rows.columns:
+        return None
+    rows = rows.drop_nulls("low").rename({"policy": "name", task.ranked_by: "value"})
+    title = next(metric.name for metric in task.metrics if metric.key == task.ranked_by)
+    pictures = []
+    for (dataset,), part in rows.group_by("dataset", maintain_order=True):
+        chart = charts.dots_of_policies(part, title)
+        pictures.append(chart.properties(title=charts.titled(str(dataset))))
+    return pictures, {"columns": min(2, len(pictures))}
+
+
+FIGURES: dict[str, Callable[[Comparison], Drawn]] = {
+    "score": _score,
+    "on_time": _on_time,
+    "plane": _plane,
+    "usage": _usage,
+    "training": on_validation,
+    "reliability": _reliability,
+    "calibration": _calibration,
+    "difficulty": _difficulty,
+    "datasets": _datasets,
+}
+"""The key of the texts of a figure → what draws it. A run has numbers for eight of them at most."""
