@@ -67,13 +67,17 @@ def lines(rows: pl.DataFrame, x: alt.X, y: alt.Y, size: int = 60) -> list[alt.Ch
 
     Args:
         rows: the points: policy and the columns of the channels; the points of a line stand in
-            their order. A row without a number is left out, and so is a policy without rows.
+            their order. A row without a number is left out, and so is a policy without rows. A
+            column `colour` says that of a policy where others on the page have taken the usual one.
         x: the horizontal axis.
         y: the vertical axis.
         size: of the points.
     """
     rows = rows.drop_nulls(y["shorthand"].partition(":")[0]).with_row_index("rank")
-    colour = colour_of(colours_of(rows["policy"].unique(maintain_order=True).to_list()))
+    colours = colours_of(rows["policy"].unique(maintain_order=True).to_list())
+    if "colour" in rows.columns:
+        colours = dict(rows.select("policy", "colour").iter_rows())
+    colour = colour_of(colours)
     base = alt.Chart(rows).encode(x, colour)
     points = base.mark_circle(size=size, opacity=1).encode(y)
     layers = [base.mark_line().encode(y, alt.Order("rank:Q")), points]

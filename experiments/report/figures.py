@@ -17,7 +17,7 @@ from knobwise.experiments.evidence.results import calibration_error
 from knobwise.experiments.evidence.task import DEADLINE, FEASIBLE, Task, condition_of
 from knobwise.experiments.report import charts
 from knobwise.experiments.report.content import name_of
-from knobwise.experiments.report.page import Figure, unchecked
+from knobwise.experiments.report.page import Figure, colours_of, unchecked
 from knobwise.experiments.report.tables import reworded, texts
 from knobwise.experiments.report.training_curves import on_validation
 from knobwise.experiments.wording import words
@@ -158,7 +158,9 @@ def _gains(comparison: Comparison) -> pl.DataFrame | None:
         if each.run in drawn
     ]
     if tested:
-        rows = pl.DataFrame(tested)
+        # the first run has no line here, but a colour on this page
+        colours = colours_of([name_of(entry) for entry in comparison.lines()])
+        rows = pl.DataFrame(tested).with_columns(colour=pl.col("policy").replace(colours))
     if rows is None or not len(rows):
         return None
     return rows.with_columns(pl.col("gain", "low", "high") * 100)
