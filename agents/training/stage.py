@@ -62,6 +62,11 @@ class Validation(NamedTuple):
     distributions: Mapping[str, Tensor] = MappingProxyType({})
     """What is logged as histograms, [n] each, without `Val/`."""
 
+    def named(self) -> tuple[dict[str, float], dict[str, Tensor]]:
+        """Return metrics and distributions under their logged names."""
+        metrics = {f"Val/{name}": value for name, value in self.metrics.items()}
+        return metrics, {f"Val/{name}": values for name, values in self.distributions.items()}
+
 
 class Stage(ABC):
     """One stage of a training.

@@ -309,15 +309,11 @@ class Trainer:
         state.finished = state.iteration == self.total or (past and stage.end == self.total)
         if past and not state.finished:
             state.iteration = stage.end
-        self._log(
-            {f"Val/{name}": value for name, value in validation.metrics.items()},
-            {f"Val/{name}": values for name, values in validation.distributions.items()},
-        )
+        self._log(*validation.named())
         self._save(kept)
 
     def _log(self, metrics: Mapping[str, float], others: Mapping[str, Any]) -> None:
-        """Log metrics, and keep them for a resumed training; `others`, the speed or distributions,
-        are not kept."""
+        """Log metrics, and keep them for a resumed training; `others` are not kept."""
         if self.log is not None:
             numbers = {name: float(value) for name, value in metrics.items()}
             self.state.logged.append((self.state.iteration, numbers))
