@@ -154,7 +154,15 @@ class GroupLoss(ActorLoss):
         if callable(self.advantage):
             self._check(tensordict, group, [])
         # PPO's objective with the advantages of each group
-        advantage = self.advantages(group.reward, group.weight)
+        advantage = group_advantage(
+            group.reward,
+            self.advantage,
+            weight=group.weight,
+            clip=self.advantage_clip,
+            unit=self.reward_spread,
+            std_floor=self.std_floor,
+            std_eps=self.std_eps,
+        )
         # a curriculum learns from the best of a group alone
         learned = group.weight
         if self.top is not None:
@@ -192,19 +200,6 @@ class GroupLoss(ActorLoss):
                 out |= ratio_diagnostics(log_ratio, group.weight, objective.cut, self.clip_epsilon)
                 out |= advantage_diagnostics(advantage, group.weight, used)
         return TensorDict(out, batch_size=[])
-
-    def advantages(self, reward: Tensor, weight: Tensor | None = None) -> Tensor:
-        """Return the advantages that the loss takes of rewards, [P, J] each; see
-        `group_advantage`."""
-        return group_advantage(
-            reward,
-            self.advantage,
-            weight=weight,
-            clip=self.advantage_clip,
-            unit=self.reward_spread,
-            std_floor=self.std_floor,
-            std_eps=self.std_eps,
-        )
 
     def _reference(self, tensordict: TensorDictBase, group: Group) -> Tensor | None:
         """Return log-probs of the reference, where the KL to it is to be computed."""

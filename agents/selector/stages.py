@@ -17,7 +17,13 @@ from knobwise.agents.training.stage import Stage, Validation
 from knobwise.agents.training.trainer import Best
 from knobwise.envs.demonstrations.beam_table import bank_rows
 from knobwise.losses import GRPOLoss, RCELoss
-from knobwise.losses.functional import even_weight, expectation, expected_k3, reward_spread
+from knobwise.losses.functional import (
+    even_weight,
+    expectation,
+    expected_k3,
+    group_advantage,
+    reward_spread,
+)
 from knobwise.losses.kl_control import temperature_control, weight_control
 
 if TYPE_CHECKING:
@@ -226,8 +232,16 @@ class SequenceGRPO(SelectorStage):
     def validation_advantages(self, batch: TensorDictBase) -> Tensor:
         reward = batch["next", "reward"]
         mask = batch["group_mask"]
-        self.grpo.reward_spread = self.reward_spread
-        return self.grpo.advantages(reward.masked_fill(~mask, 0.0), even_weight(mask))[mask]
+        advantage = group_advantage(
+            reward.masked_fill(~mask, 0.0),
+            self.grpo.advantage,
+            weight=even_weight(mask),
+            clip=self.grpo.advantage_clip,
+            unit=self.reward_spread,
+            std_floor=self.grpo.std_floor,
+            std_eps=self.grpo.std_eps,
+        )
+        return advantage[mask]
 
     @torch.no_grad()
     def _kl_of_policy(self, minibatch: TensorDictBase) -> Tensor:

@@ -63,9 +63,9 @@ class Validation(NamedTuple):
     """What is logged as histograms, [n] each, without `Val/`."""
 
     def named(self) -> tuple[dict[str, float], dict[str, Tensor]]:
-        """Return what is logged, numbers and distributions, under the logged names."""
-        numbers = {f"Val/{name}": value for name, value in self.metrics.items()}
-        return numbers, {f"Val/{name}": values for name, values in self.distributions.items()}
+        """Return metrics and distributions under their logged names."""
+        metrics = {f"Val/{name}": value for name, value in self.metrics.items()}
+        return metrics, {f"Val/{name}": values for name, values in self.distributions.items()}
 
 
 class Stage(ABC):

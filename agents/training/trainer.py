@@ -307,8 +307,7 @@ class Trainer:
         self._save(kept)
 
     def _log(self, metrics: Mapping[str, float], others: Mapping[str, Any]) -> None:
-        """Log metrics, and keep them for a resumed training; `others`, the speed or distributions,
-        are not kept."""
+        """Log metrics, and keep them for a resumed training; `others` are not kept."""
         if self.log is not None:
             numbers = {name: float(value) for name, value in metrics.items()}
             self.state.logged.append((self.state.iteration, numbers))
