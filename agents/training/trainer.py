@@ -25,7 +25,7 @@ from torchrl.envs import EnvBase
 from knobwise.agents.training.checkpoint import (
     Loaded,
     Provenance,
-    Table,
+    TrainingData,
     load_if_whole,
     save_checkpoint,
 )
@@ -79,7 +79,7 @@ class Trainer:
         stages: Sequence[Stage],
         env: EnvBase,
         *,
-        table: Table,
+        table: TrainingData,
         settings: OptimiserConfig,
         shape: tuple[int, ...],
         reads: Sequence[Any],
