@@ -24,7 +24,8 @@ from knobwise.agents import load_checkpoint
 from knobwise.agents.training.trainer import Trainer
 from knobwise.envs.readers.feature_files import write_features
 from knobwise.envs.readers.long_table import write_long_table
-from knobwise.experiments.command_line.compose import run_hydra, schema_of
+from knobwise.experiments.command_line.compose import run_hydra
+from knobwise.experiments.command_line.registry import schema_of
 from knobwise.experiments.train import selector
 
 COMMAND = [sys.executable, "-m", "knobwise"]

@@ -140,6 +140,16 @@ def test_names_say_what_a_thing_is():
         assert not list(filter(BANNED.match, names)), path
 
 
+def test_no_public_class_is_defined_twice():
+    """The name of a class says which it is."""
+    counts = Counter()
+    for path in (*SOURCES, *(ROOT / "knobwise").glob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                counts[node.name] += 1
+    assert not [name for name, count in counts.items() if count > 1]
+
+
 def lines_with_tokens(path):
     """Count the tokens of each line of Python, without docstrings, comments and line breaks."""
     source = path.read_text()

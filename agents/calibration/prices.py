@@ -20,7 +20,7 @@ from knobwise.agents.calibration.guard import CONFIDENCE, GuardRow, verdict
 from knobwise.agents.evaluation.baselines import PredictThenChoose, averages
 from knobwise.agents.evaluation.budgets import judged_budgets
 from knobwise.agents.evaluation.policy import Array, requests_of
-from knobwise.agents.teacher.experts import Experts, Fitted
+from knobwise.agents.teacher.experts import Experts, FittedExpert
 from knobwise.agents.teacher.outcomes import pick
 from knobwise.agents.teacher.regressors import FAMILIES
 from knobwise.common.paired import is_better, standard_error
@@ -435,7 +435,7 @@ def make_priced_baselines(
     experts = experts or Experts.fit(table, rows, budgets_ms[:0], tuple(FAMILIES), 0)
     measured, normaliser, fitted = experts
 
-    def priced(name: str, family: Fitted) -> MeanBudgetPolicy:
+    def priced(name: str, family: FittedExpert) -> MeanBudgetPolicy:
         accuracy = None
         if name == "latency_only":
             accuracy = averages(table, rows)[0].float()

@@ -134,7 +134,7 @@ class Guard:
         return np.where(deployed, chosen, self.static.choose({}, limits, mask))
 
 
-class MeanBudgets:
+class CalibratedMeanBudgets:
     """The worth for each calibrated mean budget, and the static mix that a policy may fall back to.
 
     Attributes:

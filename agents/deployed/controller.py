@@ -27,7 +27,7 @@ from .arrays import (
     read_arrays,
     short,
 )
-from .calibrated import Guard, MeanBudgets, Static
+from .calibrated import CalibratedMeanBudgets, Guard, Static
 from .network import Heads, Normaliser, places_of
 
 FORMAT = "knobwise.NumpyController/4"
@@ -62,7 +62,7 @@ class NumpyController:
 
     guard: Guard | None = None
     static: Static | None = None
-    mean: MeanBudgets | None = None
+    mean: CalibratedMeanBudgets | None = None
 
     def __init__(self, arrays: Arrays) -> None:
         self.header, self.digest = checked(arrays, FORMAT)
@@ -95,7 +95,7 @@ class NumpyController:
             self.guard = Guard(below(arrays, "guard."), self.static)
         self._deadlines = self.header["limit"] == "budget_ms"
         if self.header["limit"] == "mean":
-            self.mean = MeanBudgets(below(arrays, "mean."))
+            self.mean = CalibratedMeanBudgets(below(arrays, "mean."))
         self.calibrated = self.mean or self.guard
         self._try()
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from knobwise.agents.evaluation.policy import Policy, choices_of, reads_features, requests_of
 from knobwise.common.progress import progress
 from knobwise.envs.bandit.budgets import LEAST_LATENCY_MS
-from knobwise.envs.bandit.outcomes import Judged, outcomes_of
+from knobwise.envs.bandit.outcomes import DeadlineOutcomes, outcomes_of
 from knobwise.envs.bandit.reward import RewardTable
 from knobwise.envs.tables.profile_table import ProfileTable
 
@@ -22,7 +22,7 @@ def judge(
     budgets_ms: Tensor,
     rewards: RewardTable | None = None,
     cost_ms: Tensor | float = 0.0,
-) -> Judged:
+) -> DeadlineOutcomes:
     """Let a policy decide for every sample under every deadline, and look up the outcomes.
 
     The policy sees features, the rest of the deadlines after its own cost, and which configurations
@@ -49,12 +49,12 @@ def judge_all(
     rewards: RewardTable | None,
     policies: Mapping[str, Sequence[Policy]],
     costs_ms: Mapping[str, Sequence[Tensor]],
-) -> dict[str, list[Judged]]:
+) -> dict[str, list[DeadlineOutcomes]]:
     """Judge policies by name, one for each seed where they were trained.
 
     Arguments as in `judge`; the costs by name too, one for each policy that has any.
     """
-    judged: dict[str, list[Judged]] = {name: [] for name in policies}
+    judged: dict[str, list[DeadlineOutcomes]] = {name: [] for name in policies}
     # one step for each policy and seed
     with progress("judging", sum(map(len, policies.values())), quiet_s=2) as tick:
         for name, of_seeds in policies.items():

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from knobwise.agents.controller.features import FeatureNormaliser
 from knobwise.agents.controller.networks import drift_inputs
-from knobwise.agents.teacher.teacher import Fitted
+from knobwise.agents.teacher.teacher import FittedTeacher
 from knobwise.common.progress import progress
 from knobwise.envs.tables.drift import drawn_drift
 from knobwise.envs.tables.profile_table import ProfileTable
@@ -30,7 +30,7 @@ BEYOND = (0.8, 1.15)
 
 
 def lessons_of(
-    fitted: Fitted,
+    fitted: FittedTeacher,
     table: ProfileTable,
     judged: Tensor,
     draws: int,

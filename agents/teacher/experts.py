@@ -32,7 +32,7 @@ SPREAD_FACTORS = (0.35, 0.5, 0.75, 1.0, 1.5, 2.2)
 above 1 less."""
 
 
-class Measured(NamedTuple):
+class MeasuredRows(NamedTuple):
     """The rows that experts are fitted on, and what was measured of them.
 
     Attributes:
@@ -56,7 +56,7 @@ class Measured(NamedTuple):
     @classmethod
     def from_table(
         cls, table: ProfileTable, rows: Tensor, budgets_ms: Tensor, folds: Sequence[Fold] = ()
-    ) -> Measured:
+    ) -> MeasuredRows:
         """Look up these rows (int64 [n])."""
         cells = table.accuracy[rows], table.latency_ms[rows], table.measurements_ms[rows]
         return cls(rows, *cells, table.mask[rows], budgets_ms, folds)
@@ -141,7 +141,7 @@ class Expert(nn.Module):
         return cls(**plain | regressors)
 
 
-class Fitted(NamedTuple):
+class FittedExpert(NamedTuple):
     """An expert of all rows, and the experts of the folds.
 
     Attributes:
@@ -161,9 +161,9 @@ class Experts(NamedTuple):
     The seeds of a run and its baselines share them.
     """
 
-    measured: Measured
+    measured: MeasuredRows
     normaliser: FeatureNormaliser
-    fitted: list[Fitted]
+    fitted: list[FittedExpert]
 
     @classmethod
     def fit(
@@ -191,7 +191,7 @@ class Experts(NamedTuple):
             folds: how many the rows are cut into.
         """
         division = folds_of(table, rows, seed, folds)
-        measured = Measured.from_table(table, rows, budgets_ms, division)
+        measured = MeasuredRows.from_table(table, rows, budgets_ms, division)
         normaliser = normaliser or FeatureNormaliser.fit(table, rows)
         if not families:
             return cls(measured, normaliser, [])
@@ -211,7 +211,7 @@ class Experts(NamedTuple):
                 tick(done, name.replace("_", " "))
         return cls(measured, normaliser, fitted)
 
-    def of_families(self, families: Sequence[str]) -> list[Fitted]:
+    def of_families(self, families: Sequence[str]) -> list[FittedExpert]:
         """Return the experts of these families, in their order."""
         named = {fitted.expert.name: fitted for fitted in self.fitted}
         return [named[family] for family in families]
@@ -239,12 +239,12 @@ def _models(
 
 def _fit(
     name: str,
-    measured: Measured,
+    measured: MeasuredRows,
     targets: Targets,
     lessons: Sequence[tuple[Rows, Targets]],
     settings: Sequence[Any],
     seed: int,
-) -> Fitted:
+) -> FittedExpert:
     """Fit a family, with these settings and a constant to choose from.
 
     `lessons` are of each fold the positions that are held out, and the targets of the others.
@@ -296,10 +296,10 @@ def _fit(
     experts = []
     for right, fast in zip(*regressors, strict=True):
         experts.append(Expert(name, right, fast, spread, ", ".join(words)))
-    return Fitted(experts[0], Prediction(unseen[0], unseen[1], spread), experts[1:])
+    return FittedExpert(experts[0], Prediction(unseen[0], unseen[1], spread), experts[1:])
 
 
-def _spread(measured: Measured, accuracy: Tensor, log_latency: Tensor) -> Tensor:
+def _spread(measured: MeasuredRows, accuracy: Tensor, log_latency: Tensor) -> Tensor:
     """Return the spread of predictions [n, C] that were made out of fold, [C].
 
     It is that of their residuals, under deadlines times the factor with the best utility.

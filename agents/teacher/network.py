@@ -26,7 +26,7 @@ BEYOND = 1e9
 """Edges of bins that no feature reaches: the inputs from bins are all 0, as if there were none."""
 
 
-class Outcomes(NamedTuple):
+class PredictedOutcomes(NamedTuple):
     """Predicted outcomes of every configuration, [*, C] each.
 
     Attributes:
@@ -90,7 +90,7 @@ class OutcomeNetwork(nn.Module):
             start = _means(accuracy[mine], log_latency[mine])
             self.outcome_head.bias[member, 0].copy_(torch.cat(start))
 
-    def forward(self, x: Tensor) -> Outcomes:
+    def forward(self, x: Tensor) -> PredictedOutcomes:
         """Predict outcomes [M, n, C] for features [M, n, d]."""
         if self.edges.shape[1]:
             x = torch.cat([x, self._shares(x)], -1)
@@ -102,7 +102,7 @@ class OutcomeNetwork(nn.Module):
         # the heads, and the linear skip beside them
         logits, log_latency, log_spread = self.outcome_head(hidden).chunk(3, -1)
         more_logits, more_latency = self.skip(x).chunk(2, -1)
-        return Outcomes(
+        return PredictedOutcomes(
             logits + more_logits,
             log_latency + more_latency,
             log_spread.clamp(-5.0, 1.5).exp(),

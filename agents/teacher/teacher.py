@@ -21,10 +21,10 @@ from knobwise.agents.controller.controller import Controller
 from knobwise.agents.controller.features import FeatureNormaliser
 from knobwise.agents.controller.settings import PolicyConfig
 from knobwise.agents.deployed.arrays import Array, Arrays
-from knobwise.agents.teacher.experts import Expert, Experts, Measured
+from knobwise.agents.teacher.experts import Expert, Experts, MeasuredRows
 from knobwise.agents.teacher.network import WIDEST, OutcomeNetwork
 from knobwise.agents.teacher.outcomes import HOPELESS, Prediction, pick
-from knobwise.agents.teacher.weights import HeldOut, stack_weights, weights_of_folds
+from knobwise.agents.teacher.weights import HeldOutScores, stack_weights, weights_of_folds
 from knobwise.envs.bandit.budgets import thinned
 from knobwise.envs.tables.profile_table import ProfileTable
 
@@ -36,7 +36,7 @@ AT_ONCE = 1024
 """Requests that are predicted together."""
 
 
-class Mixture(NamedTuple):
+class MemberPredictions(NamedTuple):
     """The predictions of a teacher's members for n requests, whatever limits these have.
 
     Attributes:
@@ -80,7 +80,7 @@ class Mixture(NamedTuple):
         variance = self.mean(spread**2 + log_latency**2) - mean**2
         return Prediction(self.mean(accuracy.clamp(0, 1)), mean, variance.clamp_min(1e-6).sqrt())
 
-    def drifted(self, offset: Tensor) -> Mixture:
+    def drifted(self, offset: Tensor) -> MemberPredictions:
         """Return the mixture for a machine where ln ms is off by `offset`, [n, C]."""
         log_latency = self.members.log_latency + offset
         return self._replace(members=self.members._replace(log_latency=log_latency))
@@ -159,7 +159,7 @@ class Teacher(nn.Module):
         """The number of networks side by side."""
         return len(self.network.outcome_head.bias)
 
-    def mixture(self, x: Tensor) -> Mixture:
+    def mixture(self, x: Tensor) -> MemberPredictions:
         """Predict from normalised features [n, width]."""
         share, *of_experts = self.weights.tolist()
         weights = []
@@ -175,7 +175,7 @@ class Teacher(nn.Module):
                 parts = (part.expand(1, len(x), -1) for part in expert(x))
                 predictions.append(Prediction(*parts))
         members = self._moved(concatenated(predictions))
-        return Mixture(x.new_tensor(weights).reshape(-1, 1, 1), members, self.sense)
+        return MemberPredictions(x.new_tensor(weights).reshape(-1, 1, 1), members, self.sense)
 
     def _moved(self, prediction: Prediction) -> Prediction:
         """Return a prediction with what was learned after training."""
@@ -215,7 +215,7 @@ class Teacher(nn.Module):
             parts.append(torch.stack(columns, 1))
         return torch.cat(parts)
 
-    def _mixtures(self, x: Tensor) -> Iterator[tuple[slice, Mixture]]:
+    def _mixtures(self, x: Tensor) -> Iterator[tuple[slice, MemberPredictions]]:
         """Predict from normalised features [n, width], for `AT_ONCE` requests at a time.
 
         Yields the rows that a prediction is for, and the prediction.
@@ -276,7 +276,7 @@ class Teacher(nn.Module):
 # -- fitting ---------------------------------------------------------------------------------------
 
 
-class Fitted(NamedTuple):
+class FittedTeacher(NamedTuple):
     """A teacher of all samples, and for each fold one that was fitted without it.
 
     Attributes:
@@ -301,7 +301,7 @@ def fit_teacher(
     limits: Tensor,
     seed: int,
     experts: Experts | None = None,
-) -> Fitted:
+) -> FittedTeacher:
     """Fit the experts and weigh all members, all out of fold.
 
     A member that is worth more alone than with the others, by more than chance, decides alone.
@@ -328,7 +328,7 @@ def fit_teacher(
     # weights from predictions out of fold
     unseen = _held_out(network, table, rows, folds)
     predictions = [unseen, *(family.out_of_fold for family in fitted)]
-    known = HeldOut.of_predictions(predictions, measured, limits, sense)
+    known = HeldOutScores.of_predictions(predictions, measured, limits, sense)
     weights, of_folds = _weights(known, measured)
     # the teacher of all samples
     all_experts = [family.expert for family in fitted]
@@ -339,7 +339,7 @@ def fit_teacher(
         experts_of_fold = [family.of_folds[member] for family in fitted]
         inner = _of_member(network.network, member)
         teachers.append(Teacher(inner, normaliser, experts_of_fold, of_fold, sense).eval())
-    return Fitted(teacher.eval(), teachers, rows, folds)
+    return FittedTeacher(teacher.eval(), teachers, rows, folds)
 
 
 def _held_out(
@@ -355,7 +355,7 @@ def _held_out(
     return Prediction(*(part[unseen_by, torch.arange(len(rows))] for part in predicted))
 
 
-def _weights(known: HeldOut, measured: Measured) -> tuple[Tensor, list[Tensor]]:
+def _weights(known: HeldOutScores, measured: MeasuredRows) -> tuple[Tensor, list[Tensor]]:
     """Return the weights fitted on all samples, and for each fold those fitted on the others."""
     of_folds, joined = weights_of_folds(known, measured.folds)
     # one member may be better than all together

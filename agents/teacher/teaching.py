@@ -13,7 +13,7 @@ from tensordict import TensorDict
 
 from knobwise.agents.teacher.distillation import lessons_of
 from knobwise.agents.teacher.experts import Experts
-from knobwise.agents.teacher.teacher import Fitted, Teacher, fit_teacher
+from knobwise.agents.teacher.teacher import FittedTeacher, Teacher, fit_teacher
 
 if TYPE_CHECKING:
     from knobwise.agents.training.controllers import ControllerSetup
@@ -44,7 +44,7 @@ class Teaching:
         return self.teacher
 
     @functools.cached_property
-    def fitted(self) -> Fitted:
+    def fitted(self) -> FittedTeacher:
         """The teachers of all samples and of the folds, on the CPU, fitted from the trained
         network."""
         setup = self.setup

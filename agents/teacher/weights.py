@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from knobwise.agents.teacher.experts import Measured
+from knobwise.agents.teacher.experts import MeasuredRows
 from knobwise.agents.teacher.outcomes import Prediction
 from knobwise.common.paired import is_better
 from knobwise.envs.bandit.reward import expected_utility
@@ -22,7 +22,7 @@ LEVEL = 0.05
 """The level of the test for a member that decides alone."""
 
 
-class HeldOut(NamedTuple):
+class HeldOutScores(NamedTuple):
     """The expected and the actual worth of every configuration for held-out samples.
 
     Attributes:
@@ -39,10 +39,10 @@ class HeldOut(NamedTuple):
     def of_predictions(
         cls,
         predictions: Sequence[Prediction],
-        measured: Measured,
+        measured: MeasuredRows,
         limits: Tensor,
         sense: str = "deadline",
-    ) -> HeldOut:
+    ) -> HeldOutScores:
         """Score the predictions of K members for held-out samples under limits [B], and look up
         the actual worth; see `Controller` for `sense`."""
         scores = [prediction.score(limits.unsqueeze(1), sense) for prediction in predictions]
@@ -52,10 +52,10 @@ class HeldOut(NamedTuple):
             worth = expected_utility(measured.accuracy, measured.measurements_ms, by_limit)
         return cls(scores, worth, measured.mask)
 
-    def take(self, positions: Tensor) -> HeldOut:
+    def take(self, positions: Tensor) -> HeldOutScores:
         """Return the part for some of the samples, int64 [m]."""
         scores = [score[:, positions] for score in self.scores]
-        return HeldOut(scores, self.worth[:, positions], self.mask[positions])
+        return HeldOutScores(scores, self.worth[:, positions], self.mask[positions])
 
     def worth_of_best(self, score: Tensor) -> Tensor:
         """Return the worth of taking the best score [B, n, C] of every sample, float64 [B, n]."""
@@ -89,7 +89,7 @@ class HeldOut(NamedTuple):
         return None
 
 
-def stack_weights(held_out: HeldOut) -> Tensor:
+def stack_weights(held_out: HeldOutScores) -> Tensor:
     """Return weights of K members, float64 [K], not negative, sum 1: the mean of two rules.
 
     One fits the worth itself: least squares without negative weights, after subtracting each
@@ -101,7 +101,7 @@ def stack_weights(held_out: HeldOut) -> Tensor:
     return (_least_squares(held_out) + _greedy(held_out)) / 2
 
 
-def weights_of_folds(held_out: HeldOut, folds: Sequence[Fold]) -> tuple[list[Tensor], Tensor]:
+def weights_of_folds(held_out: HeldOutScores, folds: Sequence[Fold]) -> tuple[list[Tensor], Tensor]:
     """Weigh the members for each fold by the samples of the other folds.
 
     Returns:
@@ -117,7 +117,7 @@ def weights_of_folds(held_out: HeldOut, folds: Sequence[Fold]) -> tuple[list[Ten
     return weights, joined
 
 
-def _least_squares(held_out: HeldOut) -> Tensor:
+def _least_squares(held_out: HeldOutScores) -> Tensor:
     """Return the weights that fit the worth itself."""
     from scipy.optimize import nnls
 
@@ -138,7 +138,7 @@ def _least_squares(held_out: HeldOut) -> Tensor:
     return _normal(torch.from_numpy(weights))
 
 
-def _greedy(held_out: HeldOut) -> Tensor:
+def _greedy(held_out: HeldOutScores) -> Tensor:
     """Return the weights that fit the decisions: how often each member is selected."""
     counts = torch.zeros(len(held_out.scores), dtype=torch.float64)
     total = torch.zeros_like(held_out.scores[0])

@@ -25,7 +25,7 @@ imported for it stands here."""
 Trained = TypeVar("Trained", bound=nn.Module)
 
 
-class Table(Protocol):
+class TrainingData(Protocol):
     """What a checkpoint notes of the profile or the beams that an agent was trained on."""
 
     @property
@@ -122,7 +122,9 @@ def class_of(kind: str) -> Any:
     return getattr(import_module(KINDS[kind]), kind)
 
 
-def save_checkpoint(path: str | Path, agent: nn.Module, table: Table, extra: Provenance) -> None:
+def save_checkpoint(
+    path: str | Path, agent: nn.Module, table: TrainingData, extra: Provenance
+) -> None:
     """Write an agent with everything that is needed to decide with it.
 
     Args:

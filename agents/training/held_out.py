@@ -19,7 +19,7 @@ from knobwise.agents.controller.actor import Actor
 from knobwise.agents.training.stage import Validation
 from knobwise.common.errors import InputError
 from knobwise.envs.bandit.budgets import thinned
-from knobwise.envs.bandit.outcomes import Judged, outcomes_of
+from knobwise.envs.bandit.outcomes import DeadlineOutcomes, outcomes_of
 from knobwise.envs.bandit.reward import RewardTable
 from knobwise.envs.tables.profile_table import ProfileTable, Split
 from knobwise.envs.tables.splits import folds_of
@@ -132,7 +132,7 @@ class HeldOut:
             metrics = {k: x for k, x in metrics.items() if k.split("_")[0] in PRICED_METRICS}
         return Validation(float(scores.mean()), metrics, scores.mean(1))
 
-    def _outcomes(self, policies: Tensor) -> Judged:
+    def _outcomes(self, policies: Tensor) -> DeadlineOutcomes:
         """Look up the outcomes of greedy decisions by log-probs [B, n, C]."""
         chosen = policies.argmax(-1).T
         return outcomes_of(

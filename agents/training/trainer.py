@@ -22,7 +22,7 @@ from torchrl.collectors import Collector
 from torchrl.data import LazyTensorStorage, ReplayBuffer, SamplerWithoutReplacement
 from torchrl.envs import EnvBase
 
-from knobwise.agents.training.checkpoint import Loaded, Table, load_if_whole, save_checkpoint
+from knobwise.agents.training.checkpoint import Loaded, TrainingData, load_if_whole, save_checkpoint
 from knobwise.agents.training.seeding import random_state, seeded, set_random_state
 from knobwise.agents.training.settings import OptimiserConfig
 from knobwise.agents.training.stage import LOGGED, Log, Stage, StagePolicy, Validation
@@ -73,7 +73,7 @@ class Trainer:
         stages: Sequence[Stage],
         env: EnvBase,
         *,
-        table: Table,
+        table: TrainingData,
         settings: OptimiserConfig,
         shape: tuple[int, ...],
         reads: Sequence[Any],

@@ -28,7 +28,7 @@ class Outcomes:
 
 
 @dataclass(frozen=True)
-class Judged(Outcomes):
+class DeadlineOutcomes(Outcomes):
     """The outcomes of decisions under deadlines."""
 
     on_time: Tensor
@@ -69,7 +69,7 @@ def outcomes_of(
     rewards: RewardTable | None = None,
     cost_ms: Tensor | float = 0.0,
     reads: Tensor | None = None,
-) -> Judged:
+) -> DeadlineOutcomes:
     """Look up the outcomes of choices int64 [n, B].
 
     Args:
@@ -101,7 +101,7 @@ def outcomes_of(
     accuracy = table.accuracy[cells]
     # a cell may have been measured several times
     on_time = share_on_time(table.measurements_ms[cells] + added_ms[..., None], budgets_ms)
-    return Judged(
+    return DeadlineOutcomes(
         chosen=chosen,
         accuracy=accuracy,
         latency_ms=table.latency_ms[cells] + added_ms,

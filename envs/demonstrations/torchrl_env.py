@@ -105,7 +105,7 @@ def _order(seed: int, number: int, count: int) -> Tensor:
     return torch.from_numpy(np.random.default_rng([seed, number]).permutation(count))
 
 
-class Outcome(NamedTuple):
+class SequenceOutcome(NamedTuple):
     """The sequences that were replayed or scored, and their results."""
 
     sequences: Tensor
@@ -309,7 +309,7 @@ class DemonstrationBandit(SingleStepEnv):
         if self.scorer is None and self.reward_config.shuffled:
             self.rewards = self._recorded_rewards().to(self.rewards.device)
 
-    def decide(self, rows: Tensor, action: Tensor) -> Outcome:
+    def decide(self, rows: Tensor, action: Tensor) -> SequenceOutcome:
         """Replay or score actions for queries int64 [P]. Raises InputError as `step`.
 
         The class describes the shapes of actions; if G is 1 they may lack the group axis.
@@ -385,13 +385,13 @@ class DemonstrationBandit(SingleStepEnv):
         levels = coherence_and_diversity(embeddings, (sequences >= 0).sum(-1))
         return dict(zip(LEVELS, levels, strict=True))
 
-    def _replayed(self, rows: Tensor, action: Tensor) -> Outcome:
+    def _replayed(self, rows: Tensor, action: Tensor) -> SequenceOutcome:
         """Look up the recorded sequences, or the nearest ones where `unprofiled` allows it."""
         recorded = self.sequences[rows]
         rewards = self.rewards[rows]
         correct = self.correct[rows]
         if torch.equal(action, recorded):
-            return Outcome(recorded, rewards, correct)
+            return SequenceOutcome(recorded, rewards, correct)
         if self.unprofiled != "error":
             action = self.closed_up(rows, action)
         exists = self.group_mask[rows]
@@ -410,7 +410,7 @@ class DemonstrationBandit(SingleStepEnv):
             worst = rewards.masked_fill(~exists, torch.inf).amin(1, keepdim=True)
             reward = torch.where(unknown, worst - 1, reward)
             right = right.masked_fill(unknown, 0.0)
-        return Outcome(
+        return SequenceOutcome(
             sequences.masked_fill(none.unsqueeze(-1), -1),
             reward.masked_fill(none, 0.0),
             right.masked_fill(none, torch.nan),
@@ -429,7 +429,7 @@ class DemonstrationBandit(SingleStepEnv):
         most, index = nearness.masked_fill(~exists.unsqueeze(1), -1).max(2)
         return index, most >= self.shots * (self.shots + 1)
 
-    def _scored(self, rows: Tensor, action: Tensor) -> Outcome:
+    def _scored(self, rows: Tensor, action: Tensor) -> SequenceOutcome:
         """Score the sequences that the actions amount to."""
         sequences = self.closed_up(rows, action)
         if self.unprofiled == "error":
@@ -442,7 +442,7 @@ class DemonstrationBandit(SingleStepEnv):
             generator = self._generator(self.contexts.seed, self.contexts.drawn)
             reward = shuffle(reward, lengths > 0, generator)
         correct = fields.get("vqa_correct", torch.full_like(reward, torch.nan))
-        return Outcome(sequences, reward, correct)
+        return SequenceOutcome(sequences, reward, correct)
 
     def _scores(self, rows: Tensor, sequences: Tensor) -> dict[str, Tensor]:
         """Score sequences int64 [P, G, T]: float32 [P, G] by field, NaN without demonstrations."""

@@ -9,9 +9,11 @@ import shlex
 from collections.abc import Sequence
 
 from knobwise.common.errors import InputError
+from knobwise.experiments.command_line.registry import groups_of, options_in
+from knobwise.experiments.settings.options import VERBS
 
-FLAGS = ("-m", "--multirun", "-sc")
-"""The flags that are passed on to Hydra; others read settings from elsewhere, or a pickle."""
+SWEEP = ("-m", "--multirun")
+"""The flags that Hydra gets; its others read settings from elsewhere, or a pickle."""
 DASHES = "-–—"
 """What a flag begins with; word processors make one long dash of two."""
 
@@ -87,22 +89,22 @@ def meaning_of(words: str) -> str:
     return f" ({ITERATIONS})" if "optimiser.iterations" in words else ""
 
 
-def refuse_flags(schema: str, arguments: Sequence[str], options: Sequence[str]) -> None:
+def refuse_flags(schema: str, arguments: Sequence[str]) -> None:
     """Refuse words with dashes, and say what to write instead of them.
 
     Args:
         schema: the key of the verb.
         arguments: the words of the command behind the verb.
-        options: the keys of all options.
 
     Raises:
         InputError: there is a word with dashes that is no flag of ours.
     """
     flagged = _flagged(arguments)
     if not flagged:
-        if not schema.startswith("train"):
+        if not (schema.startswith("train") or set(SWEEP).isdisjoint(arguments)):
             raise InputError("-m: sweeps are for knobwise train")
         return
+    options = [option.key for option in options_in(VERBS[schema](), groups_of(schema))]
     if schema == "train" and {name.replace("-", "_") for name, _ in flagged} & {*OF_SELECTORS}:
         schema = "train_selector"
     ours = []
@@ -131,7 +133,7 @@ def refuse_flags(schema: str, arguments: Sequence[str], options: Sequence[str]) 
     if unknown:
         verb = schema.partition("_")[0]
         advice.append(f"knobwise {verb} --help lists all of them (none is {', '.join(unknown)})")
-    first = next(word for word in arguments if word not in FLAGS and word[0] in DASHES)
+    first = next(word for word in arguments if word not in SWEEP and word[0] in DASHES)
     raise InputError(f"{first}: options are key=value, without dashes; {'; '.join(advice)}")
 
 
@@ -141,7 +143,7 @@ def _flagged(arguments: Sequence[str]) -> list[tuple[str, str]]:
     flagged = []
     values: list[str] | None = None
     for word in arguments:
-        if word in FLAGS:
+        if word in SWEEP:
             values = None
         elif word.startswith(tuple(DASHES)):
             name, _, value = word.lstrip(DASHES).partition("=")

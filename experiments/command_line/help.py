@@ -9,8 +9,14 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from knobwise.experiments.command_line import compose
-from knobwise.experiments.command_line.compose import Option
+from knobwise.experiments.command_line.compose import read_settings
+from knobwise.experiments.command_line.registry import (
+    Option,
+    choices_of,
+    groups_of,
+    options_in,
+    question_of,
+)
 from knobwise.experiments.settings.options import VERBS
 
 SWEEPS = """
@@ -36,7 +42,7 @@ COMMON = {
         model data out checkpoint knobs.samples importance device vlm.data vlm.embeddings""",
     "export": "checkpoint profile profile.path profile.features out onnx int8",
     "update": """
-        checkpoint log out accept rollback every profile profile.path trained_on trained_on.path""",
+        checkpoint log out accept rollback profile profile.path trained_on trained_on.path""",
 }
 """Verb → the options that people use most; of other verbs all options."""
 
@@ -47,8 +53,8 @@ def help_lines(verb: str) -> list[Option]:
         # not composed, since `runs` and `requests` have no default
         settings = VERBS[verb]()
     else:
-        settings = compose.read_settings(verb, [])
-    return list(compose.options_in(settings, compose.groups_of(verb)))
+        settings = read_settings(verb, [])
+    return list(options_in(settings, groups_of(verb)))
 
 
 def show_help(verb: str) -> None:
@@ -75,8 +81,8 @@ def show_help(verb: str) -> None:
     if verb.startswith("train"):
         print(f"\n{SWEEPS}\n\nExperiments and their questions\n")
         experiments = []
-        for name in compose.choices_of("experiment"):
-            question = compose.question_of(name).partition("?")[0]
+        for name in choices_of("experiment"):
+            question = question_of(name).partition("?")[0]
             experiments.append(Option(f"experiment={name}", "", f"{question}?"))
         _print_options(console, experiments)
 

@@ -132,11 +132,6 @@ def _run(arguments: list[str]) -> int:
         return 0
     verb = arguments[0]
     arguments = arguments[1:]
-    if verb == "-sc":
-        from knobwise.experiments.command_line.compose import shell_completion
-
-        shell_completion(VERBS, arguments)
-        return 0
     if verb not in VERBS:
         hint = f"the verbs are {', '.join(VERBS)} (knobwise --help)"
         if nearest := get_close_matches(verb, VERBS, n=1):
@@ -144,15 +139,17 @@ def _run(arguments: list[str]) -> int:
         raise InputError(f"there is no verb {verb!r}; {hint}")
     # imported here, since Hydra takes long to import
     from knobwise.experiments.command_line import compose
+    from knobwise.experiments.command_line.flags import SWEEP, refuse_flags
     from knobwise.experiments.command_line.help import show_help
+    from knobwise.experiments.command_line.registry import schema_of
 
     # help, sweeps and single runs need the settings of the verb
-    schema = compose.schema_of(verb, arguments)
+    schema = schema_of(verb, arguments)
     if not {"-h", "--help"}.isdisjoint(arguments):
         show_help(schema)
         return 0
-    compose.check_flags(schema, arguments)
-    if verb == "train" and not {"-m", "--multirun"}.isdisjoint(arguments):
+    refuse_flags(schema, arguments)
+    if verb == "train" and not set(SWEEP).isdisjoint(arguments):
         from knobwise.experiments.command_line.train import train
 
         compose.run_hydra(schema, arguments, partial(train, once=True))

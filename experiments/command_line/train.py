@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from knobwise.common.progress import has_terminal, say
-from knobwise.experiments.command_line.compose import question_of
+from knobwise.experiments.command_line.registry import question_of
 from knobwise.experiments.settings.selector_options import SelectorRun
 
 

@@ -43,7 +43,7 @@ from knobwise.envs.bandit.budgets import LEAST_LATENCY_MS
 from knobwise.envs.tables.profile_table import ProfileTable
 from knobwise.experiments.deploy.live_results import (
     Record,
-    Served,
+    ServedRequest,
     Stream,
     live_results,
 )
@@ -239,19 +239,19 @@ class Server:
         # the runtime
         self.latest: deque[float] = deque(maxlen=DECISIONS_KEPT)
         self.trackers = [model.tracker, self.tracker]
-        self.policies: dict[str, Callable[[int], Served]] = {
+        self.policies: dict[str, Callable[[int], ServedRequest]] = {
             LEARNED: partial(self.by_controller, model),
             FROZEN: partial(self.by_controller, frozen),
             STATIC: self.by_static,
             **{name: partial(self.by_configuration, choice) for name, choice in fixed.items()},
         }
         shape = len(self.policies), len(stream.rows)
-        self.served: Record = {name: np.zeros(shape) for name in Served._fields}
+        self.served: Record = {name: np.zeros(shape) for name in ServedRequest._fields}
         self.served["drift"] = np.full(shape, None)
         # the number of requests that every policy has served
         self.done = 0
 
-    def by_controller(self, model: AdaptiveModel, i: int) -> Served:
+    def by_controller(self, model: AdaptiveModel, i: int) -> ServedRequest:
         """Serve the i-th request by a controller, tracked or frozen."""
         start = clock_ms()
         name = self.stream.ids[i]
@@ -262,9 +262,9 @@ class Server:
         score = self.score(name, result.answer.text)
         _, log_latency, spread = result.expected
         decision = (result.limit_ms, result.decision_us, log_latency, spread, result.drift)
-        return Served(result.choice, score, inference_ms, overhead_ms, *decision)
+        return ServedRequest(result.choice, score, inference_ms, overhead_ms, *decision)
 
-    def by_static(self, i: int) -> Served:
+    def by_static(self, i: int) -> ServedRequest:
         """Serve the i-th request by budget-aware static, with the part of the budget that the level
         of its own tracker leaves.
 
@@ -287,14 +287,14 @@ class Server:
             limit_ms=limit, drift=drift, overhead_ms=overhead_ms, decision_us=decision_ms * 1e3
         )
 
-    def by_configuration(self, choice: int, i: int) -> Served:
+    def by_configuration(self, choice: int, i: int) -> ServedRequest:
         """Serve the i-th request by a fixed configuration."""
         # only a controller needs features
         vlm = self.model.model
         name = self.stream.ids[i]
         stage = vlm.first_stage(self.stream.requests[name], features=False)
         (answer,) = vlm.answer([stage], self.model.configurations[choice])
-        return Served(choice, self.score(name, answer.text), answer.total_ms)
+        return ServedRequest(choice, self.score(name, answer.text), answer.total_ms)
 
     def serve(self) -> InputError | None:
         """Serve the stream by every policy; return what stopped it before the end, if anything.

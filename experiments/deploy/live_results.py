@@ -42,7 +42,7 @@ class Stream:
     """Requests by row of the table. They are timed first, to find the speed of this machine."""
 
 
-class Served(NamedTuple):
+class ServedRequest(NamedTuple):
     """The decision of one policy for one request, and its times in ms."""
 
     choice: int
@@ -63,7 +63,7 @@ class Served(NamedTuple):
 
 
 Record = dict[str, Array]
-"""What P policies served in n requests: the fields of `Served`, [P, n] each."""
+"""What P policies served in n requests: the fields of `ServedRequest`, [P, n] each."""
 
 
 # what is said of every policy, and compared with the replay
@@ -314,7 +314,7 @@ def _replayed_decisions(
     table: ProfileTable, stream: Stream, controller: NumpyController, served: Record
 ) -> float:
     """Return how often a replay at the same limits, which allows for the same drift, decides as the
-    controller did, whose `Served` are [n]."""
+    controller did, whose `ServedRequest` are [n]."""
     same = []
     decided = zip(stream.rows, served["limit_ms"], served["drift"], served["choice"], strict=True)
     for row, limit, drift, choice in decided:
@@ -324,7 +324,7 @@ def _replayed_decisions(
 
 
 def _timeline(stream: Stream, served: Record, configurations: int) -> list[dict[str, float]]:
-    """Return a row for each request of the controller, whose `Served` are [n], in their order.
+    """Return a row for each request of the controller in their order; its `ServedRequest` are [n].
 
     Returns:
         `latency_ms`, `budget_ms`; `level`, the factor on expected latencies that the tracker had

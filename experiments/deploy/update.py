@@ -8,11 +8,9 @@ Each update is a version on disk; which of them serves is a link, see
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
-from time import sleep
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
@@ -39,13 +37,10 @@ from knobwise.experiments.evidence.run_folder import VERSION, checkpoint_at
 from knobwise.experiments.settings.options import UpdateRun
 from knobwise.experiments.settings.profiles import LongTables, read_profile
 from knobwise.experiments.settings.words import typed
-from knobwise.experiments.tracking.tracker import Tracker
 from knobwise.experiments.wording.words import counted
 
 REQUESTS = 500
 """Number of samples of a profile that heads are taught on."""
-POLL_S = 1.0
-"""Seconds between two readings of a growing log."""
 UPDATE = "update.json"
 
 
@@ -65,51 +60,12 @@ def run(config: UpdateRun) -> None:
             "update: give log=FOLDER, the requests to learn from, or profile=table "
             "profile.path=FILE, the cells that were timed on other hardware"
         )
-    elif config.log is None or config.every is None:
-        _update(config, out)
     else:
-        _keep_updating(config, out, config.log, config.every)
+        _update(config, out)
 
 
-def _keep_updating(config: UpdateRun, out: Path, log: str, every: int) -> NoReturn:
-    """Update whenever the log has grown by `every` requests, until interrupted."""
-    # the number of a version is its step in the log of updates
-    last = max((int(path.name) for path in versions_in(out)), default=0)
-    tracker = Tracker(
-        out,
-        name=f"update-{out.name}",
-        experiment="update",
-        job_type="update",
-        config=asdict(config),
-        settings=config.tracking,
-    )
-    with tracker:
-        known = 0
-        while True:
-            count = len(read_log(log).rows)
-            if count >= known + every:
-                known = count
-                version, facts = _update(config, out)
-                if int(version.name) > last:
-                    last = int(version.name)
-                    tracker.log(_metrics(facts), last)
-                # later updates start from the version that serves
-                config = replace(config, checkpoint=str(out / CURRENT))
-            sleep(POLL_S)
-
-
-def _metrics(facts: Mapping[str, Any]) -> dict[str, float]:
-    """Return the numbers that are logged of an update, by name."""
-    metrics = {"Log/Requests": facts["requests"], "Update/Better": facts["better"]}
-    metrics |= {f"Log/{name}": value for name, value in facts["latest"].items()}
-    for name, judgement in facts["steps"].items():
-        metrics[f"Update/Gain_{name}"] = judgement["gain"]
-        metrics[f"Update/Bound_{name}"] = judgement["bound"]
-    return metrics
-
-
-def _update(config: UpdateRun, out: Path) -> tuple[Path, dict[str, Any]]:
-    """Make a new version, and let it serve if it is better; return it, and facts about it."""
+def _update(config: UpdateRun, out: Path) -> None:
+    """Make a new version, and let it serve if it is better."""
     loaded = load_checkpoint(checkpoint_at(config.checkpoint))
     agent = loaded.controller
     check_time("update", agent.controller.unit)
@@ -134,7 +90,6 @@ def _update(config: UpdateRun, out: Path) -> tuple[Path, dict[str, Any]]:
             serve(out, version)
             outcome = "serves now"
     print(f"{version}: {outcome}")
-    return version, facts
 
 
 def _check_serving(config: UpdateRun, digest: str, current: Path | None) -> None:
@@ -229,17 +184,9 @@ def _from_log(config: UpdateRun, loaded: Loaded, digest: str) -> tuple[Loaded, d
     logged = logged_of(log.rows, agent.decider)
     result = update(agent, logged, config.accept, loaded.extra.get("loss", 0.0))
     _print_steps(result, config.accept)
-    latest = logged[-(config.every or len(logged)) :]
-    known = latest[latest.labelled]
-    means = {
-        "On_Time": latest.met,
-        "Accuracy": known.accuracy,
-        "Utility": known.accuracy * known.met,
-    }
     facts = {
         "better": result.better,
         "requests": len(log.rows),
-        "latest": {name: float(each.double().mean()) for name, each in means.items() if len(each)},
         "set_aside": dict(log.aside),
         "steps": {name: judgement._asdict() for name, judgement in result.steps.items()},
         "doubts": result.doubts,

@@ -28,7 +28,7 @@ from knobwise.agents.evaluation.baselines import static_of
 from knobwise.agents.evaluation.policy import choices_of
 from knobwise.agents.teacher.experts import Experts
 from knobwise.agents.teacher.outcomes import Prediction, pick
-from knobwise.agents.teacher.weights import HeldOut, weights_of_folds
+from knobwise.agents.teacher.weights import HeldOutScores, weights_of_folds
 from knobwise.envs.bandit.budgets import LEAST_LATENCY_MS
 from knobwise.envs.bandit.outcomes import outcomes_of
 from knobwise.envs.bandit.reward import expected_utility
@@ -155,7 +155,7 @@ def quick_stack(experts: Experts, limits: Tensor) -> tuple[list[Tensor], Tensor]
     """
     predictions = quick_predictions(experts)
     limits = limits.clamp_min(LEAST_LATENCY_MS)
-    held_out = HeldOut.of_predictions(predictions, experts.measured, limits)
+    held_out = HeldOutScores.of_predictions(predictions, experts.measured, limits)
     return weights_of_folds(held_out, experts.measured.folds)
 
 

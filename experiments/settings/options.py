@@ -21,7 +21,7 @@ from knobwise.envs.bandit.settings import (
 )
 from knobwise.experiments.settings.choices import AUTO, SAMPLED, TAUGHT_OPTIMISER
 from knobwise.experiments.settings.selector_options import SelectorRun
-from knobwise.experiments.settings.tracking import TrackingSettings, Training
+from knobwise.experiments.settings.tracking import Training
 from knobwise.losses.settings import LossConfig
 from knobwise.profiling.demonstrations.settings import (
     BeamProfileConfig,
@@ -354,20 +354,12 @@ class UpdateRun:
     is written and explained, but does not serve."""
     rollback: bool = False
     """Return to the version before the current one, and do nothing else."""
-    every: int | None = None
-    """Keep running, and update whenever the log has grown by this many requests, until interrupted.
-    Each update is a step of one W&B run, in `out`, with `metrics.csv` and TensorBoard."""
-    tracking: TrackingSettings = field(default_factory=TrackingSettings)
-    """Where those steps are logged."""
     profile: Any = None
     """Instead of a log: what was timed on other hardware. Any cells of `trained_on` will do; some
     30 are enough."""
     trained_on: Any = MISSING
     """With `profile`: the profile that the controller was trained on; that of the run unless you
     give another one."""
-
-    def __post_init__(self) -> None:
-        at_least("every", 1 if self.every is None else self.every, 1)
 
 
 @dataclass

@@ -79,7 +79,7 @@ _SLACK = 1.02, 0.2
 
 
 @dataclass(frozen=True)
-class Plan:
+class MeasurementPlan:
     """The measurements that make a profile, and how to take them (see `VLMProfileConfig`)."""
 
     items: tuple[VQAItem, ...]
@@ -165,7 +165,7 @@ def appended(path: str | Path) -> Iterator[BinaryIO]:
 
 
 def measure(
-    model: AdaptiveVLM, plan: Plan, log: BinaryIO, done: Bools, store: FeatureStore
+    model: AdaptiveVLM, plan: MeasurementPlan, log: BinaryIO, done: Bools, store: FeatureStore
 ) -> None:
     """Measure what is not `done`, one request at a time, and keep the features of each sample.
 
@@ -253,7 +253,7 @@ def missing(done: Bools, together: bool) -> Iterator[tuple[int, int, list[int]]]
 class _Runner:
     """Runs one sample under some configurations, and writes down what came out."""
 
-    def __init__(self, model: AdaptiveVLM, plan: Plan) -> None:
+    def __init__(self, model: AdaptiveVLM, plan: MeasurementPlan) -> None:
         self.model = model
         self.plan = plan
         self.answer_all = getattr(model, "answer_all", None)
@@ -303,7 +303,7 @@ class _Runner:
         return orjson.dumps(values, option=orjson.OPT_APPEND_NEWLINE | orjson.OPT_SERIALIZE_NUMPY)
 
 
-def _check_answer(answer: Answer, plan: Plan, cpu_ms: float) -> None:
+def _check_answer(answer: Answer, plan: MeasurementPlan, cpu_ms: float) -> None:
     """Raise ValueError for an answer with impossible times, or an extra with a reserved name.
 
     Times must be finite, with 0 ≤ vision ≤ prefill ≤ total; with clock=cpu they are no more than

@@ -17,14 +17,14 @@ from knobwise.common.files import written_whole
 from knobwise.envs.readers.exp_files import write_exp5_exp6
 from knobwise.profiling.measuring.adaptive_model import KNOBS, KnobSupport
 from knobwise.profiling.measuring.machine import digests, write_json
-from knobwise.profiling.measuring.measuring import EXTRA, TIMES, TOKENS, Plan
+from knobwise.profiling.measuring.measuring import EXTRA, TIMES, TOKENS, MeasurementPlan
 
 CELL = ("sample", "configuration")
 SAVES_NOTHING = 0.02
 """The share of the time below which a knob is reported to save nothing."""
 
 
-def records_of(plan: Plan, log: pl.DataFrame, dataset: str) -> pl.DataFrame:
+def records_of(plan: MeasurementPlan, log: pl.DataFrame, dataset: str) -> pl.DataFrame:
     """Return what long tables and exp5/exp6 files hold, a row for each measurement; samples
     outermost, then configurations, then repeats.
 
@@ -80,7 +80,7 @@ def write_table(path: Path, columns: pl.DataFrame) -> None:
 
 def write_vlm_profile(
     out: Path,
-    plan: Plan,
+    plan: MeasurementPlan,
     log: pl.DataFrame,
     knobs: Sequence[KnobSupport],
     facts: Mapping[str, Any],

@@ -33,7 +33,7 @@ from knobwise.profiling.measuring.measuring import (
     EXTRA,
     LOG,
     SEED,
-    Plan,
+    MeasurementPlan,
     appended,
     measure,
     read_measurements,
@@ -79,7 +79,7 @@ def profile_vlm(
     identity["machine"] = machine()
     # a change of the prompt changes the content of every sample
     questions = [question_text(item, config.prompt) for item in items]
-    plan = Plan(items, requests, content_keys(items, questions), configurations, config)
+    plan = MeasurementPlan(items, requests, content_keys(items, questions), configurations, config)
     settings = {"max_new_tokens": config.max_new_tokens, "clock": config.clock}
     claim(state / "run.json", {"dataset": name, **identity, **settings})
     store = FeatureStore(state / "features")

@@ -28,7 +28,7 @@ from knobwise.testbeds.canvases.task import (
 )
 
 
-class Demonstrations(NamedTuple):
+class BuiltinDemonstrations(NamedTuple):
     """The data that a selector is trained and evaluated on, with scorers for sequences that are not
     recorded."""
 
@@ -38,7 +38,7 @@ class Demonstrations(NamedTuple):
     test_scorer: Scorer
 
 
-def builtin_demonstrations(variant: str = "careless") -> Demonstrations:
+def builtin_demonstrations(variant: str = "careless") -> BuiltinDemonstrations:
     """Load the built-in data of "careless" (six of ten annotators are) or "careful" (none is).
 
     Raises InputError for no such variant, and where canvases drawn here, or the learner, are not
@@ -49,7 +49,7 @@ def builtin_demonstrations(variant: str = "careless") -> Demonstrations:
         config = LearnerTaskConfig(variant, part)
         loaded.append(load_demonstrations(demonstrations_path(config), config))
     tables, scorers = zip(*loaded, strict=True)
-    return Demonstrations(*tables, *scorers)
+    return BuiltinDemonstrations(*tables, *scorers)
 
 
 def demonstrations_path(config: LearnerTaskConfig) -> Path:

@@ -48,7 +48,7 @@ _LEVELS = 256  # pixels are multiples of 1/256
 
 
 @dataclass(frozen=True)
-class Variant:
+class CanvasVariant:
     """Who annotated, and what a pool is made of: per question asked so many covers, then
     look-alikes that cover nothing, then random items."""
 
@@ -62,7 +62,7 @@ class Variant:
     careless_look_alikes: int
 
 
-VARIANTS = {"careless": Variant(6, 4, 6, 6, 8), "careful": Variant(0, 10, 0, 14, 0)}
+VARIANTS = {"careless": CanvasVariant(6, 4, 6, 6, 8), "careful": CanvasVariant(0, 10, 0, 14, 0)}
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ class Queries:
         return len(self.questions)
 
 
-def draw_bank(rng: RandomState, size: int, held_out: bool, variant: Variant) -> Bank:
+def draw_bank(rng: RandomState, size: int, held_out: bool, variant: CanvasVariant) -> Bank:
     """Draw the items of a bank, values, questions and annotators uniform."""
     values = _draw_values(rng, size)
     question = rng.randint(len(QUESTIONS), size=size, dtype=np.int64)
@@ -120,7 +120,9 @@ def draw_queries(rng: RandomState, size: int, held_out: bool) -> Queries:
     return Queries(images, values, questions, labels)
 
 
-def draw_covering_pools(rng: RandomState, queries: Queries, bank: Bank, variant: Variant) -> Ints:
+def draw_covering_pools(
+    rng: RandomState, queries: Queries, bank: Bank, variant: CanvasVariant
+) -> Ints:
     """Draw each query's candidates, shuffled: [Q, 48] rows of the bank.
 
     A bank with too few covers or look-alikes gives more random items in their place; one with too

@@ -20,7 +20,7 @@ _TOWER_WIDTH = 128
 _UNANSWERED = LABELS  # the label of a query
 
 
-class Block(nn.Module):
+class LearnerBlock(nn.Module):
     """Pre-norm attention and MLP."""
 
     def __init__(self) -> None:
@@ -66,7 +66,7 @@ class Learner(nn.Module):
         self.questions = nn.Embedding(len(QUESTIONS), WIDTH)
         self.labels = nn.Embedding(LABELS + 1, WIDTH)
         self.norm = nn.LayerNorm(WIDTH)
-        self.blocks = nn.ModuleList(Block() for _ in range(LAYERS))
+        self.blocks = nn.ModuleList(LearnerBlock() for _ in range(LAYERS))
         self.head = nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, LABELS))
         self.attributes = nn.ModuleList(
             nn.Linear(WIDTH, count) for count in VALUES

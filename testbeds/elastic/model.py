@@ -124,7 +124,7 @@ def cut_windows(images: Tensor, grid: TileGrid, stride: int) -> Tensor:
     return cut.permute(0, 2, 4, 3, 5, 1, 6, 7).reshape(len(images), -1, 3 * CELL * CELL)
 
 
-class Experts(nn.Module):
+class MixtureOfExperts(nn.Module):
     """Sparse mixture of experts.
 
     It is trained with the ``max_top_k`` best experts of a token, whose weights sum to one. A
@@ -177,7 +177,7 @@ class Block(nn.Module):
         self.norm_experts = nn.LayerNorm(size.width)
         self.qkv = nn.Linear(size.width, 3 * size.width, bias=False)
         self.out = nn.Linear(size.width, size.width, bias=False)
-        self.experts = Experts(size)
+        self.experts = MixtureOfExperts(size)
 
     def forward(
         self, x: Tensor, top_k: int, mask: Tensor | None = None, past: Tensor | None = None

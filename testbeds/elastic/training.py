@@ -34,7 +34,7 @@ from knobwise.testbeds.elastic.model import (
     POSITIONS,
     Block,
     ElasticVLM,
-    Experts,
+    MixtureOfExperts,
     scaled,
     tile_grid,
     window_starts,
@@ -112,12 +112,12 @@ class Trainee(nn.Module):
 
     def _add_balance(self, module: nn.Module, arguments: tuple[Any, ...]) -> None:
         """Note experts · Σ (mean router share · share of the chosen) of the tokens of a block."""
-        experts = cast(Experts, module)
+        experts = cast(MixtureOfExperts, module)
         x, top_k = arguments
         logits = experts.router(x)
         chosen = logits.topk(experts.max_top_k).indices[:, :top_k].flatten()
         counts = chosen.bincount(minlength=logits.shape[1])
-        # capped as in `Experts`
+        # capped as in `MixtureOfExperts`
         share = logits.tanh().softmax(-1).mean(0)
         self.balance.append(logits.shape[1] * (share * counts / len(chosen)).sum())
 

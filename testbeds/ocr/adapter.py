@@ -52,7 +52,7 @@ DESCRIBED = 6
 
 
 @dataclass
-class Steps:
+class RequestSteps:
     """A request, with the result and the time of each step that was computed for it."""
 
     request: Request
@@ -125,7 +125,7 @@ class RapidOCRModel(KeepsConfiguration):
     def first_stage(self, request: Request, features: bool = True) -> FirstStage:
         """Run the detector at side 288, and compute what its boxes and the question tell. Without
         features it does nothing. Raises InputError for an image that is no picture in RGB."""
-        steps = Steps(request)
+        steps = RequestSteps(request)
         if not features:
             return FirstStage(request, {}, steps, 0.0, 0.0)
         start = clock_ms()
@@ -149,7 +149,7 @@ class RapidOCRModel(KeepsConfiguration):
         own side only."""
         answers = []
         for stage in stages:
-            steps = Steps(stage.request)
+            steps = RequestSteps(stage.request)
             if self.reuses_look(configuration):
                 steps.results |= stage.kept.results
             answers.append(self._answer(steps, configuration))
@@ -162,7 +162,7 @@ class RapidOCRModel(KeepsConfiguration):
         cut out, classified, read) is computed once, and its time counts in every answer."""
         return [self._answer(stage.kept, configuration) for configuration in configurations]
 
-    def _answer(self, steps: Steps, configuration: Configuration) -> Answer:
+    def _answer(self, steps: RequestSteps, configuration: Configuration) -> Answer:
         """Answer from what has been computed already; its time counts as if computed now."""
         with self.set_knobs(configuration):
             start = clock_ms()
@@ -190,14 +190,14 @@ class RapidOCRModel(KeepsConfiguration):
             total_ms = clock_ms() - start + steps.reused_ms
         return Answer(text, total_ms, total_ms, detected_ms, len(boxes), len(read), len(text))
 
-    def _pixels(self, steps: Steps) -> Pixels:
+    def _pixels(self, steps: RequestSteps) -> Pixels:
         """Return the picture as OpenCV has it: [h, w, 3], blue first."""
         return steps.take(
             ("pixels",), lambda: np.ascontiguousarray(_rgb(steps.request.image)[:, :, ::-1])
         )
 
     def _detect(
-        self, steps: Steps, pixels: Pixels, side: int
+        self, steps: RequestSteps, pixels: Pixels, side: int
     ) -> tuple[Floats, NDArray[np.float64]]:
         """Return boxes [B, 4, 2] in pixels of the picture, and their scores [B] in another
         order."""
@@ -210,7 +210,7 @@ class RapidOCRModel(KeepsConfiguration):
 
         return steps.take(("detect", side), detect)
 
-    def _read(self, steps: Steps, pixels: Pixels, boxes: Floats, i: int) -> tuple[str, bool]:
+    def _read(self, steps: RequestSteps, pixels: Pixels, boxes: Floats, i: int) -> tuple[str, bool]:
         """Return the text of a box, and whether the box stands upside down."""
         side = self.configuration["side"]
         passes = self.configuration["passes"]

@@ -50,7 +50,7 @@ FIRST, SECOND, ITEMS, CLUTTER = map(
 )
 
 
-class Scene(NamedTuple):
+class OCRScene(NamedTuple):
     """A picture, a question about it, the right answer, and the kind of the question.
 
     The kind is what the question asks for: `title`, `phone`, `code`, `total`, `price`, or `below`,
@@ -63,7 +63,7 @@ class Scene(NamedTuple):
 
 
 @lru_cache(maxsize=1)
-def draw_scene(row: int) -> Scene:
+def draw_scene(row: int) -> OCRScene:
     """Draw a scene. Raises InputError if the packages that ship fonts are missing."""
     return _Drawing(np.random.default_rng((SEED, row))).scene()
 
@@ -133,7 +133,7 @@ class _Drawing:
     def __init__(self, rng: np.random.Generator) -> None:
         self.rng = rng
 
-    def scene(self) -> Scene:
+    def scene(self) -> OCRScene:
         """Draw a photograph with clutter and a sign, seen through a bad camera."""
         rng = self.rng
         picture = self._photograph()
@@ -149,7 +149,7 @@ class _Drawing:
         noise = rng.normal(0, rng.uniform(0, 9), (HEIGHT, WIDTH, 1))
         picture = Image.fromarray((np.asarray(picture) + noise).clip(0, 255).astype(np.uint8))
         kind = str(rng.choice(sorted(facts)))
-        return Scene(picture, *facts[kind], kind)
+        return OCRScene(picture, *facts[kind], kind)
 
     def _choice(self, *texts: str) -> str:
         return texts[self.rng.integers(len(texts))]

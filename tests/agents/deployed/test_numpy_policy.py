@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from knobwise.agents.deployed.calibrated import MeanBudgets, Static
+from knobwise.agents.deployed.calibrated import CalibratedMeanBudgets, Static
 from knobwise.agents.evaluation.baselines import FittedStatic
 
 # -- static ----------------------------------------------------------------------------------------
@@ -120,7 +120,7 @@ def mean_budgets(share=0.25):
         "mix.mean_accuracy": [0.2, 0.4, 0.7, 0.9],
         "mix.mean_cost": [5.0, 10.0, 11.0, 20.0],
     }
-    return MeanBudgets({name: np.array(values) for name, values in columns.items()})
+    return CalibratedMeanBudgets({name: np.array(values) for name, values in columns.items()})
 
 
 def test_turns_by_hand():

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from sklearn.linear_model import Ridge
 
 from knobwise.agents.controller.features import FeatureNormaliser
-from knobwise.agents.teacher.experts import SPREAD_FACTORS, Expert, Experts, Measured
+from knobwise.agents.teacher.experts import SPREAD_FACTORS, Expert, Experts, MeasuredRows
 from knobwise.agents.teacher.outcomes import Prediction, pick
 from knobwise.agents.teacher.regressors import FAMILIES, Trees
 from knobwise.agents.teacher.targets import Targets
@@ -46,7 +46,7 @@ every_family = functools.cache(lambda: fit(HOLED, EIGHTY))
 
 def test_utility_of_scores_by_hand():
     latency = torch.tensor([[9.0, 3.0]]).expand(2, 2)
-    measured = Measured.from_table(
+    measured = MeasuredRows.from_table(
         table_of([[1.0, 0.5], [0.0, 1.0]], latency), BOTH, torch.tensor([5.0, 10.0])
     )
     first, second = torch.eye(2)[:, None].expand(2, 2, 2)
@@ -60,14 +60,14 @@ def test_utility_of_scores_by_hand():
         assert measured.utility(scores, latency) == pytest.approx(utility)
     # scores where nothing was profiled are never taken
     table = table_of([[1.0, NAN], [0.5, 0.25]], [[3.0, NAN], [3.0, 3.0]])
-    measured = Measured.from_table(table, BOTH, torch.tensor([5.0]))
+    measured = MeasuredRows.from_table(table, BOTH, torch.tensor([5.0]))
     assert measured.utility([second], latency) == pytest.approx((1 + 0.25) / 2)
 
 
 def test_residual_spread_by_hand():
     latency = [[math.e, math.e**3, NAN], [math.e**3, math.e**2, NAN], [1.0] * 3]
     table = table_of([[1.0, 1.0, NAN]] * 2 + [[1.0] * 3], latency)
-    measured = Measured.from_table(table, BOTH, torch.ones(1))
+    measured = MeasuredRows.from_table(table, BOTH, torch.ones(1))
     # against ln ms = 1: squares 0 4, 4 1; their mean 9/4 stands for five more cells of each
     result = measured.residual_spread(torch.ones(2, 3)).square()
     close(result, [(4 + 5 * 2.25) / 7, (5 + 5 * 2.25) / 7, 2.25])
@@ -153,7 +153,7 @@ def test_without_features_every_family_knows_the_means_alone():
 
 def test_the_spread_is_trusted_as_far_as_it_pays():
     # the spread is that of the residuals out of fold times one of a few factors
-    measured = Measured.from_table(HOLED, EIGHTY, BUDGETS)
+    measured = MeasuredRows.from_table(HOLED, EIGHTY, BUDGETS)
     factors = torch.tensor(SPREAD_FACTORS)
     for expert, out_of_fold, _ in every_family()[0].values():
         spread = measured.residual_spread(out_of_fold.log_latency)

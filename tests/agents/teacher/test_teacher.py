@@ -15,8 +15,8 @@ from knobwise.agents.controller.features import FeatureNormaliser
 from knobwise.agents.controller.settings import EXPERTS, PolicyConfig
 from knobwise.agents.teacher.experts import Experts
 from knobwise.agents.teacher.outcomes import Prediction
-from knobwise.agents.teacher.teacher import Mixture, Teacher, fit_teacher
-from knobwise.agents.teacher.weights import HeldOut, stack_weights
+from knobwise.agents.teacher.teacher import MemberPredictions, Teacher, fit_teacher
+from knobwise.agents.teacher.weights import HeldOutScores, stack_weights
 from knobwise.envs.bandit.budgets import default_budgets, judged_worths
 from knobwise.envs.tables.splits import folds_of
 
@@ -73,7 +73,7 @@ def test_teachers_share_experts_and_are_what_they_would_be_alone():
 
 
 def all_profiled(scores, worth):
-    return HeldOut(scores, worth, torch.ones(worth.shape[1:], dtype=torch.bool))
+    return HeldOutScores(scores, worth, torch.ones(worth.shape[1:], dtype=torch.bool))
 
 
 def test_a_member_decides_alone_where_it_is_worth_more_by_more_than_chance():
@@ -140,7 +140,7 @@ def test_the_moments_of_a_mixture_by_hand():
     # of ln ms: the mean is 3, the mean square .25·(1 + 0) + .75·(1 + 16) = 13, so the variance 4
     members = torch.tensor([[0.2, 0.6], [0.0, 4.0], [1.0, 1.0]])[..., None, None]
     weights = torch.tensor([0.25, 0.75]).reshape(2, 1, 1)
-    moments = Mixture(weights, Prediction(*members), "deadline").moments()
+    moments = MemberPredictions(weights, Prediction(*members), "deadline").moments()
     assert torch.cat(moments).flatten().tolist() == pytest.approx([0.5, 3, 2])
 
 
@@ -151,7 +151,7 @@ def test_where_nothing_is_likely_to_be_on_time_the_fastest_is_taken():
     spread = log_latency / torch.special.ndtri(meets).abs()
     prediction = Prediction(torch.tensor([[0.2, 0.9, 0.5]]).expand(3, 3), log_latency, spread)
     alone = Prediction(*(part.unsqueeze(0) for part in prediction))
-    mixture, limits = Mixture(torch.ones(1, 1, 1), alone, "deadline"), torch.ones(3)
+    mixture, limits = MemberPredictions(torch.ones(1, 1, 1), alone, "deadline"), torch.ones(3)
     close(prediction.meets(limits), meets)
     mask = torch.tensor([[1, 1, 1], [1, 1, 1], [1, 0, 1]]) > 0
     assert mixture.choose(limits, mask).tolist() == [1, 2, 2]
@@ -250,12 +250,12 @@ def test_neither_the_level_of_a_sample_nor_what_was_not_profiled_matters():
     mask = torch.rand(40, 3) < 0.6
     mask[range(40), torch.arange(40) % 3] = True
     members = [worth + 0.5 * noise, noise]
-    wanted = stack_weights(HeldOut(members, worth, mask))
+    wanted = stack_weights(HeldOutScores(members, worth, mask))
     for nonsense in (50.0, -50.0):
         *spoiled, got = (values.masked_fill(~mask, nonsense) for values in (*members, worth))
-        close(stack_weights(HeldOut(spoiled, got, mask)), wanted)
+        close(stack_weights(HeldOutScores(spoiled, got, mask)), wanted)
     raised = [members[0] + 100 * torch.rand(2, 40, 1), noise]
-    close(stack_weights(HeldOut(raised, worth, mask)), wanted, 1e-3)
+    close(stack_weights(HeldOutScores(raised, worth, mask)), wanted, 1e-3)
 
 
 @settings(max_examples=40, deadline=None)
@@ -267,7 +267,7 @@ def test_weights_are_not_negative_and_sum_to_one(k, n, c, seed, equal):
         scores = [scores[0]] * k
     mask = torch.rand(n, c) < 0.5
     mask[:, 0] = True
-    weights = stack_weights(HeldOut(scores, torch.rand(2, n, c), mask))
+    weights = stack_weights(HeldOutScores(scores, torch.rand(2, n, c), mask))
     assert (weights.shape, weights.dtype) == ((k,), torch.float64)
     assert (weights >= 0).all()
     assert weights.sum().item() == pytest.approx(1)

@@ -9,7 +9,8 @@ from helpers import small_table
 from knobwise.envs.bandit.reward_kinds import KINDS, RewardKind
 from knobwise.envs.bandit.settings import RewardConfig
 from knobwise.envs.bandit.torchrl_env import ConfigBandit
-from knobwise.experiments.command_line.compose import choices_of, read_settings
+from knobwise.experiments.command_line.compose import read_settings
+from knobwise.experiments.command_line.registry import choices_of
 
 
 def linear(accuracy, latency_ms, budget_ms, complexity, config):

@@ -122,6 +122,7 @@ MISTAKES = {
     "train experiment=leen": "did you mean experiment=lean?",
     "train experiment=none": "rce_only",
     "train policy=utilty": "did you mean policy=utility?",
+    "-sc install=bash": "'-sc'",
     "train --lr 0.01": "optimiser.lr=",
     "train lr=0.01": "did you mean optimiser.lr=0.01",
     "train policy.hiden=1": "did you mean policy.hidden=1",

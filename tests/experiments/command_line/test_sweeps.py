@@ -26,12 +26,8 @@ from commands import (
 
 from knobwise.__main__ import main
 from knobwise.common.files import is_damaged
-from knobwise.experiments.command_line.compose import (
-    choices_of,
-    question_of,
-    read_settings,
-    schema_of,
-)
+from knobwise.experiments.command_line.compose import read_settings
+from knobwise.experiments.command_line.registry import choices_of, question_of, schema_of
 
 SWEPT = {
     "group_size": ("loss.group_size", [5, 8, 16, 64]),

@@ -14,13 +14,13 @@ from knobwise.__main__ import main
 from knobwise.experiments.command_line import main as command_line
 from knobwise.experiments.command_line import profile, train
 from knobwise.experiments.command_line.compose import (
-    READERS,
     composed,
     in_grammar,
     read_settings,
     text_options,
 )
 from knobwise.experiments.command_line.grammar import TEXT, kinds_of
+from knobwise.experiments.command_line.registry import READERS
 from knobwise.experiments.deploy.update import CURRENT
 from knobwise.experiments.evidence.run_folder import command_of, run_name
 from knobwise.experiments.settings.options import VERBS

@@ -17,12 +17,10 @@ import torch
 from commands import OPTIMISER, TABLE, launch, mistake, read_json, refused, words_of, write_table
 from helpers import arrays, deployed, driven_apart, small_table
 from replayed import logging_model, serve_requests, untrained
-from wandb_stub import offline_runs
 
 from knobwise.__main__ import main
 from knobwise.agents import DeployedController, NumpyController, judge
 from knobwise.agents.learning import adaptation
-from knobwise.agents.learning.logged import read_log
 from knobwise.agents.serving.versions import add_version, serve, serving
 from knobwise.agents.training.checkpoint import load_checkpoint, save_checkpoint
 from knobwise.envs import default_budgets
@@ -304,41 +302,19 @@ def test_a_link_that_leads_nowhere_or_is_none_is_refused(agent, tmp_path, capsys
     assert len([*(tmp_path / "versions").iterdir()]) == 2
 
 
-def test_updates_go_on_while_the_log_grows(table, agent, words, tmp_path, monkeypatch):
+def test_updates_go_on_as_the_log_grows(table, agent, words, tmp_path, monkeypatch):
+    """As by a timer, each from the version that serves."""
     model = logging_model(tmp_path / "log", agent, table, **EXPLORING)
-    serve_requests(model, table, 40)
-    polls = iter((30, 15, None))
-    out = tmp_path / "out"
-
-    def served_between_polls(seconds):
-        """As if requests were served by another process; ends by Ctrl-C."""
-        if (count := next(polls)) is None:
-            raise KeyboardInterrupt
-        serve_requests(model, table, count, seed=1)
-
-    monkeypatch.setattr("knobwise.experiments.deploy.update.sleep", served_between_polls)
     monkeypatch.setattr(adaptation, "STEPS", 5)
-    words += ["every=40", "tracking=offline"]
-    assert main(words) == 130
+    out = tmp_path / "out"
+    for count in (40, 45):
+        serve_requests(model, table, count, seed=count)
+        launch(words)
+        words = [word for word in words if not word.startswith("checkpoint=")]
+        words.append(f"checkpoint={out / 'current'}")
     updates = [facts_in(path) for path in sorted((out / "versions").iterdir())]
-    # of 40 requests, and of 85; not of 70, as fewer than 40 were new
     assert [facts.get("requests") for facts in updates] == [None, 40, 85]
-    # each is a step of one run, which a later session continues; it does not repeat the last
-    rows = read_log(tmp_path / "log").rows[-40:]
-    wanted = {
-        "step": 2,
-        "Log/Requests": 85,
-        "Update/Gain_latencies": updates[-1]["steps"]["latencies"]["gain"],
-        "Log/Utility": np.mean([row["met"] * row["accuracy"] for row in rows]),
-    }
-    logged = pl.read_csv(out / "metrics.csv")
-    assert logged["step"].to_list() == [1, 2]
-    assert logged["Log/Requests"][0] == 40
-    assert {name: logged[name][-1] for name in wanted} == pytest.approx(wanted)
-    polls = iter((40, None))
-    assert main([*words, f"checkpoint={out / 'current'}"]) == 130
-    assert pl.read_csv(out / "metrics.csv")["step"].to_list() == [1, 2, 3]
-    assert len({session.name for session in offline_runs(out)}) == 1
+    assert updates[2]["before"] == ("0001" if updates[1]["better"] else "0000")
 
 
 KILLING = """
@@ -388,8 +364,7 @@ def test_a_killed_update_leaves_what_served(table, agent, words, tmp_path, capsy
         ("log=a profile=builtin", "give log=FOLDER"),
         ("", "give log=FOLDER"),
         ("rollback=true out=nothing", "no version before"),
-        ("log=a every=0", "every=0"),
-        ("log=a tracking.steps=100", "tracking.steps"),
+        ("log=a every=40", "every"),
         ("trained_on=builtin profile=builtin", "'builtin'"),
         ("trained_on=a.csv", "trained_on/a.csv"),
     ],

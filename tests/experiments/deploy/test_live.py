@@ -23,7 +23,7 @@ from knobwise.envs import default_budgets
 from knobwise.envs.tables.profile_table import Split
 from knobwise.experiments.deploy import live
 from knobwise.experiments.deploy.live import LiveConfig, Server, draw_stream
-from knobwise.experiments.deploy.live_results import Served, Stream, live_results
+from knobwise.experiments.deploy.live_results import ServedRequest, Stream, live_results
 from knobwise.experiments.settings.options import EvaluateRun
 from knobwise.testbeds import builtin_profile
 from knobwise.testbeds.elastic.adapter import ElasticAdaptive, ElasticRequests
@@ -188,7 +188,7 @@ def by_hand(slower):
     `slower`."""
     table, _ = small()
     rows, choices = [0, 1], np.array([*CHOICES.values()])
-    served = {name: np.zeros(choices.shape) for name in Served._fields}
+    served = {name: np.zeros(choices.shape) for name in ServedRequest._fields}
     served["drift"] = np.full(choices.shape, None)
     served["choice"] = choices
     served["score"] = table.accuracy[rows, choices].numpy()

@@ -14,8 +14,9 @@ from helpers import small_beams
 from knobwise.agents import Controller, OptimiserConfig
 from knobwise.agents.teacher.regressors import FAMILIES
 from knobwise.envs.demonstrations.settings import METHODS
-from knobwise.experiments.command_line.compose import READERS, choices_of, field_docs, read_settings
+from knobwise.experiments.command_line.compose import read_settings
 from knobwise.experiments.command_line.help import help_lines
+from knobwise.experiments.command_line.registry import READERS, choices_of, field_docs
 from knobwise.experiments.settings.beams import hide, read_data
 from knobwise.experiments.settings.config_file import dotted, settings_text
 from knobwise.experiments.settings.options import VERBS, EvaluateRun, TrainRun, resolve

@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 from commands import SIMULATED, words_of
 
-from knobwise.experiments.command_line.compose import read_settings, schema_of
+from knobwise.experiments.command_line.compose import read_settings
+from knobwise.experiments.command_line.registry import schema_of
 from knobwise.experiments.studies import study
 
 TINY = words_of(SIMULATED, """

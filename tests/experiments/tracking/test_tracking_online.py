@@ -18,7 +18,7 @@ from helpers import small_beams
 from omegaconf import OmegaConf
 from wandb_stub import WandbStub, forget_wandb, offline_runs
 
-from knobwise.experiments.command_line.compose import question_of
+from knobwise.experiments.command_line.registry import question_of
 from knobwise.experiments.evidence.decisions import read_decisions
 from knobwise.experiments.evidence.results import read_results
 from knobwise.experiments.settings.tracking import TrackingSettings

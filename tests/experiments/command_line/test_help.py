@@ -1,4 +1,4 @@
-"""What help and tab completion show exists."""
+"""What help shows exists."""
 
 import itertools
 import re
@@ -6,8 +6,9 @@ import re
 import pytest
 
 from knobwise.__main__ import main
-from knobwise.experiments.command_line.compose import choices_of, composed, groups_of
+from knobwise.experiments.command_line.compose import composed
 from knobwise.experiments.command_line.help import COMMON, help_lines
+from knobwise.experiments.command_line.registry import choices_of, groups_of
 from knobwise.experiments.settings.options import VERBS
 
 
@@ -46,22 +47,3 @@ def test_help_shows_first_what_people_use(verb, capsys):
 def test_the_summary_lists_the_readers_of_profiles(capsys):
     (listed,) = re.findall(r"profile=([\w |]+),", shown(capsys, "--help"))
     assert sorted(listed.split(" | ")) == choices_of("profile")
-
-
-@pytest.mark.parametrize(
-    ("line", "wanted"),
-    [
-        ("knobwise tr", ["train"]),
-        ("knobwise train experiment=selector_se", ["experiment=selector_seeds"]),
-        ("knobwise train -m experiment=kl loss.gr", ["loss.group_size="]),
-        ("knobwise inspect profile=c", ["profile=core_exp"]),
-    ],
-)
-def test_tab_completion(line, wanted, capsys, monkeypatch):
-    monkeypatch.setenv("COMP_LINE", line)
-    assert shown(capsys, "-sc", "query=bash").split() == wanted
-
-
-def test_the_function_that_completes_is_for_the_command(capsys):
-    assert shown(capsys, "-sc", "install=bash").endswith("hydra_bash_completion knobwise\n")
-    assert main(["-sc"]) == 2

@@ -1,0 +1,68 @@
+"""Mistakes on the command line, each as one line with what may be meant."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from difflib import get_close_matches
+from pathlib import Path
+
+from hydra.errors import HydraException
+from omegaconf.errors import OmegaConfBaseException
+
+from knobwise.common.errors import InputError
+from knobwise.experiments.command_line.flags import in_our_words, meaning_of
+from knobwise.experiments.command_line.registry import choices_of, groups_of, options_in
+from knobwise.experiments.settings.options import VERBS
+from knobwise.experiments.settings.words import nearest, typed
+
+FILES = {"profile": "table", "trained_on": "table", "beams": "files"}
+"""Groups of what is read, and their choice for a file of any name."""
+TABLES = (".csv", ".parquet", ".jsonl", ".gz")
+"""How the names of files end that are meant as a profile."""
+
+
+@contextmanager
+def explained(verb: str, arguments: Sequence[str], *errors: type[Exception]) -> Iterator[None]:
+    """Raise InputError, with a suggestion, where Hydra refuses the arguments of a verb, or one of
+    these errors is raised."""
+    try:
+        yield
+    except (HydraException, OmegaConfBaseException, *errors) as error:
+        # lines about our dataclasses and where Hydra looks for files help nobody
+        technical = r"(?m)^\s*(full_key|\w+_type|Config search path|provider|To append)\b.*"
+        text = re.sub(technical, "", f"{error}\n{error.__cause__ or ''}").strip()
+        # a line that ends in a full stop or a colon is explained by the next one
+        text = re.sub(r"[.:]\s*\n\s*", ": ", text)
+        if isinstance(error, errors):
+            # such an error does not say which word it means
+            text = f"{' '.join(arguments)}: {text}"
+        raise InputError(text + _suggestion(verb, arguments)) from error
+
+
+def _suggestion(verb: str, arguments: Sequence[str]) -> str:
+    """Return `; did you mean …?` for the first argument with an unknown key or choice, or ""."""
+    if not arguments:
+        return ""
+    groups = {**groups_of(verb), "experiment": None}
+    names = [option.key for option in options_in(VERBS[verb](), groups)]
+    for argument in arguments:
+        key, _, value = argument.lstrip("+~-").partition("=")
+        if Path(key).suffix in TABLES or os.path.isfile(argument):
+            # the file alone
+            value = argument
+            key = "profile"
+        if key in FILES and Path(value).suffix:
+            close = [f"{key}={FILES[key]} {typed(f'{key}.path', value)}"]
+        elif key in groups:
+            close = [f"{key}={name}" for name in get_close_matches(value, choices_of(key), 2)]
+        elif key not in names and (words := in_our_words(verb, key, value)):
+            # a name of the original's scripts
+            return f"; did you mean {words}{meaning_of(words)}?"
+        else:
+            close = [f"{name}={value}" for name in nearest(key, names)]
+        if close and argument not in close and ("," not in value or os.path.isfile(value)):
+            return f"; did you mean {' or '.join(dict.fromkeys(close))}?"
+    return ""
