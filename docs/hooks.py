@@ -16,7 +16,7 @@ from typing import Any
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 
-from knobwise.experiments.command_line import compose
+from knobwise.experiments.command_line import registry
 from knobwise.experiments.command_line.help import help_lines
 from knobwise.experiments.settings.options import VERBS
 
@@ -106,7 +106,7 @@ def sections(verb: str) -> Iterator[str]:
     """A heading and a table for each group of settings; then the experiments."""
     lines = help_lines(verb)
     titles = {line.key: line.meaning for line in lines if not line.default}
-    groups: dict[str, list[compose.Option]] = {}
+    groups: dict[str, list[registry.Option]] = {}
     for line in lines:
         if line.default:
             groups.setdefault(line.choice or line.key.rpartition(".")[0], []).append(line)
@@ -121,9 +121,9 @@ def sections(verb: str) -> Iterator[str]:
             yield f"| `{option.key}` | `{default}` | {meaning} |\n"
     if verb.startswith("train"):
         yield "\n## Experiments\n\n| experiment | question |\n| --- | --- |\n"
-        for name in compose.choices_of("experiment"):
-            if compose.schema_of("train", [f"experiment={name}"]) == verb:
-                yield f"| `{name}` | {compose.question_of(name)} |\n"
+        for name in registry.choices_of("experiment"):
+            if registry.schema_of("train", [f"experiment={name}"]) == verb:
+                yield f"| `{name}` | {registry.question_of(name)} |\n"
 
 
 # -- the API reference -----------------------------------------------------------------------------
