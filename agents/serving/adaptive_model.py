@@ -201,15 +201,12 @@ class AdaptiveModel(FirstStages):
             groups: dict[int, list[Staged]] = {}
             for each in sorted(staged, key=lambda each: each.decision.limit_ms):
                 groups.setdefault(each.decision.choice, []).append(each)
-            results: list[Any] = [None] * len(requests)
+            results: dict[int, Result] = {}
             for group in groups.values():
-                for each, result in zip(
-                    group, self._finish(group, decision_ms, begun), strict=True
-                ):
-                    results[each.number] = result
+                results |= self._finish(group, decision_ms, begun)
                 begun = now()
             # no group waits for the rows of another
-            return list(map(self.runtime.record, results))
+            return [self.runtime.record(results[number]) for number in range(len(requests))]
 
     def _decide_all(
         self,
@@ -253,9 +250,11 @@ class AdaptiveModel(FirstStages):
             staged.append(Staged(number, asked, moment, each, stage_ms, decision))
         return staged, max(0.0, (took + now() - start) * 1e3)
 
-    def _finish(self, group: Sequence[Staged], decision_ms: float, begun: float) -> list[Result]:
+    def _finish(
+        self, group: Sequence[Staged], decision_ms: float, begun: float
+    ) -> dict[int, Result]:
         """Answer requests under one configuration, and learn from the times of the answers; return
-        results that are not logged yet.
+        results by their place in the batch, which are not logged yet.
 
         Args:
             group: the requests.
@@ -283,7 +282,7 @@ class AdaptiveModel(FirstStages):
         beyond_ms = max(0.0, (done - begun) * 1e3 + uncounted_ms)
         runtime.charge(group[0].decision, decision_ms, beyond_ms)
 
-        results = []
+        results = {}
         for each, answer, took_ms in zip(group, answers, took, strict=True):
             prepared_ms = each.prepared.ahead_ms
             total_ms = each.stage.extra_ms + decision_ms + beyond_ms + took_ms
@@ -292,9 +291,9 @@ class AdaptiveModel(FirstStages):
             waited_ms = 0.0
             if each.arrived is not None:
                 waited_ms = max(0.0, (done - each.arrived) * 1e3 - total_ms)
-            times = took_ms, total_ms + waited_ms, overhead_ms, decision_ms * 1e3
-            about = *times, waited_ms, prepared_ms
-            results.append(Result(each.request, each.decision, answer, *about))
+            total_ms += waited_ms
+            times = took_ms, total_ms, overhead_ms, decision_ms * 1e3, waited_ms, prepared_ms
+            results[each.number] = Result(each.request, each.decision, answer, *times)
         return results
 
     def _answers(

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 
 import numpy as np
 
 from knobwise.agents.deployed.arrays import Arrays
-from knobwise.agents.deployed.controller import Drift, Expected, NumpyController
+from knobwise.agents.deployed.controller import Drift, NumpyController
 from knobwise.common import checks
 
 
@@ -39,27 +40,13 @@ class Exploration:
         """Draw whether the next request is explored; nothing is drawn where the share is 0."""
         return self.share > 0 and self._random.random() < self.share
 
-    def draw(
-        self, controller: NumpyController, features: Arrays, limit_ms: float, drift: Drift
-    ) -> Expected:
-        """Draw the configuration of a request that is explored, with its expected latency.
-        Arguments as of `near_best`."""
-        choice = self._random.choice(near_best(controller, features, limit_ms, drift, self.loss))
-        return controller.expected_of(features, limit_ms, drift, choice)
+    def draw(self, close: Sequence[int]) -> int:
+        """Draw the configuration of a request that is explored, from S."""
+        return self._random.choice(close)
 
-    def chances(
-        self,
-        best: int,
-        controller: NumpyController,
-        features: Arrays,
-        limit_ms: float,
-        drift: Drift,
-    ) -> dict[int, float]:
+    def chances(self, best: int, close: Sequence[int]) -> dict[int, float]:
         """Return the probability of every configuration that a request could have got, where `best`
-        is the choice g. Other arguments as of `near_best`."""
-        if not self.share:
-            return {best: 1.0}
-        close = near_best(controller, features, limit_ms, drift, self.loss)
+        is g and `close` is S."""
         # the terms of the formula above: ε/|S|, then 1 − ε
         chances = dict.fromkeys(close, self.share / len(close))
         chances[best] = chances.get(best, 0.0) + (1 - self.share)

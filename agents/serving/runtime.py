@@ -21,7 +21,7 @@ import numpy as np
 
 from knobwise.agents.deployed.arrays import LEAST_MS, Arrays, configurations_of
 from knobwise.agents.deployed.controller import Drift, Expected, NumpyController
-from knobwise.agents.serving.exploration import Exploration
+from knobwise.agents.serving.exploration import Exploration, near_best
 from knobwise.agents.serving.inputs import blocks_of, limit_of
 from knobwise.agents.serving.request_log import RequestLog, packed
 from knobwise.agents.serving.tracker import LatencyTracker
@@ -52,7 +52,7 @@ class PendingRequest(NamedTuple):
     waited_ms: float
     """The time from its arrival until then."""
     limit_ms: float
-    """What was left of the budget for the answer then."""
+    """What was left of the budget for the answer then, if the guard was asked."""
     static: Expected | None
     """The decision where the guard falls back, which needs no features; else None."""
 
@@ -132,7 +132,7 @@ class Result(NamedTuple):
     @property
     def explored(self) -> bool:
         """True if the configuration was drawn."""
-        return self.request.explored
+        return self.request.explored and self.decision.features is not None
 
     @property
     def features(self) -> Arrays:
@@ -308,8 +308,9 @@ class Runtime:
             drift = self.tracker.drift
             explored = self._exploration.turn()
         static = None
-        limit_ms = self.fallen_back.left_of(budget_ms - waited_ms)
+        limit_ms = budget_ms
         if ask_guard:
+            limit_ms = self.fallen_back.left_of(budget_ms - waited_ms)
             static = controller.fall_back(limit_ms, drift)
         return PendingRequest(
             budget_ms, limits, controller, drift, explored, begun, waited_ms, limit_ms, static
@@ -355,12 +356,14 @@ class Runtime:
             raise InputError(f"runtime: {error}") from error
         best = expected[0]
         if request.explored:
-            expected = self._exploration.draw(controller, blocks, limit_ms, request.drift)
-        knobs = controller.configuration(expected[0])
+            choice = self._exploration.draw(self._close(request, blocks, limit_ms))
+            expected = controller.expected_of(blocks, limit_ms, request.drift, choice)
+        choice, log_latency, spread = expected
+        knobs = controller.configuration(choice)
         made = self.now()
         took_ms = (made - start) * 1e3
         about = best, not reads, blocks, limit_ms, spent_ms, took_ms, made
-        return Decision(*expected, knobs, *about)
+        return Decision(choice, log_latency, spread, knobs, *about)
 
     def fail(self, request: PendingRequest) -> Decision:
         """Decide on a request whose features could not be had, as static does.
@@ -368,24 +371,26 @@ class Runtime:
         A controller without a static policy decides as if each feature were missing. Nothing is
         drawn, and no update learns from the row in the log.
         """
-        start = self.now()
         controller = request.controller
-        spent_ms = request.waited_ms + (start - request.begun) * 1e3
-        limit_ms = self.fallen_back.left_of(request.budget_ms - spent_ms)
-        if controller.static is not None:
-            limit = limit_ms * controller.factor(request.drift)
-            expected = controller.static.expected(controller.static.single(limit))
-        else:
-            missing = {}
-            for name, width in controller.feature_sizes.items():
-                missing[name] = np.full(width, np.nan, np.float32)
-            expected = controller.decide_expected(missing, limit_ms, request.drift)
-        knobs = controller.configuration(expected[0])
-        made = self.now()
-        took_ms = (made - start) * 1e3
-        return Decision(
-            *expected, knobs, expected[0], True, None, limit_ms, spent_ms, took_ms, made
-        )
+        static = controller.static
+        drift = request.drift
+
+        def choose(features: Arrays, limit_ms: float) -> Expected:
+            if static is None:
+                return controller.decide_expected(features, limit_ms, drift)
+            return static.expected(static.single(limit_ms * controller.factor(drift)))
+
+        missing = {}
+        for name, width in controller.feature_sizes.items():
+            missing[name] = np.full(width, np.nan, np.float32)
+        request = request._replace(static=None, explored=False)
+        decision = self.decide(request, missing, choose=choose)
+        return decision._replace(features=None, fell_back=True)
+
+    def _close(self, request: PendingRequest, features: Arrays, limit_ms: float) -> list[int]:
+        """Return the configurations that exploration may draw."""
+        about = request.controller, features, limit_ms, request.drift
+        return near_best(*about, self._exploration.loss)
 
     def finish(
         self,
@@ -418,8 +423,7 @@ class Runtime:
         case."""
         if self._tracks or math.isnan(answer_ms):
             with self._lock:
-                choice, log_latency, spread = decision[:3]
-                self.tracker.update(choice, log_latency, spread, answer_ms)
+                self.tracker.update(*decision[:3], answer_ms)
 
     def charge(self, decision: Decision, took_ms: float, beyond_ms: float) -> None:
         """Charge the next decisions of this kind what this one took, and the calls around it."""
@@ -435,9 +439,9 @@ class Runtime:
         request, decision = result[:2]
         # what stands in for features that failed is not drawn
         chances = {decision.best: 1.0}
-        if decision.features is not None:
-            about = request.controller, decision.features, decision.limit_ms, request.drift
-            chances = self._exploration.chances(decision.best, *about)
+        if decision.features is not None and self._exploration.share:
+            close = self._close(request, decision.features, decision.limit_ms)
+            chances = self._exploration.chances(decision.best, close)
         return result._replace(request_id=self.log.add(_row(result, chances)))
 
     def abandon(self, what: str, error: BaseException) -> None:
