@@ -222,21 +222,21 @@ class AdaptiveModel(FirstStages):
         now = runtime.now
         alone = len(requests) == 1
         begun = now()
-        pending = []
+        opened = []
         for budget, moment in zip(budgets_ms, arrived, strict=True):
             # of a batch, how long the first stages of others take is not known yet
-            pending.append(runtime.begin(budget, arrived=moment, ask_guard=alone))
+            opened.append(runtime.begin(budget, arrived=moment, ask_guard=alone))
         took = now() - begun
         ready = []
-        for asked, request, ahead in zip(pending, requests, prepared, strict=True):
+        for pending, request, ahead in zip(opened, requests, prepared, strict=True):
             begun = now()
-            each = ahead or self._take(request, asked.needs_features)
+            each = ahead or self._take(request, pending.needs_features)
             ready.append((each, (now() - begun) * 1e3))
 
         start = now()
         staged = []
         for number, (each, stage_ms) in enumerate(ready):
-            asked = pending[number]
+            pending = opened[number]
             moment = arrived[number]
             # NaN counts as 0
             spent_ms = max(0.0, each.stage.extra_ms)
@@ -245,9 +245,9 @@ class AdaptiveModel(FirstStages):
                 spent_ms += (start - moment) * 1e3 - stage_ms
             choose = None
             if alone and each.content is not None:
-                choose = partial(self._choose, asked, each.content)
-            decision = runtime.decide(asked, each.stage.features, spent_ms, choose)
-            staged.append(Staged(number, asked, moment, each, stage_ms, decision))
+                choose = partial(self._choose, pending, each.content)
+            decision = runtime.decide(pending, each.stage.features, spent_ms, choose)
+            staged.append(Staged(number, pending, moment, each, stage_ms, decision))
         return staged, max(0.0, (took + now() - start) * 1e3)
 
     def _finish(
