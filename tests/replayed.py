@@ -183,7 +183,7 @@ class Clock:
 
 def timed_by(clock, served):
     """What serves requests, timed by this clock."""
-    served._now = clock
+    getattr(served, "runtime", served).now = clock
     return served
 
 

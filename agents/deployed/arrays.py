@@ -134,16 +134,18 @@ def as_number(value: Any) -> float | None:
         return math.inf
 
 
-def as_limit(value: Any) -> float:
-    """Return a budget as a float. Raises a ValueError if it is no single number; a truth value is
-    none."""
+def as_limit(value: Any, name: str = "budget_ms") -> float:
+    """Return a budget as a float. Raises a ValueError with its name if it is no single number; a
+    truth value is none."""
+    if type(value) is float:
+        return value
     number = None
     # of Python, NumPy or torch
     kind = str(getattr(value, "dtype", type(value).__name__))
     if not kind.endswith("bool"):
         number = as_number(value)
     if number is None:
-        raise ValueError(f"budget_ms must be a number, not {short(value)}")
+        raise ValueError(f"{name} must be a number, not {short(value)}")
     return number
 
 

@@ -245,6 +245,9 @@ def _faults(
     # earlier versions could do so, without the guard
     if row.get("price") is not None:
         yield "decided at a price"
+    # by static, where another policy would have read features
+    if row.get("failed"):
+        yield "decided without its features, which failed"
     count = len(controller.configurations) if controller else math.inf
     choice = row["choice"]
     known = all(type(c) is int and 0 <= c < count for c in (choice, row["best"], *row["among"]))

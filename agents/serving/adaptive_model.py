@@ -14,19 +14,26 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from knobwise.agents.deployed.arrays import configurations_of
+from knobwise.agents.deployed.controller import NumpyController
 from knobwise.agents.serving.first_stages import FirstStages, Prepared
-from knobwise.agents.serving.inputs import blocks_of, limit_of, numbers
-from knobwise.agents.serving.request_log import RequestLog, Result
+from knobwise.agents.serving.inputs import limit_of, numbers
+from knobwise.agents.serving.request_log import RequestLog
+from knobwise.agents.serving.runtime import (
+    Decision,
+    PendingRequest,
+    Result,
+    Runtime,
+    controller_of,
+)
 from knobwise.agents.serving.tracker import LatencyTracker
-from knobwise.agents.serving.wrapper import Front, left_of
 from knobwise.common.checks import at_least
 from knobwise.common.errors import InputError
 from knobwise.common.progress import progress
@@ -44,15 +51,17 @@ from knobwise.profiling.measuring.adaptive_model import (
 )
 
 
-@dataclass(slots=True)
-class Staged(Result):
-    """A request that the model answers."""
+class Staged(NamedTuple):
+    """A request that the model answers, after the decision."""
 
-    arrived: float | None = None
-    prepared: Any = None
-    """The request after the first stage, as `Prepared`; None before."""
-    stage_ms: float = 0.0
+    number: int
+    """Its place in the batch."""
+    request: PendingRequest
+    arrived: float | None
+    prepared: Prepared
+    stage_ms: float
     """The time of the first stage by the clock, however much of it the model says that it took."""
+    decision: Decision
 
     @property
     def stage(self) -> FirstStage:
@@ -60,7 +69,7 @@ class Staged(Result):
         return self.prepared.stage
 
 
-class AdaptiveModel(Front, FirstStages):
+class AdaptiveModel(FirstStages):
     """A model that sets its own knobs, request by request.
 
     Threads may share it: one lock is held from the first stage to the last answer.
@@ -106,15 +115,24 @@ class AdaptiveModel(Front, FirstStages):
         cache: int = 0,
     ) -> None:
         at_least("cache", cache, 0)
-        FirstStages.__init__(self, model, cache)
-        Front.__init__(self, controller, tracker, explore, explore_loss, seed)
         self.clock = clock
         self._clocked = clocked_by(clock)  # entered with the lock only
-        if clock == "cpu":
-            self._now = time.thread_time
-        for configuration in self.configurations:
+        for configuration in configurations_of(controller_of(controller)):
             check_configuration(model.knobs, configuration)
-        self._open(log)
+        options = {"explore": explore, "explore_loss": explore_loss}
+        runtime = Runtime(controller, tracker=tracker, log=log, seed=seed, **options)
+        if clock == "cpu":
+            runtime.now = time.thread_time
+        super().__init__(model, runtime, cache)
+        self.configurations = runtime.configurations
+        self.tracker = runtime.tracker
+        self.log = runtime.log
+        self.watch = runtime.watch
+
+    @property
+    def controller(self) -> NumpyController:
+        """The controller that decides on the next request."""
+        return self.runtime.controller
 
     def answer(self, request: Request, budget_ms: float, arrived: float | None = None) -> Result:
         """Answer one request under its budget.
@@ -127,8 +145,7 @@ class AdaptiveModel(Front, FirstStages):
         Raises:
             InputError: a budget that is not positive, an arrival with the CPU clock.
         """
-        moments = None if arrived is None else [arrived]
-        return self.generate([request], limit_of(budget_ms), moments)[0]
+        return self._serve([request], [limit_of(budget_ms)], [arrived])[0]
 
     def generate(
         self,
@@ -156,119 +173,128 @@ class AdaptiveModel(Front, FirstStages):
         budgets = numbers("budgets_ms", budgets_ms, kind=np.float64)
         if not budgets.ndim:
             budgets = budgets.repeat(n)
-        moments = [None] * n if arrived is None else arrived
+        moments: Sequence[float | None] = [None] * n if arrived is None else arrived
         if not n == len(budgets) == len(moments):
             raise InputError(
                 f"runtime: {n} requests need as many budgets and arrivals, not {len(budgets)} and "
                 f"{len(moments)}"
             )
-        if self.clock == "cpu" and arrived is not None:
+        return self._serve(requests, [*map(limit_of, budgets.tolist())], moments)
+
+    def _serve(
+        self,
+        requests: Sequence[Request],
+        budgets_ms: Sequence[float],
+        arrived: Sequence[float | None],
+    ) -> list[Result]:
+        """Answer requests, see `generate`; each has its budget, and may have its arrival."""
+        if self.clock == "cpu" and any(moment is not None for moment in arrived):
             raise InputError(
                 "runtime: arrivals need clock=wall; clock=cpu does not count time spent waiting"
             )
-        limits = list(map(limit_of, budgets))
         prepared = [self._prepared(request) for request in requests]
+        now = self.runtime.now
         with self._lock, self._clocked:
-            self._follow()
-            flights: list[Any] = []
-            for budget, moment in zip(limits, moments, strict=True):
-                flights.append(Staged(budget, *self._state(), arrived=moment))
-            decision_ms = self._decisions(flights, requests, prepared)
-            begun = self._now()
+            staged, decision_ms = self._decide_all(requests, budgets_ms, arrived, prepared)
+            begun = now()
             # the group with the least time left comes first
             groups: dict[int, list[Staged]] = {}
-            for flight in sorted(flights, key=lambda flight: flight.limit_ms):
-                groups.setdefault(flight.choice, []).append(flight)
+            for each in sorted(staged, key=lambda each: each.decision.limit_ms):
+                groups.setdefault(each.decision.choice, []).append(each)
+            results: dict[int, Result] = {}
             for group in groups.values():
-                self._finish(group, decision_ms, begun)
-                begun = self._now()
-            for flight in flights:
-                # nothing can be learned from a time that is not possible; the tracker counts it
-                if not math.isnan(flight.total_ms):
-                    self._note(flight)
-        return flights
+                results |= self._finish(group, decision_ms, begun)
+                begun = now()
+            # no group waits for the rows of another
+            return [self.runtime.record(results[number]) for number in range(len(requests))]
 
-    def _decisions(
+    def _decide_all(
         self,
-        flights: Sequence[Staged],
         requests: Sequence[Request],
+        budgets_ms: Sequence[float],
+        arrived: Sequence[float | None],
         prepared: Sequence[Prepared | None],
-    ) -> float:
-        """Take requests through the first stage, and decide on them; return the time of the
-        decisions in ms."""
+    ) -> tuple[list[Staged], float]:
+        """Take requests through the first stage, and decide on them; return them with the time of
+        the decisions in ms."""
         # right after the model has run, every line costs microseconds: add none without need
-        now = self._now
+        runtime = self.runtime
+        now = runtime.now
+        alone = len(requests) == 1
         begun = now()
-        alone = len(flights) == 1
-        if alone:
-            # where the guard falls back, the decision needs no features
-            flight = flights[0]
-            flight.limit_ms = self._left(flight, 0.0, begun)
-            flight.expected = self.controller.fall_back(flight.limit_ms, flight.drift)
+        opened = []
+        for budget, moment in zip(budgets_ms, arrived, strict=True):
+            # of a batch, how long the first stages of others take is not known yet
+            opened.append(runtime.begin(budget, arrived=moment, ask_guard=alone))
         took = now() - begun
-        for flight, request, ahead in zip(flights, requests, prepared, strict=True):
+        ready = []
+        for pending, request, ahead in zip(opened, requests, prepared, strict=True):
             begun = now()
-            flight.prepared = ahead or self._take(request, flight.looks)
-            flight.stage_ms = (now() - begun) * 1e3
+            each = ahead or self._take(request, pending.needs_features)
+            ready.append((each, (now() - begun) * 1e3))
 
         start = now()
-        for flight in flights:
-            flight.features = flight.stage.features
-            if any(type(block) is not np.ndarray for block in flight.features.values()):
-                sizes = self.controller.feature_sizes
-                flight.features = flight.stage.features = blocks_of(flight.features, sizes)
-            if flight.expected is None:
-                flight.overhead = self._decided
+        staged = []
+        for number, (each, stage_ms) in enumerate(ready):
+            pending = opened[number]
+            moment = arrived[number]
+            # NaN counts as 0
+            spent_ms = max(0.0, each.stage.extra_ms)
+            if moment is not None:
                 # as if it had come alone: it waited until its own first stage began
-                begun = start - flight.stage_ms / 1e3
-                flight.limit_ms = self._left(flight, flight.stage.extra_ms, begun)
-                try:
-                    flight.expected = self._decide(flight, alone)
-                except ValueError as error:
-                    raise InputError(f"runtime: {error}") from error
-            self._settle(flight)
-        return max(0.0, (took + now() - start) * 1e3)
+                spent_ms += (start - moment) * 1e3 - stage_ms
+            choose = None
+            if alone and each.content is not None:
+                choose = partial(self._choose, pending, each.content)
+            decision = runtime.decide(pending, each.stage.features, spent_ms, choose)
+            staged.append(Staged(number, pending, moment, each, stage_ms, decision))
+        return staged, max(0.0, (took + now() - start) * 1e3)
 
-    def _finish(self, group: Sequence[Staged], decision_ms: float, begun: float) -> None:
-        """Answer requests under one configuration, and learn from the times of the answers.
+    def _finish(
+        self, group: Sequence[Staged], decision_ms: float, begun: float
+    ) -> dict[int, Result]:
+        """Answer requests under one configuration, and learn from the times of the answers; return
+        results by their place in the batch, which are not logged yet.
 
         Args:
             group: the requests.
             decision_ms: the time of the decision.
             begun: the reading of the clock from which all time is charged.
         """
-        configuration = group[0].configuration
+        runtime = self.runtime
+        configuration = group[0].decision.configuration
         try:
-            answers = self._answers([flight.stage for flight in group], configuration)
+            answers = self._answers([each.stage for each in group], configuration)
         except Exception as error:
-            self.tracker.ignore(f"the model raised {type(error).__name__}")
+            runtime.abandon("the model", error)
             raise
         # the time that no answer holds and nothing has counted yet
         uncounted_ms = 0.0
-        for flight, answer in zip(group, answers, strict=True):
-            stage = flight.stage
-            flight.answer = answer
-            flight.answer_ms = took_ms = _took_ms(stage, answer, configuration)
-            uncounted_ms += flight.stage_ms + flight.prepared.before_ms - took_ms - stage.extra_ms
-            # a time that is not possible is counted in any case
-            if self._tracks or math.isnan(took_ms):
-                choice, log_latency, spread = flight.expected
-                self.tracker.update(choice, log_latency, spread, took_ms)
-        done = self._now()
+        took = []
+        for each, answer in zip(group, answers, strict=True):
+            took.append(_took_ms(each.stage, answer, configuration))
+            before_ms = each.stage_ms + each.prepared.before_ms
+            uncounted_ms += before_ms - took[-1] - each.stage.extra_ms
+            runtime.learn(each.decision, took[-1])
+        done = runtime.now()
         # calls, clocks, setting knobs, tracking; 0 if a clock went back, or if the difference is
         # NaN
         beyond_ms = max(0.0, (done - begun) * 1e3 + uncounted_ms)
-        group[0].overhead.add(decision_ms, beyond_ms)
+        runtime.charge(group[0].decision, decision_ms, beyond_ms)
 
-        for flight in group:
-            flight.decision_us = decision_ms * 1e3
-            flight.prepared_ms = flight.prepared.ahead_ms
-            total_ms = flight.stage.extra_ms + decision_ms + beyond_ms + flight.answer_ms
-            flight.overhead_ms = total_ms - flight.answer.total_ms
-            total_ms -= flight.prepared_ms
-            if flight.arrived is not None:
-                flight.waited_ms = max(0.0, (done - flight.arrived) * 1e3 - total_ms)
-            flight.total_ms = total_ms + flight.waited_ms
+        results = {}
+        for each, answer, took_ms in zip(group, answers, took, strict=True):
+            prepared_ms = each.prepared.ahead_ms
+            total_ms = each.stage.extra_ms + decision_ms + beyond_ms + took_ms
+            overhead_ms = total_ms - answer.total_ms
+            total_ms -= prepared_ms
+            waited_ms = 0.0
+            if each.arrived is not None:
+                waited_ms = max(0.0, (done - each.arrived) * 1e3 - total_ms)
+            total_ms += waited_ms
+            times = took_ms, total_ms, overhead_ms, decision_ms * 1e3, waited_ms, prepared_ms
+            results[each.number] = Result(each.request, each.decision, answer, *times)
+        return results
 
     def _answers(
         self, stages: Sequence[FirstStage], configuration: Configuration
@@ -283,19 +309,6 @@ class AdaptiveModel(Front, FirstStages):
                 f"request, not {answers!r:.80}"
             )
         return answers
-
-    def _left(self, flight: Staged, extra_ms: float, begun: float) -> float:
-        """Return what is left of a budget for the answer, in ms.
-
-        Args:
-            flight: the request.
-            extra_ms: what the first stage took for features; NaN counts as 0.
-            begun: when the first stage began, which ended the wait.
-        """
-        left = flight.budget_ms - max(0.0, extra_ms)
-        if flight.arrived is not None:
-            left -= (begun - flight.arrived) * 1e3
-        return left_of(left, flight.overhead)
 
     def calibrate(
         self,

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 
 import numpy as np
 
-from knobwise.agents.deployed.controller import Expected
-from knobwise.agents.serving.request_log import Result
+from knobwise.agents.deployed.arrays import Arrays
+from knobwise.agents.deployed.controller import Drift, NumpyController
 from knobwise.common import checks
 
 
@@ -39,37 +40,40 @@ class Exploration:
         """Draw whether the next request is explored; nothing is drawn where the share is 0."""
         return self.share > 0 and self._random.random() < self.share
 
-    def draw(self, result: Result) -> Expected:
-        """Draw the configuration of a request that is explored, with its expected latency."""
-        choice = self._random.choice(near_best(result, self.loss))
-        context = result.features, result.limit_ms, result.drift
-        return result.controller.expected_of(*context, choice)
+    def draw(self, close: Sequence[int]) -> int:
+        """Draw the configuration of a request that is explored, from S."""
+        return self._random.choice(close)
 
-    def chances(self, result: Result) -> dict[int, float]:
-        """Return the probability of every configuration that a request could have got."""
-        if not self.share:
-            return {result.best: 1.0}
-        close = near_best(result, self.loss)
+    def chances(self, best: int, close: Sequence[int]) -> dict[int, float]:
+        """Return the probability of every configuration that a request could have got, where `best`
+        is g and `close` is S."""
         # the terms of the formula above: ε/|S|, then 1 − ε
         chances = dict.fromkeys(close, self.share / len(close))
-        chances[result.best] = chances.get(result.best, 0.0) + (1 - self.share)
+        chances[best] = chances.get(best, 0.0) + (1 - self.share)
         return {index: chance for index, chance in chances.items() if chance > 0}
 
 
-def near_best(result: Result, loss: float) -> list[int]:
+def near_best(
+    controller: NumpyController, features: Arrays, limit_ms: float, drift: Drift, loss: float
+) -> list[int]:
     """Return the configurations that are expected to lose at most `loss` utility.
 
     The policy was taught softmax(sharpness · utility), so these are those whose log-probability is
     at most sharpness · loss below the highest; where the guard falls back, those that static knows.
+
+    Args:
+        controller: the one that decides.
+        features: blocks [d].
+        limit_ms: what is left of the budget for the answer.
+        drift: of latencies here.
+        loss: utility, in units of accuracy.
     """
-    controller = result.controller
-    drift = result.drift
-    limits = np.array([result.limit_ms])
-    if controller.fall_back(result.limit_ms, drift) is not None:
+    limits = np.array([limit_ms])
+    if controller.fall_back(limit_ms, drift) is not None:
         assert controller.static is not None
         worth = controller.static.mean_utility(limits * controller.factor(drift))[0]
     else:
-        blocks = {name: np.asarray(block)[None] for name, block in result.features.items()}
+        blocks = {name: np.asarray(block)[None] for name, block in features.items()}
         log_probs = controller.log_probs(blocks, limits, None, drift)[0]
         # log-probabilities in units of utility
         worth = log_probs / controller.header["sharpness"]

@@ -8,18 +8,18 @@ import pickle
 import statistics
 import threading
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
 from typing import Any, NamedTuple, Self
 
-from knobwise.agents.deployed.controller import Expected, NumpyController
+from knobwise.agents.deployed.arrays import Arrays
+from knobwise.agents.deployed.controller import Expected
+from knobwise.agents.serving.runtime import DECISIONS_KEPT, PendingRequest, Runtime
 from knobwise.common.errors import InputError
 from knobwise.common.forks import FORKED
 from knobwise.profiling.measuring.adaptive_model import AdaptiveVLM, FirstStage, Request
 
-DECISIONS_KEPT = 64
-"""Number of the latest decisions whose median time, knobs included, the next one is charged."""
 CLOSE = 0.01
 """A decision is reused if the rest of the budget differs by at most this share from the one it was
 made under."""
@@ -37,28 +37,7 @@ class Prepared(NamedTuple):
     """The part of it that had passed before anyone waited for it."""
 
 
-class Overhead:
-    """The median times of the latest decisions, and of the calls around them, in ms.
-
-    They are 0 before the first decision.
-    """
-
-    def __init__(self) -> None:
-        self._latest: deque[tuple[float, float]] = deque(maxlen=DECISIONS_KEPT)
-        self._count = 0
-        self.decision_ms = 0.0
-        self.beyond_ms = 0.0
-
-    def add(self, decision_ms: float, beyond_ms: float) -> None:
-        self._latest.append((decision_ms, beyond_ms))
-        self._count += 1
-        # the medians take time too
-        if self._count < 8 or self._count % DECISIONS_KEPT == 0:
-            columns = zip(*self._latest, strict=True)
-            self.decision_ms, self.beyond_ms = map(statistics.median, columns)
-
-
-class Recent(OrderedDict[Hashable, Any]):
+class LRUCache(OrderedDict[Hashable, Any]):
     """A cache of values by key that counts hits and misses; the least recently used leave first."""
 
     def __init__(self, size: int) -> None:
@@ -100,13 +79,12 @@ class FirstStages:
     """
 
     clock: str
-    controller: NumpyController
-    _now: Callable[[], float]
 
-    def __init__(self, model: AdaptiveVLM, cache: int) -> None:
+    def __init__(self, model: AdaptiveVLM, runtime: Runtime, cache: int) -> None:
         self.model = model
-        self.cached_features = Recent(cache)
-        self.cached_decisions = Recent(cache)
+        self.runtime = runtime
+        self.cached_features = LRUCache(cache)
+        self.cached_decisions = LRUCache(cache)
         self.after_fork()
         FORKED.add(self)
 
@@ -116,8 +94,8 @@ class FirstStages:
         """Held while the model answers."""
         self._worker = ThreadPoolExecutor(1)  # begins its thread with the first request
         self._pending: dict[int, tuple[Request, Future[Prepared]]] = {}
-        for recent in (self.cached_features, self.cached_decisions):
-            recent.lock = threading.Lock()
+        for cache in (self.cached_features, self.cached_decisions):
+            cache.lock = threading.Lock()
 
     def _first_stage(self, request: Request, features: bool) -> FirstStage:
         """Run the model's first stage. Raises InputError if it returns anything else."""
@@ -132,10 +110,10 @@ class FirstStages:
         """Run the first stage; the model leaves out features that are kept of an equal request."""
         if not (self.cached_features.size and features):
             return Prepared(self._first_stage(request, features), None)
-        start = self._now()
+        start = self.runtime.now()
         content = content_of(request)
         kept = self.cached_features.get(content)
-        took_ms = (self._now() - start) * 1e3
+        took_ms = (self.runtime.now() - start) * 1e3
         stage = self._first_stage(request, kept is None)
         # the look-up is charged like the features that it stands for
         stage.extra_ms += took_ms
@@ -144,29 +122,25 @@ class FirstStages:
         self.cached_features.keep(content, stage.features, kept is not None, stage.extra_ms)
         return Prepared(stage, content)
 
-    def _decide(self, flight: Any, alone: bool) -> Expected:
-        """Decide, or return the decision for an equal request if this one is alone.
-
-        Its budget, controller and drift must be the same.
-        """
-        controller = flight.controller
-        limit = flight.limit_ms
-        drift = flight.drift
-        content = flight.prepared.content
-        if content is None or not alone:
-            return controller.decide_expected(flight.features, limit, drift)
-        start = self._now()
+    def _choose(
+        self, request: PendingRequest, content: bytes, features: Arrays, limit_ms: float
+    ) -> Expected:
+        """Decide, or return the decision for an equal request whose budget, controller and drift
+        were the same."""
+        start = self.runtime.now()
+        controller = request.controller
         # everything that the decision follows from
-        key = content, flight.budget_ms, controller.digest
+        key = content, request.budget_ms, controller.digest
         before, old_drift, expected = self.cached_decisions.get(key, (0.0, None, None))
         # a tracker replaces its drift with each answer that it learns from
-        same = expected is not None and old_drift is drift
-        hit = same and abs(before - limit) <= CLOSE * before
+        same = expected is not None and old_drift is request.drift
+        hit = same and abs(before - limit_ms) <= CLOSE * before
         if not hit:
-            before = limit
-            expected = controller.decide_expected(flight.features, limit, drift)
-        kept = before, drift, expected
-        self.cached_decisions.keep(key, kept, hit, (self._now() - start) * 1e3)
+            before = limit_ms
+            expected = controller.decide_expected(features, limit_ms, request.drift)
+        kept = before, request.drift, expected
+        took_ms = (self.runtime.now() - start) * 1e3
+        self.cached_decisions.keep(key, kept, hit, took_ms)
         return expected
 
     def prefetch(self, request: Request) -> None:
@@ -200,9 +174,9 @@ class FirstStages:
         _, future = self._pending.pop(id(request), (None, None))
         if future is None or future.cancel():
             return None
-        start = self._now()
+        start = self.runtime.now()
         prepared = future.result()
-        waited_ms = (self._now() - start) * 1e3
+        waited_ms = (self.runtime.now() - start) * 1e3
         total_ms = prepared.stage.total_ms
         return prepared._replace(before_ms=total_ms, ahead_ms=max(total_ms - waited_ms, 0.0))
 

@@ -15,6 +15,8 @@ from knobwise.common.errors import InputError
 def numbers(name: str, value: Any, truths: bool = False, kind: Any = np.float32) -> Array:
     """Return a copy, float32 or of another kind. Raises InputError if these are no numbers; truth
     values are 0 and 1 if `truths`, and else none."""
+    if type(value) is np.ndarray and value.dtype == kind:
+        return value.copy()
     try:
         # what is too large becomes infinite, which the caller refuses by the name of the field
         with np.errstate(over="ignore"):
@@ -23,16 +25,17 @@ def numbers(name: str, value: Any, truths: bool = False, kind: Any = np.float32)
         raise InputError(str(error)) from error
 
 
-def limit_of(value: Any, unit: str = "ms") -> float:
-    """Return the budget of one request as a float. Raises InputError if it is no single number, not
-    positive, or too large to count in."""
+def limit_of(value: Any, unit: str = "ms", name: str = "budget_ms") -> float:
+    """Return the budget of one request, or another limit of this name, as a float.
+
+    Raises InputError if it is no single number, not positive, or too large to count in."""
     try:
-        budget = as_limit(value)
+        limit = as_limit(value, name)
     except ValueError as error:
         raise InputError(str(error)) from error
-    if not 0 < budget < MOST_MS:
-        raise InputError(f"budget_ms={budget}: must be positive and finite, in {unit}")
-    return budget
+    if not 0 < limit < MOST_MS:
+        raise InputError(f"{name}={limit}: must be positive and finite, in {unit}")
+    return limit
 
 
 def blocks_of(

@@ -14,21 +14,17 @@ import errno
 import itertools
 import json
 import logging
-import math
 import os
 import threading
 import time
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from knobwise.agents.deployed.arrays import Arrays
-from knobwise.agents.deployed.controller import Drift, NumpyController
 from knobwise.common.checks import share
 from knobwise.common.errors import InputError
 from knobwise.common.forks import FORKED
@@ -38,70 +34,6 @@ REQUESTS = "requests"
 LABELS = "labels"
 BOOT = Path("/proc/sys/kernel/random/boot_id")
 """On Linux, what tells one start of this machine from another."""
-
-
-@dataclass(slots=True)
-class Result:
-    """A request under a budget, from its arrival to its answer."""
-
-    budget_ms: float
-    controller: NumpyController = field(repr=False)
-    """The controller that decides."""
-    drift: Drift
-    """The drift that the decision allows for: offsets of ln ms [C] and the factor on their spread;
-    None for no drift."""
-    explored: bool
-    """True if the configuration is drawn."""
-    overhead: Any = field(repr=False)
-    """The `Overhead` of decisions of this kind."""
-    limit_ms: float = 0.0
-    """What was left of the budget for the answer, when the decision was made."""
-    features: Arrays = field(default_factory=dict, repr=False)
-    """Blocks [d]; {} where the guard falls back before they are computed."""
-    best: int = 0
-    """The choice of the controller, before anything is drawn."""
-    expected: Any = None
-    """The configuration to answer with, as `Expected`; None before the decision."""
-    answer: Any = None
-    """The `Answer` of a model, or whatever a callable returned."""
-    answer_ms: float = math.nan
-    """The time of the answer itself, as the tracker and the log have it."""
-    total_ms: float = math.nan
-    """waited_ms + overhead_ms − prepared_ms + the time of the answer; NaN if the model gave a time
-    that is not possible."""
-    waited_ms: float = 0.0
-    """The time from its arrival to its end that was not spent on it; 0 if the arrival is
-    unknown."""
-    overhead_ms: float = 0.0
-    """The time that the controller adds: features, decision, setting knobs, tracking, and the calls
-    between them; also a first look that the answer does not continue from."""
-    decision_us: float = 0.0
-    """The time in which the whole batch was decided, a part of the overhead."""
-    prepared_ms: float = 0.0
-    """The time of the first stage that passed before the answer was asked for, see
-    `AdaptiveModel.prefetch`."""
-    request_id: str | None = None
-    """The id of its row in the log; None without a log."""
-
-    @property
-    def looks(self) -> bool:
-        """True if features are wanted."""
-        return self.expected is None or self.explored
-
-    @property
-    def choice(self) -> int:
-        """The controller's index of the configuration."""
-        return self.expected[0]
-
-    @property
-    def configuration(self) -> dict[str, Any]:
-        """The knobs of the answer."""
-        return self.controller.configuration(self.choice)
-
-    @property
-    def met(self) -> bool:
-        """True if the request was answered on time."""
-        return self.total_ms <= self.budget_ms  # not if that is NaN
 
 
 class RequestLog:
@@ -142,7 +74,7 @@ class RequestLog:
         was removed. The requests were answered all the same."""
 
     def add(self, row: Mapping[str, Any]) -> str:
-        """Write a row, see `row_of`. Return its id; a row without an id gets a new one."""
+        """Write a row, in plain values. Return its id; a row without an id gets a new one."""
         request_id = row.get("id") or f"{self._process}-{next(self._requests)}"
         self._write(REQUESTS, {"time": time.time(), **row, "id": request_id})
         return request_id
@@ -199,40 +131,6 @@ class RequestLog:
                 "log=%s: rows are lost (%s); these and later ones are counted", self.folder, reason
             )
         self.lost += rows
-
-
-def row_of(result: Result, chances: Mapping[int, float]) -> dict[str, Any]:
-    """Return a row of the log in plain values.
-
-    `beside_ms` is the time of all but the answer, by which a reader sees whether the other two
-    times of a row still belong together. It is negative where a first stage that the answer counts
-    was prepared before the request came.
-
-    Args:
-        result: the request and its answer.
-        chances: configuration → probability, for all that could have been drawn.
-    """
-    drift = None
-    if result.drift is not None:
-        drift = [packed(result.drift[0]), float(result.drift[1])]
-    return {
-        "controller": result.controller.digest,
-        "choice": result.choice,
-        "knobs": result.configuration,
-        "probability": chances[result.choice],
-        "among": list(chances),
-        "chances": list(chances.values()),
-        "best": result.best,
-        "budget_ms": float(result.budget_ms),
-        "limit_ms": float(result.limit_ms),
-        "features": {name: packed(block) for name, block in result.features.items()} or None,
-        "log_latency": result.expected[1],
-        "drift": drift,
-        "answer_ms": result.answer_ms,
-        "beside_ms": result.total_ms - result.answer_ms,
-        "total_ms": result.total_ms,
-        "met": bool(result.met),
-    }
 
 
 def packed(values: NDArray[Any]) -> str:

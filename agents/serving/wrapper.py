@@ -9,249 +9,54 @@ computed or the callable runs. This file needs no torch.
 from __future__ import annotations
 
 import inspect
-import threading
-import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from knobwise.agents.deployed.arrays import LEAST_MS, configurations_of
-from knobwise.agents.deployed.controller import Drift, NumpyController
-from knobwise.agents.serving.exploration import Exploration
-from knobwise.agents.serving.first_stages import Overhead
-from knobwise.agents.serving.inputs import blocks_of, limit_of
-from knobwise.agents.serving.request_log import RequestLog, Result, row_of
+from knobwise.agents.deployed.arrays import configurations_of
+from knobwise.agents.serving.request_log import RequestLog
+from knobwise.agents.serving.runtime import Result, Runtime, controller_of
 from knobwise.agents.serving.tracker import LatencyTracker
-from knobwise.agents.serving.versions import Watched
 from knobwise.common.errors import InputError
-from knobwise.common.forks import FORKED
-from knobwise.envs.tables.units import check_time
 
 
-class Front:
-    """A controller with what goes with it in front of a model: tracker, log, exploration, versions.
-
-    Args:
-        policy: from `knobwise.load` or `knobwise.fit`, a controller that a run deploys, or one from
-            `NumpyController.load`.
-        tracker: True for a new one, or one for this controller to go on with. False: nothing is
-            learned from the times of answers.
-        explore, explore_loss, seed: see `Exploration`.
-
-    Raises:
-        InputError: a policy of another kind, for mean budgets or for a cost that is no time; the
-            tracker of another controller.
-    """
-
-    _lock: threading.Lock
-    log: RequestLog | None = None
-
-    def __init__(
-        self,
-        policy: Any,
-        tracker: bool | LatencyTracker,
-        explore: float,
-        explore_loss: float,
-        seed: int | None,
-    ) -> None:
-        controller = getattr(policy, "agent", policy)  # of a KnobPolicy
-        controller = getattr(controller, "decider", controller)
-        if not hasattr(controller, "header"):
-            raise InputError(
-                f"runtime: {type(policy).__name__} is no policy; give one from knobwise.load, "
-                "knobwise.fit or NumpyController.load"
-            )
-        if controller.header["limit"] != "budget_ms":
-            raise InputError(
-                "runtime: the controller is for a mean over requests (budget=mean), but every "
-                "request here has a deadline; train one with budget=quantiles"
-            )
-        check_time("runtime", controller.unit)
-        self.controller: NumpyController = controller
-        self.configurations = configurations_of(controller)
-        self.tracker = fresh = LatencyTracker(self.configurations, controller.digest)
-        if isinstance(tracker, LatencyTracker):
-            self.tracker = tracker
-        if (self.tracker.digest, self.tracker.names) != (fresh.digest, fresh.names):
-            raise InputError(
-                "runtime: the tracker belongs to another controller; start with tracker=True"
-            )
-        self._tracks = tracker is not False
-        # the clock of all times, in s
-        self._now: Callable[[], float] = time.perf_counter
-        self._exploration = Exploration(explore, explore_loss, seed)
-        self._watched: Watched | None = None
-        self._decided = Overhead()
-        self._fallen_back = Overhead()
-
-    def _open(self, log: RequestLog | str | Path | None) -> None:
-        """Begin the log, the last thing to do, so that nothing is written where something else is
-        refused. Raises InputError if it cannot be written."""
-        self.log = log if isinstance(log, RequestLog | None) else RequestLog(log)
-
-    def watch(self, path: str | Path) -> None:
-        """Replace the controller between two requests whenever there is a new file.
-
-        What the tracker learned is kept, since an update learns what it did not follow. A file that
-        cannot be used is refused in a line, and nothing changes.
-
-        Args:
-            path: an exported `.npz`, or the folder of controller.npz, such as `current` of
-                `knobwise update`.
-
-        Raises:
-            InputError: there is no such file.
-        """
-        watched = Watched(Path(path), self.controller)
-        with self._lock:
-            self._watched = watched
-            self._follow()
-
-    def _follow(self) -> None:
-        """Replace the controller if there is a new one."""
-        if self._watched is not None:
-            self._watched.refresh()
-            self.controller = self._watched.controller
-            self.tracker.digest = self.controller.digest
-
-    def _state(self) -> tuple[NumpyController, Drift, bool, Overhead]:
-        """Return the facts that a `Result` begins with beside its budget; the lock must be held."""
-        drift = self.tracker.drift
-        return self.controller, drift, self._exploration.turn(), self._fallen_back
-
-    def _settle(self, flight: Result) -> None:
-        """Draw the configuration of a decided request if it is explored."""
-        flight.best = flight.choice
-        if flight.explored:
-            flight.expected = self._exploration.draw(flight)
-
-    def _note(self, flight: Result) -> None:
-        """Log an answered request, see `row_of`. Its chances are computed only now, so that no
-        answer waits for them."""
-        if self.log is not None:
-            flight.request_id = self.log.add(row_of(flight, self._exploration.chances(flight)))
-
-
-@dataclass(slots=True)
-class Timed(Result):
-    """A request with its moments, which are readings of the clock."""
-
-    begun: float = 0.0
-    before_ms: float = 0.0
-    """The time until the decision began."""
-    call_began: float = 0.0
-    """When the call began."""
-
-
-class Steps(Front):
-    """What a request goes through in front of a callable, step by step; see `wrap`."""
+class Wrapped(Runtime):
+    """A callable whose knobs are set for each request, see `wrap`."""
 
     def __init__(
         self,
         call: Callable[..., Any],
         features: Callable[[Any], Any] | None,
-        log: RequestLog | str | Path | None,
-        *front: Any,
+        policy: Any,
+        **options: Any,
     ) -> None:
-        """Begin; `front` are the arguments of `Front`."""
-        super().__init__(*front)
+        """Begin; `options` are those of `Runtime`."""
+        _check_call(call, features, policy)
         self._call = call
         # a policy that sees the budget only needs none
         self._features = features or (lambda request: None)
-        if features is None and self.controller.feature_sizes:
-            raise InputError(
-                f"wrap: the policy reads {self.controller.feature_sizes}; give features=FUNCTION, "
-                "which computes them from a request"
-            )
-        _check_knobs(call, self.configurations[0])
-        self.after_fork()
-        FORKED.add(self)
-        self._open(log)
-
-    def after_fork(self) -> None:
-        """Begin with a lock that is free."""
-        self._lock = threading.Lock()
-
-    def _begin(self, budget_ms: float) -> Timed:
-        """Take a request in; decide where the guard falls back, which needs no features."""
-        begun = self._now()
-        budget_ms = limit_of(budget_ms)
-        with self._lock:
-            self._follow()
-            flight = Timed(budget_ms, *self._state(), begun=begun)
-        flight.limit_ms = left_of(budget_ms, flight.overhead)
-        flight.expected = flight.controller.fall_back(flight.limit_ms, flight.drift)
-        return flight
-
-    def _decide(self, flight: Timed, features: Any) -> dict[str, Any]:
-        """Decide with what is left of the budget; return the values of the knobs."""
-        controller = flight.controller
-        looks = flight.looks
-        try:
-            if looks:
-                flight.features = blocks_of(features, controller.feature_sizes, controller.columns)
-            start = self._now()
-            flight.before_ms = (start - flight.begun) * 1e3
-            if looks:
-                flight.overhead = self._decided
-                flight.limit_ms = left_of(flight.budget_ms - flight.before_ms, flight.overhead)
-                flight.expected = controller.decide_expected(
-                    flight.features, flight.limit_ms, flight.drift
-                )
-        except ValueError as error:
-            raise InputError(f"wrap: {error}") from error
-        self._settle(flight)
-        knobs = flight.configuration
-        flight.call_began = self._now()
-        flight.decision_us = (flight.call_began - start) * 1e6
-        return knobs
-
-    def _fail(self, error: BaseException) -> None:
-        """Count a request without an answer, from which nothing can be learned."""
-        with self._lock:
-            self.tracker.ignore(f"the call raised {type(error).__name__}")
-
-    def _finish(self, flight: Timed, answer: Any) -> Result:
-        """Learn from the time of an answer, and log the request."""
-        flight.answer_ms = (self._now() - flight.call_began) * 1e3
-        _check_answer(answer)
-        flight.answer = answer
-        decision_ms = flight.decision_us / 1e3
-        with self._lock:
-            if self._tracks:
-                choice, log_latency, spread = flight.expected
-                self.tracker.update(choice, log_latency, spread, flight.answer_ms)
-            flight.total_ms = (self._now() - flight.begun) * 1e3
-            flight.overhead_ms = flight.total_ms - flight.answer_ms
-            beyond_ms = flight.overhead_ms - flight.before_ms - decision_ms
-            flight.overhead.add(decision_ms, beyond_ms)
-        self._note(flight)
-        return flight
-
-
-class Served(Steps):
-    """A callable whose knobs are set for each request, see `wrap`."""
+        super().__init__(policy, **options)
 
     def __call__(self, request: Any, budget_ms: float) -> Any:
         """Answer a request under its budget in ms, and return what the callable returned."""
         return self.result(request, budget_ms).answer
 
-    def result(self, request: Any, budget_ms: float) -> Result:
+    def result(self, request: Any, budget_ms: float) -> Any:
         """Answer a request, and return the answer with its knobs, its times and its `request_id` in
         the log, by which it can be labelled."""
-        flight = self._begin(budget_ms)
-        features = self._features(request) if flight.looks else None
-        knobs = self._decide(flight, features)
+        pending = self.begin(budget_ms)
+        features = self._features(request) if pending.needs_features else None
+        decision = self.decide(pending, features)
         try:
-            answer = self._call(request, **knobs)
+            answer = self._call(request, **decision.configuration)
         except BaseException as error:
-            self._fail(error)
+            self.abandon("the call", error)
             raise
-        return self._finish(flight, answer)
+        _check_answer(answer)
+        return self.finish(pending, decision, answer)
 
 
-class AsyncServed(Steps):
+class AsyncWrapped(Wrapped):
     """An async callable whose knobs are set for each request, see `wrap`."""
 
     async def __call__(self, request: Any, budget_ms: float) -> Any:
@@ -259,19 +64,20 @@ class AsyncServed(Steps):
         return (await self.result(request, budget_ms)).answer
 
     async def result(self, request: Any, budget_ms: float) -> Result:
-        """Answer a request, see `Served.result`. Its time is the time that passes until the answer
+        """Answer a request, see `Wrapped.result`. Its time is the time that passes until the answer
         is there, also while other requests run."""
-        flight = self._begin(budget_ms)
-        features = self._features(request) if flight.looks else None
+        pending = self.begin(budget_ms)
+        features = self._features(request) if pending.needs_features else None
         if inspect.isawaitable(features):
             features = await features
-        knobs = self._decide(flight, features)
+        decision = self.decide(pending, features)
         try:
-            answer = await self._call(request, **knobs)
+            answer = await self._call(request, **decision.configuration)
         except BaseException as error:
-            self._fail(error)
+            self.abandon("the call", error)
             raise
-        return self._finish(flight, answer)
+        _check_answer(answer)
+        return self.finish(pending, decision, answer)
 
 
 def wrap(
@@ -322,17 +128,23 @@ def wrap(
     awaits = any(map(inspect.iscoroutinefunction, (call, type(call).__call__)))
     if not awaits and inspect.iscoroutinefunction(features):
         raise InputError("wrap: features is a coroutine function, but call is not; make both async")
-    kind = AsyncServed if awaits else Served
-    return kind(call, features, log, policy, tracker, explore, explore_loss, seed)
+    options = {"tracker": tracker, "log": log, "explore": explore, "explore_loss": explore_loss}
+    kind = AsyncWrapped if awaits else Wrapped
+    return kind(call, features, policy, seed=seed, **options)
 
 
-def left_of(budget_ms: float, overhead: Overhead) -> float:
-    """Return what is left for an answer after a decision that takes as long as the latest ones."""
-    return max(LEAST_MS, budget_ms - overhead.decision_ms - overhead.beyond_ms)
-
-
-def _check_knobs(call: Callable[..., Any], knobs: Mapping[str, Any]) -> None:
-    """Refuse a callable that does not take the knobs."""
+def _check_call(
+    call: Callable[..., Any], features: Callable[[Any], Any] | None, policy: Any
+) -> None:
+    """Refuse a callable that does not take the knobs, and a policy whose features nothing
+    computes."""
+    controller = controller_of(policy)
+    if features is None and controller.feature_sizes:
+        raise InputError(
+            f"wrap: the policy reads {controller.feature_sizes}; give features=FUNCTION, "
+            "which computes them from a request"
+        )
+    knobs = configurations_of(controller)[0]
     try:
         inspect.signature(call).bind(None, **knobs)
     except ValueError:

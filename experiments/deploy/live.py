@@ -32,7 +32,7 @@ from knobwise.agents.deployed.calibrated import Static
 from knobwise.agents.evaluation.baselines import BestStatic, averages, static_of
 from knobwise.agents.evaluation.budgets import judged_budgets
 from knobwise.agents.serving.adaptive_model import AdaptiveModel
-from knobwise.agents.serving.first_stages import DECISIONS_KEPT
+from knobwise.agents.serving.runtime import DECISIONS_KEPT
 from knobwise.agents.serving.tracker import LatencyTracker
 from knobwise.agents.training.checkpoint import Loaded
 from knobwise.common.errors import InputError

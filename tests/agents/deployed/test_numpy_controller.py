@@ -25,7 +25,6 @@ from knobwise.agents.deployed import controller as policy
 from knobwise.agents.deployed.arrays import digest_of
 from knobwise.agents.deployed.controller import FORMAT, NumpyController
 from knobwise.agents.serving.exploration import near_best
-from knobwise.agents.serving.request_log import Result
 from knobwise.envs.bandit.budgets import default_budgets
 
 ROUNDING = 1e-4
@@ -293,7 +292,7 @@ def test_margins_and_fall_backs_by_hand():
 )
 def test_the_configurations_that_lose_little_by_hand(limit_ms, drift, loss, wanted):
     light = with_arrays(GUARDED, guard=True)
-    assert near_best(Result(limit_ms, light, drift, True, None, limit_ms, X), loss) == wanted
+    assert near_best(light, X, limit_ms, drift, loss) == wanted
     expected = light.expected_of(X, 81.0, None, 1)
     assert expected == pytest.approx((1, math.log(30), math.log(3)))
 

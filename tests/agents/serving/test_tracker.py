@@ -274,9 +274,9 @@ def test_answers_that_fail_are_counted_and_the_stream_goes_on(caplog):
     assert [*model.tracker.ignored.values()] == [2]
     assert model.tracker.answers == 1
     assert len(caplog.records) == 1
-    model._now = itertools.count(9.0, -1.0).__next__  # a clock that goes back
+    model.runtime.now = itertools.count(9.0, -1.0).__next__  # a clock that goes back
     assert model.answer(*asked).limit_ms <= 600.0
-    assert model._decided.decision_ms >= 0
+    assert model.runtime.decided.decision_ms >= 0
 
 
 def test_following_the_drift_pays_and_costs_little_without():

@@ -10,8 +10,7 @@ from tensordict import TensorDict
 
 import knobwise
 from knobwise.agents.learning.logged import Logged
-from knobwise.agents.serving.exploration import Exploration
-from knobwise.agents.serving.request_log import Result
+from knobwise.agents.serving.exploration import Exploration, near_best
 from knobwise.envs import default_budgets
 
 TRAINED, SERVED = 500, 800
@@ -60,9 +59,9 @@ class Served:
         for row in range(SERVED):
             features = arrays(self.table, row)
             for b, budget in enumerate(self.budgets.tolist()):
-                decided = {"limit_ms": budget, "features": features, "best": int(self.best[row, b])}
-                flight = Result(budget, self.agent.decider, None, False, None, **decided)
-                for choice, chance in exploration.chances(flight).items():
+                close = near_best(self.agent.decider, features, budget, None, EXPLORE_LOSS)
+                chances = exploration.chances(int(self.best[row, b]), close)
+                for choice, chance in chances.items():
                     self.propensity[row, b, choice] = chance
 
     def decided(self, agent):

@@ -174,6 +174,7 @@ def controller_of(names):
         digest="in turn",
         unit="ms",
         feature_sizes={"x": 1},
+        columns=(),
         header={"limit": "budget_ms"},
         fall_back=lambda limit, drift: None,
         decide_expected=lambda blocks, limit, drift: (next(turns), 0.0, 0.1),

@@ -1,0 +1,510 @@
+"""The walk of a request past a controller, the same in front of any model.
+
+    begin ─▶ features, if they are needed ─▶ decide, or fail ─▶ the model answers ─▶ finish
+
+Whoever serves computes the features and the answer between these calls, in threads or coroutines;
+many requests may be under way. No lock is held in between. This file needs no torch.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from knobwise.agents.deployed.arrays import LEAST_MS, Arrays, configurations_of
+from knobwise.agents.deployed.controller import Drift, Expected, NumpyController
+from knobwise.agents.serving.exploration import Exploration, near_best
+from knobwise.agents.serving.inputs import blocks_of, limit_of
+from knobwise.agents.serving.request_log import RequestLog, packed
+from knobwise.agents.serving.tracker import LatencyTracker
+from knobwise.agents.serving.versions import Watched
+from knobwise.common.errors import InputError
+from knobwise.common.forks import FORKED
+from knobwise.envs.tables.units import check_time
+
+DECISIONS_KEPT = 64
+"""Number of the latest decisions whose median time, knobs included, the next one is charged."""
+
+
+class PendingRequest(NamedTuple):
+    """A request that has begun."""
+
+    budget_ms: float
+    limits: Mapping[str, float] | None
+    """Further limits, such as of tokens or a price. They are logged; no decision reads them yet."""
+    controller: NumpyController
+    """The controller that decides."""
+    drift: Drift
+    """The drift that the decision allows for: offsets of ln ms [C] and the factor on their spread;
+    None for no drift."""
+    explored: bool
+    """True if the configuration is drawn."""
+    begun: float
+    """The clock's reading when it began, in s."""
+    waited_ms: float
+    """The time from its arrival until then."""
+    limit_ms: float
+    """What was left of the budget for the answer then, if the guard was asked."""
+    static: Expected | None
+    """The decision where the guard falls back, which needs no features; else None."""
+
+    @property
+    def needs_features(self) -> bool:
+        """True if `decide` reads features."""
+        return self.static is None or self.explored
+
+
+class Decision(NamedTuple):
+    """A configuration for a request, and what it was chosen from."""
+
+    choice: int
+    """The controller's index of the configuration."""
+    log_latency: float
+    """The mean of ln ms that is expected of the answer, without drift."""
+    spread: float
+    """The standard deviation of ln ms."""
+    configuration: dict[str, Any]
+    """The knobs by name."""
+    best: int
+    """The choice of the controller, before anything is drawn."""
+    fell_back: bool
+    """True if it was made without features, by static."""
+    features: Arrays | None
+    """Blocks [d]; {} where none were needed, None where they failed."""
+    limit_ms: float
+    """What was left of the budget for the answer."""
+    spent_ms: float
+    """What was taken off the budget before the decision began."""
+    took_ms: float
+    made: float
+    """The clock's reading when it was made, in s."""
+
+
+class Result(NamedTuple):
+    """A request that was answered, with its times."""
+
+    request: PendingRequest
+    decision: Decision
+    answer: Any
+    """The `Answer` of a model, or whatever a callable returned."""
+    answer_ms: float
+    """The time of the answer itself, as the tracker and the log have it."""
+    total_ms: float
+    """waited_ms + overhead_ms − prepared_ms + the time of the answer; NaN if the model gave a time
+    that is not possible."""
+    overhead_ms: float
+    """The time that the controller adds: features, decision, setting knobs, tracking, and the calls
+    between them; also a first look that the answer does not continue from."""
+    decision_us: float
+    """The time in which the whole batch was decided, a part of the overhead."""
+    waited_ms: float = 0.0
+    """The time from its arrival to its end that was not spent on it; 0 if the arrival is
+    unknown."""
+    prepared_ms: float = 0.0
+    """The time of the first stage that passed before the answer was asked for, see
+    `AdaptiveModel.prefetch`."""
+    request_id: str | None = None
+    """The id of its row in the log; None without a log."""
+
+    @property
+    def budget_ms(self) -> float:
+        """The budget."""
+        return self.request.budget_ms
+
+    @property
+    def controller(self) -> NumpyController:
+        """The controller that decided."""
+        return self.request.controller
+
+    @property
+    def drift(self) -> Drift:
+        """See `PendingRequest.drift`."""
+        return self.request.drift
+
+    @property
+    def explored(self) -> bool:
+        """True if the configuration was drawn."""
+        return self.request.explored and self.decision.features is not None
+
+    @property
+    def features(self) -> Arrays:
+        """Blocks [d]; {} where there were none."""
+        return self.decision.features or {}
+
+    @property
+    def best(self) -> int:
+        """The choice of the controller, before anything was drawn."""
+        return self.decision.best
+
+    @property
+    def choice(self) -> int:
+        """The controller's index of the configuration."""
+        return self.decision.choice
+
+    @property
+    def configuration(self) -> dict[str, Any]:
+        """The knobs of the answer."""
+        return self.decision.configuration
+
+    @property
+    def limit_ms(self) -> float:
+        """What was left of the budget for the answer, when the decision was made."""
+        return self.decision.limit_ms
+
+    @property
+    def expected(self) -> Expected:
+        """The choice, and the mean and standard deviation of its ln ms, without drift."""
+        return self.decision[:3]
+
+    @property
+    def met(self) -> bool:
+        """True if the request was answered on time."""
+        return self.total_ms <= self.budget_ms  # not if that is NaN
+
+
+class Overhead:
+    """The median times of the latest decisions, and of the calls around them, in ms.
+
+    They are 0 before the first decision.
+    """
+
+    def __init__(self) -> None:
+        self._latest: deque[tuple[float, float]] = deque(maxlen=DECISIONS_KEPT)
+        self._count = 0
+        self.decision_ms = 0.0
+        self.beyond_ms = 0.0
+
+    def add(self, decision_ms: float, beyond_ms: float) -> None:
+        self._latest.append((decision_ms, beyond_ms))
+        self._count += 1
+        # the medians take time too
+        if self._count < 8 or self._count % DECISIONS_KEPT == 0:
+            columns = zip(*self._latest, strict=True)
+            self.decision_ms, self.beyond_ms = map(statistics.median, columns)
+
+    def left_of(self, budget_ms: float) -> float:
+        """Return what is left for an answer after a decision that takes as long as the latest."""
+        return max(LEAST_MS, budget_ms - self.decision_ms - self.beyond_ms)
+
+
+class Runtime:
+    """A controller with what goes with it in front of a model: tracker, log, exploration, versions.
+
+    Attributes:
+        controller: the one that decides on the next request.
+        configurations: the knob values of each configuration.
+        now: the clock of all times, in s.
+        decided, fallen_back: the `Overhead` of decisions with and without features.
+
+    Args:
+        policy: from `knobwise.load` or `knobwise.fit`, a controller that a run deploys, or one from
+            `NumpyController.load`.
+        tracker: True for a new one, or one for this controller to go on with. False: nothing is
+            learned from the times of answers.
+        log: a folder, or the log in it, that gets a row for each request once it is answered.
+        explore, explore_loss, seed: see `Exploration`.
+
+    Raises:
+        InputError: a policy of another kind, for mean budgets or for a cost that is no time; the
+            tracker of another controller; a log that cannot be written.
+    """
+
+    def __init__(
+        self,
+        policy: Any,
+        *,
+        tracker: bool | LatencyTracker = True,
+        log: RequestLog | str | Path | None = None,
+        explore: float = 0.0,
+        explore_loss: float = 0.05,
+        seed: int | None = None,
+    ) -> None:
+        self.controller = controller_of(policy)
+        self.configurations = configurations_of(self.controller)
+        self.tracker = fresh = LatencyTracker(self.configurations, self.controller.digest)
+        if isinstance(tracker, LatencyTracker):
+            self.tracker = tracker
+        if (self.tracker.digest, self.tracker.names) != (fresh.digest, fresh.names):
+            raise InputError(
+                "runtime: the tracker belongs to another controller; start with tracker=True"
+            )
+        self._tracks = tracker is not False
+        self.now: Callable[[], float] = time.perf_counter
+        self._exploration = Exploration(explore, explore_loss, seed)
+        self._watched: Watched | None = None
+        self.decided = Overhead()
+        self.fallen_back = Overhead()
+        self.after_fork()
+        FORKED.add(self)
+        # the last thing to do, so that nothing is written where something else is refused
+        self.log = log if isinstance(log, RequestLog | None) else RequestLog(log)
+
+    def after_fork(self) -> None:
+        """Begin with a lock that is free."""
+        self._lock = threading.Lock()
+
+    def watch(self, path: str | Path) -> None:
+        """Replace the controller between two requests whenever there is a new file.
+
+        What the tracker learned is kept, since an update learns what it did not follow. A file that
+        cannot be used is refused in a line, and nothing changes.
+
+        Args:
+            path: an exported `.npz`, or the folder of controller.npz, such as `current` of
+                `knobwise update`.
+
+        Raises:
+            InputError: there is no such file.
+        """
+        watched = Watched(Path(path), self.controller)
+        with self._lock:
+            self._watched = watched
+            self._follow(watched)
+
+    def _follow(self, watched: Watched) -> None:
+        """Replace the controller if there is a new one."""
+        watched.refresh()
+        self.controller = watched.controller
+        self.tracker.digest = self.controller.digest
+
+    def begin(
+        self,
+        budget_ms: float,
+        limits: Mapping[str, float] | None = None,
+        *,
+        arrived: float | None = None,
+        ask_guard: bool = True,
+    ) -> PendingRequest:
+        """Take a request in, and ask the guard whether features are needed at all.
+
+        Args:
+            budget_ms: a deadline in ms after arrival, or after now.
+            limits: further limits by name, such as of tokens or a price, which are logged.
+            arrived: a reading of `now` from which on waiting counts.
+            ask_guard: False for a request whose features are computed in any case.
+
+        Raises:
+            InputError: a budget or limit that is no number, or not positive and finite.
+        """
+        begun = self.now()
+        budget_ms = limit_of(budget_ms)
+        if limits is not None:
+            limits = {name: limit_of(limit, "its unit", name) for name, limit in limits.items()}
+        waited_ms = 0.0
+        if arrived is not None:
+            waited_ms = (begun - arrived) * 1e3
+        with self._lock:
+            if self._watched is not None:
+                self._follow(self._watched)
+            controller = self.controller
+            drift = self.tracker.drift
+            explored = self._exploration.turn()
+        static = None
+        limit_ms = budget_ms
+        if ask_guard:
+            limit_ms = self.fallen_back.left_of(budget_ms - waited_ms)
+            static = controller.fall_back(limit_ms, drift)
+        return PendingRequest(
+            budget_ms, limits, controller, drift, explored, begun, waited_ms, limit_ms, static
+        )
+
+    def decide(
+        self,
+        request: PendingRequest,
+        features: Any = None,
+        spent_ms: float | None = None,
+        choose: Callable[[Arrays, float], Expected] | None = None,
+    ) -> Decision:
+        """Decide with what is left of the budget.
+
+        Args:
+            request: from `begin`.
+            features: as `KnobPolicy.decide` takes them; ignored where they are not needed.
+            spent_ms: what is taken off the budget; None for the time since it arrived or began.
+            choose: decides for features and what is left in ms, such as from a cache, instead of
+                the controller.
+
+        Raises:
+            InputError: a feature is missing, no number, infinite or of another shape.
+        """
+        controller = request.controller
+        expected: Any = request.static
+        limit_ms = request.limit_ms
+        reads = request.needs_features
+        blocks: Arrays = {}
+        try:
+            if reads:
+                blocks = blocks_of(features, controller.feature_sizes, controller.columns)
+            start = self.now()
+            if spent_ms is None:
+                spent_ms = request.waited_ms + (start - request.begun) * 1e3
+            if reads:
+                limit_ms = self.decided.left_of(request.budget_ms - spent_ms)
+                if choose is None:
+                    expected = controller.decide_expected(blocks, limit_ms, request.drift)
+                else:
+                    expected = choose(blocks, limit_ms)
+        except ValueError as error:
+            raise InputError(f"runtime: {error}") from error
+        best = expected[0]
+        if request.explored:
+            choice = self._exploration.draw(self._close(request, blocks, limit_ms))
+            expected = controller.expected_of(blocks, limit_ms, request.drift, choice)
+        choice, log_latency, spread = expected
+        knobs = controller.configuration(choice)
+        made = self.now()
+        took_ms = (made - start) * 1e3
+        about = best, not reads, blocks, limit_ms, spent_ms, took_ms, made
+        return Decision(choice, log_latency, spread, knobs, *about)
+
+    def fail(self, request: PendingRequest) -> Decision:
+        """Decide on a request whose features could not be had, as static does.
+
+        A controller without a static policy decides as if each feature were missing. Nothing is
+        drawn, and no update learns from the row in the log.
+        """
+        controller = request.controller
+        static = controller.static
+        drift = request.drift
+
+        def choose(features: Arrays, limit_ms: float) -> Expected:
+            if static is None:
+                return controller.decide_expected(features, limit_ms, drift)
+            return static.expected(static.single(limit_ms * controller.factor(drift)))
+
+        missing = {}
+        for name, width in controller.feature_sizes.items():
+            missing[name] = np.full(width, np.nan, np.float32)
+        request = request._replace(static=None, explored=False)
+        decision = self.decide(request, missing, choose=choose)
+        return decision._replace(features=None, fell_back=True)
+
+    def _close(self, request: PendingRequest, features: Arrays, limit_ms: float) -> list[int]:
+        """Return the configurations that exploration may draw."""
+        about = request.controller, features, limit_ms, request.drift
+        return near_best(*about, self._exploration.loss)
+
+    def finish(
+        self,
+        request: PendingRequest,
+        decision: Decision,
+        answer: Any = None,
+        ended: float | None = None,
+    ) -> Result:
+        """Learn from the time of an answer since its decision, and log the request.
+
+        Args:
+            request, decision: from `begin`, and from `decide` or `fail`.
+            answer: anything, which the result holds.
+            ended: the reading of `now` at which the time that counts ended, such as at the first
+                token of an answer that comes in parts; None for now.
+        """
+        answered = self.now() if ended is None else ended
+        answer_ms = (answered - decision.made) * 1e3
+        self.learn(decision, answer_ms)
+        done = self.now() if ended is None else ended
+        total_ms = request.waited_ms + (done - request.begun) * 1e3
+        overhead_ms = total_ms - request.waited_ms - answer_ms
+        beyond_ms = overhead_ms + request.waited_ms - decision.spent_ms - decision.took_ms
+        self.charge(decision, decision.took_ms, beyond_ms)
+        times = answer_ms, total_ms, overhead_ms, decision.took_ms * 1e3, request.waited_ms
+        return self.record(Result(request, decision, answer, *times))
+
+    def learn(self, decision: Decision, answer_ms: float) -> None:
+        """Teach the tracker the time of an answer. One that is not possible, NaN, is counted in any
+        case."""
+        if self._tracks or math.isnan(answer_ms):
+            with self._lock:
+                self.tracker.update(*decision[:3], answer_ms)
+
+    def charge(self, decision: Decision, took_ms: float, beyond_ms: float) -> None:
+        """Charge the next decisions of this kind what this one took, and the calls around it."""
+        overhead = self.fallen_back if decision.fell_back else self.decided
+        with self._lock:
+            overhead.add(took_ms, beyond_ms)
+
+    def record(self, result: Result) -> Result:
+        """Log a request, and return it with its id; one that took no possible time is not logged.
+        Its chances are computed only now, so that no answer waits for them."""
+        if self.log is None or math.isnan(result.total_ms):
+            return result
+        request, decision = result[:2]
+        # what stands in for features that failed is not drawn
+        chances = {decision.best: 1.0}
+        if decision.features is not None and self._exploration.share:
+            close = self._close(request, decision.features, decision.limit_ms)
+            chances = self._exploration.chances(decision.best, close)
+        return result._replace(request_id=self.log.add(_row(result, chances)))
+
+    def abandon(self, what: str, error: BaseException) -> None:
+        """Count a request without an answer, because `what` raised an error; nothing can be learned
+        from it."""
+        with self._lock:
+            self.tracker.ignore(f"{what} raised {type(error).__name__}")
+
+
+def controller_of(policy: Any) -> NumpyController:
+    """Return the controller of a policy, which decides under deadlines. Raises InputError as
+    `Runtime`."""
+    controller = getattr(policy, "agent", policy)  # of a KnobPolicy
+    controller = getattr(controller, "decider", controller)  # exported
+    if not hasattr(controller, "header"):
+        raise InputError(
+            f"runtime: {type(policy).__name__} is no policy; give one from knobwise.load, "
+            "knobwise.fit or NumpyController.load"
+        )
+    if controller.header["limit"] != "budget_ms":
+        raise InputError(
+            "runtime: the controller is for a mean over requests (budget=mean), but every "
+            "request here has a deadline; train one with budget=quantiles"
+        )
+    check_time("runtime", controller.unit)
+    return controller
+
+
+def _row(result: Result, chances: Mapping[int, float]) -> dict[str, Any]:
+    """Return a row of the log in plain values.
+
+    `beside_ms` is the time of all but the answer, by which a reader sees whether the other two
+    times of a row still belong together. It is negative where a first stage that the answer counts
+    was prepared before the request came.
+
+    Args:
+        result: the request and its answer.
+        chances: configuration → probability, for all that could have been drawn.
+    """
+    request, decision = result[:2]
+    features = decision.features
+    row = {
+        "controller": request.controller.digest,
+        "choice": decision.choice,
+        "knobs": decision.configuration,
+        "probability": chances[decision.choice],
+        "among": list(chances),
+        "chances": list(chances.values()),
+        "best": decision.best,
+        "budget_ms": request.budget_ms,
+        "limit_ms": float(decision.limit_ms),
+        "features": {name: packed(block) for name, block in (features or {}).items()} or None,
+        "log_latency": decision.log_latency,
+        "drift": None,
+        "answer_ms": result.answer_ms,
+        "beside_ms": result.total_ms - result.answer_ms,
+        "total_ms": result.total_ms,
+        "met": bool(result.met),
+    }
+    if request.drift is not None:
+        row["drift"] = [packed(request.drift[0]), float(request.drift[1])]
+    if request.limits is not None:
+        row["limits"] = dict(request.limits)
+    if features is None:
+        row["failed"] = True
+    return row
