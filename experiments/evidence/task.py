@@ -92,6 +92,8 @@ OVER_SINGLE = Metric(
 )
 ATTAINED = Metric("attained", "attained", ".0%")
 """Added where the whole run is known."""
+PRICE = Metric("price", "price λ", ".3g")
+"""Added where the policies are known."""
 DECISION = Metric("decision_us_p50", "decision time", unit="µs", aggregate=pl.mean("decision_us"))
 P95 = Metric(
     "latency_ms_p95",
@@ -214,6 +216,7 @@ MEAN_BUDGET = Task(
         OVER_MIX,
         OVER_SINGLE,
         Metric("gap_closed", "oracle gap closed", ".0%", value=over("accuracy"), per=GAP_WIDTH),
+        PRICE,
         DECISION,
     ),
     numbers=(

@@ -24,6 +24,7 @@ from knobwise.experiments.evidence.task import (
     FEASIBLE,
     FREE,
     OVER_SINGLE,
+    PRICE,
     Metric,
     Row,
     shown_at,
@@ -206,7 +207,7 @@ def by_dataset(results: RunResults) -> Table:
         title = f"{row['dataset']}, {row['samples']} samples"
         line = {"data set": title, "policy": policy_name(row["policy"])}
         for metric in task.metrics:
-            if metric is not DECISION and (metric is not FREE or unit in TIMES):
+            if metric not in (DECISION, PRICE) and (metric is not FREE or unit in TIMES):
                 line[metric.name] = cell(row, metric, unit)
         lines.append(line)
     return reworded(table_of(lines, list(map(policy_name, task.trained))), unit)

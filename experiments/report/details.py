@@ -144,9 +144,13 @@ def explanation(results: RunResults) -> list[Any]:
         score += " minus the price of the latency"
     features = []
     for row in why["importance"]:
-        # a block of features, or one of its columns
-        column = "" if row["column"] is None else f" [{row['column']}]"
-        features.append(row | {"name": f"{row['name']}{column}"})
+        # a block of features, or one of its columns: by its name, or else by its number
+        name = row["name"]
+        if isinstance(row["column"], str):
+            name = row["column"]
+        elif row["column"] is not None:
+            name = f"{name} [{row['column']}]"
+        features.append(row | {"name": name})
     blocks = [
         about["why"].format(**filled),
         on_usage(results),
@@ -186,13 +190,13 @@ def _rules(results: RunResults) -> list[Any]:
     unit = unit_of(results)
     lines = []
     for rule in tree["rules"]:
-        line = {"if": _condition(rule["when"], unit), "then": setting(rule["then"])}
+        line = {"if": rule_condition(rule["when"], unit), "then": setting(rule["then"])}
         line["share of decisions"] = f"{rule['share']:.0%}"
         lines.append(line | {"agreement": f"{rule['alike']:.0%}"})
     return [text, table_of(lines, wordy=[0, 1])]
 
 
-def _condition(bounds: Sequence[tuple[str, str, float]], unit: str) -> str:
+def rule_condition(bounds: Sequence[tuple[str, str, float]], unit: str) -> str:
     """Return the condition of a rule in words; "always" without bounds."""
     parts = []
     for name, sign, value in bounds:

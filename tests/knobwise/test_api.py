@@ -228,7 +228,7 @@ def test_fit_takes_the_options_of_the_command_line(options, experts, capsys):
     assert len(policy.decide(table.features, 14.0, explain=True)) == 60
     budgets_ms = policy.judged["budgets_ms"]
     assert budgets_ms == list(options.get("budgets_ms", budgets_ms))
-    assert ("the static mix" if mean else "budget-aware static") in capsys.readouterr().err
+    assert ("static mix" if mean else "budget-aware static") in capsys.readouterr().err
 
 
 class Frame:

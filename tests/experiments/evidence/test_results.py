@@ -271,7 +271,7 @@ def test_a_mixture_uses_both_of_its_configurations_as_often_as_it_draws_them():
 def test_train_under_mean_budgets(folder):
     launch(MEAN, "policy.experts=[ridge,knn] seeds=[0,1] name=first")
     run = folder / "runs" / "mean_budget" / "first"
-    assert "λ =" in (run / "report.html").read_text()
+    assert "<th>price λ</th>" in (run / "report.html").read_text()
     columns = pl.read_csv(run / "metrics.csv").columns
     assert "Val/Reward_Mean" in columns
     assert not [c for c in columns if "Violation" in c or "Utility" in c]
