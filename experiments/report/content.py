@@ -88,10 +88,11 @@ def _facts(comparison: Comparison) -> str:
     facts = [
         f"profile {profile.get('name', 'unnamed')}: {', '.join(sizes)}".removesuffix(": "),
         f"judged on {judged}",
-        f"seeds {', '.join(map(str, results.get('seeds', [])))}",
         f"{task.condition_words[1]} {conditions}",
     ]
-    if not comparison.single:
+    if comparison.single:
+        facts.insert(2, f"seeds {', '.join(map(str, results.get('seeds', [])))}")
+    else:
         facts.insert(0, f"compared with {comparison.reference.label}")
     return in_words(" · ".join(facts), comparison.unit)
 

@@ -105,7 +105,7 @@ class Tracker:
     experiment: str
     """The W&B group."""
     job_type: str
-    """train, evaluate or update."""
+    """train or evaluate."""
     config: Mapping[str, Any]
     """The resolved configuration; seed, stage, profile digest and git commit are added."""
     settings: TrackingSettings
