@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import re
 import string
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -18,23 +19,24 @@ from knobwise.profiling.measuring.questions import VQAItem
 PROMPT = "{question}{choices}"
 
 
-class Requests:
+class Requests(ABC):
     """Requests whose answers can be scored: a file of questions, or a generator of them, which has
     no end."""
 
     prompt = PROMPT
     """How a question is put."""
 
+    @abstractmethod
     def ids(self) -> Iterator[str]:
         """Return the ids of the samples, in an order that does not change."""
-        raise NotImplementedError
 
+    @abstractmethod
     def __contains__(self, sample_id: object) -> bool:
-        raise NotImplementedError
+        """Tell whether there is a sample with this id."""
 
+    @abstractmethod
     def item(self, sample_id: str) -> VQAItem:
         """Return the item of a sample."""
-        raise NotImplementedError
 
     def request(self, sample_id: str) -> Request:
         """Return the request of a sample."""
@@ -110,9 +112,9 @@ class DrawnQuestions(Requests, Sequence[VQAItem]):
     def __init__(self) -> None:
         self._items: dict[int, VQAItem] = {}
 
+    @abstractmethod
     def draw(self, row: int) -> VQAItem:
         """Draw the item with this number, always the same."""
-        raise NotImplementedError
 
     def __len__(self) -> int:
         return self.length
