@@ -53,7 +53,5 @@ MODULES = {
     "DemonstrationRewardConfig": "demonstrations.reward",
     "DemonstrationBanditEnv": "demonstrations.gymnasium_env",
 }
-# these moved; programs that look for them here still find them
-MOVED = dict.fromkeys(("builtin_profile", "SimulatedConfig", "simulate"), "knobwise.testbeds")
-__getattr__ = lazy(__name__, MODULES | MOVED)
+__getattr__ = lazy(__name__, MODULES)
 __all__ = list(MODULES)

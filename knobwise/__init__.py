@@ -12,8 +12,7 @@ which data passes through them: `knobwise.profiling` measures, `knobwise.envs` r
 
 from typing import TYPE_CHECKING
 
-import gymnasium
-
+from knobwise import registration
 from knobwise._version import __version__
 from knobwise.common.lazy import lazy
 
@@ -24,16 +23,7 @@ if TYPE_CHECKING:
     from knobwise.api import read as read
     from knobwise.api import wrap as wrap
 
-gymnasium.register(
-    id="knobwise/ConfigBandit-v0",
-    entry_point="knobwise.registration:config_bandit",
-    vector_entry_point="knobwise.registration:config_bandit_vector",
-)
-
-gymnasium.register(
-    id="knobwise/DemonstrationBandit-v0",
-    entry_point="knobwise.envs.demonstrations.gymnasium_env:DemonstrationBanditEnv",
-)
+registration.register()
 
 MODULES = dict.fromkeys(("KnobPolicy", "fit", "load", "read"), "api")
 MODULES["wrap"] = "agents.serving.wrapper"  # without torch

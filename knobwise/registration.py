@@ -1,43 +1,28 @@
-"""What `gymnasium.make("knobwise/ConfigBandit-v0")` makes: without a table, the bandit of the
-built-in profile, whose questions and pictures can be drawn again to be looked at.
+"""What `import knobwise` makes known: environments by their ids, and names by their former places.
 
-The environments themselves know no profile that comes with knobwise.
+The environments themselves know no profile that comes with knobwise. Only this file says where the
+bandit gets one when it is made without a table.
 """
 
 from __future__ import annotations
 
-from typing import Any
+import gymnasium
 
-from knobwise.envs.bandit.gymnasium_env import ConfigBanditEnv
-from knobwise.envs.bandit.gymnasium_vector_env import (
-    ConfigBanditVectorEnv,
-    work_alone_if_forked,
-)
-from knobwise.envs.tables.profile_table import ProfileTable
-from knobwise.testbeds.elastic.adapter import builtin_input
-from knobwise.testbeds.profiles import builtin_profile
+from knobwise import envs
+
+MOVED = dict.fromkeys(("builtin_profile", "SimulatedConfig", "simulate"), "knobwise.testbeds")
+"""Names that were once in `knobwise.envs`; programs that look there still find them."""
 
 
-def config_bandit(table: ProfileTable | None = None, **options: Any) -> ConfigBanditEnv:
-    """Return a `ConfigBanditEnv`, for the built-in profile if there is no table."""
-    # before a table is read
-    work_alone_if_forked()
-    if table is None or getattr(table, "name", "") == "builtin":
-        options.setdefault("inputs", builtin_input)
-    if table is None:
-        table = builtin_profile()
-    return ConfigBanditEnv(table, **options)
-
-
-def config_bandit_vector(
-    num_envs: int = 1, table: ProfileTable | None = None, **options: Any
-) -> ConfigBanditVectorEnv:
-    """Return a `ConfigBanditVectorEnv`, for the built-in profile if there is no table."""
-    work_alone_if_forked()
-    if table is None:
-        table = builtin_profile()
-    return ConfigBanditVectorEnv(num_envs, table, **options)
-
-
-# gymnasium looks here for the ways to render
-config_bandit.metadata = ConfigBanditEnv.metadata  # type: ignore[attr-defined]
+def register() -> None:
+    """Make everything known, without importing it."""
+    gymnasium.register(
+        id="knobwise/ConfigBandit-v0",
+        entry_point="knobwise.testbeds.bandit:config_bandit",
+        vector_entry_point="knobwise.testbeds.bandit:config_bandit_vector",
+    )
+    gymnasium.register(
+        id="knobwise/DemonstrationBandit-v0",
+        entry_point="knobwise.envs.demonstrations.gymnasium_env:DemonstrationBanditEnv",
+    )
+    envs.MODULES.update(MOVED)

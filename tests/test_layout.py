@@ -81,6 +81,22 @@ def test_imports_go_one_way():
             assert bare - sys.stdlib_module_names <= {"numpy"}, path
 
 
+def strings_in(tree):
+    """The strings of the code; docstrings are not among them."""
+    docstrings = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and id(node) not in docstrings:
+            yield str(node.value)
+
+
+def test_what_decides_and_learns_names_no_testbed():
+    """Also not by a string, such as those of lazy imports and of gymnasium's entry points."""
+    apart = [path for path in SOURCES if top_of(path) in ("envs", "losses", "agents")]
+    for path in (*apart, ROOT / "knobwise/__init__.py"):
+        words = [*imported(path), *strings_in(ast.parse(path.read_text()))]
+        assert not [word for word in words if "testbeds" in word], path
+
+
 PLAIN = ("evidence", "settings", "tracking", "train", "wording")
 """Folders of `experiments` that make no page."""
 
@@ -168,6 +184,34 @@ def test_no_folder_is_crowded_and_every_file_can_be_read_at_one_sitting():
     assert not {str(folder): count for folder, count in counts.items() if count > MOST_MODULES}
     for path in SOURCES:
         assert sum(lines_with_tokens(path).values()) <= LONGEST_FILE, path
+
+
+CENTRE = {
+    "envs/tables": 7_400,
+    "envs/bandit": 14_600,
+    "losses": 6_600,
+    "agents/controller": 7_500,
+    "agents/training": 10_500,
+}
+"""The most tokens of each folder of the centre; `test_centre.py` holds it to what it loads."""
+LARGEST_CENTRE = 50_300
+"""In tokens, with what these folders use of `knobwise/common`."""
+
+
+def test_the_centre_stays_small():
+    paths = [path for folder in CENTRE for path in sorted((ROOT / folder).glob("*.py"))]
+    # what is imported is read in its turn
+    for path in paths:
+        for module in imported(path):
+            source = ROOT / (module.replace(".", "/") + ".py")
+            if module.startswith("knobwise.common.") and source not in paths:
+                paths.append(source)
+    tokens = Counter()
+    for path in paths:
+        tokens[str(path.parent.relative_to(ROOT))] += sum(lines_with_tokens(path).values())
+    assert tokens.keys() == {*CENTRE, "knobwise/common"}
+    assert not {folder: tokens[folder] for folder, most in CENTRE.items() if tokens[folder] > most}
+    assert tokens.total() <= LARGEST_CENTRE, tokens
 
 
 COMPREHENSIONS = (ast.ListComp, ast.DictComp, ast.SetComp, ast.GeneratorExp)
