@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from knobwise.agents.calibration.prices import MeanBudgetPolicy
+from knobwise.agents.calibration.mean_policies import MeanBudgetPolicy
 
 
 class Ruled:

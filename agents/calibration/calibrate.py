@@ -12,7 +12,7 @@ from torch import Tensor
 
 from knobwise.agents.calibration.deployed_controller import Arrays, DeployedController, Settled
 from knobwise.agents.calibration.guard import calibrate
-from knobwise.agents.calibration.prices import StaticMix, compared, outcomes_of, worths_for
+from knobwise.agents.calibration.mean_policies import StaticMix, compared, outcomes_of, worths_for
 from knobwise.agents.controller.features import FeatureNormaliser
 from knobwise.agents.evaluation.baselines import static_of
 from knobwise.agents.evaluation.policy import Policy, choices_of, requests_of

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from knobwise.agents.calibration import guard as guards
 from knobwise.agents.calibration.guard import GuardRow
-from knobwise.agents.calibration.prices import MeanBudgetPolicy, StaticMix
+from knobwise.agents.calibration.mean_policies import MeanBudgetPolicy, StaticMix
 from knobwise.agents.controller.controller import Controller
 from knobwise.agents.controller.networks import DRIFT_SCALE, KnobHeads
 from knobwise.agents.deployed.arrays import Array, digest_of
@@ -37,7 +37,8 @@ class Settled:
 
     Attributes:
         guard: a row for each calibrated budget, see `knobwise.agents.calibration.guard.calibrate`,
-            or under mean budgets `knobwise.agents.calibration.prices.compared`; [] without a guard.
+            or under mean budgets `knobwise.agents.calibration.mean_policies.compared`; [] without
+            a guard.
         guard_if_free: the rows if decisions and features cost nothing, for comparison.
         guard_of_teacher: the rows of the teacher, which decides for free, without margins.
         static: what the guard falls back to under deadlines, see `FittedStatic.arrays`.

@@ -226,7 +226,7 @@ def make_baselines(
     `knobwise.agents.teacher.regressors` instead. Either also needs its name, colour and
     description in `experiments/wording/policies.json`, and a line in `docs/metrics.md`. Mean
     budgets have a list of their own: `make_priced_baselines` in
-    `knobwise.agents.calibration.prices`.
+    `knobwise.agents.calibration.mean_policies`.
 
     Args:
         budgets_ms: float [b], the budgets that they will be judged on.

@@ -16,18 +16,16 @@ import torch
 from torch import Tensor
 
 from knobwise.agents.calibration.deployed_controller import DeployedController
-from knobwise.agents.calibration.prices import (
+from knobwise.agents.calibration.mean_policies import (
     BestSingle,
     MixingPolicy,
     OracleAtMean,
     StaticMix,
     best_single_at,
     make_priced_baselines,
-    mean_budgets,
-    oracle_at_mean,
     outcomes_of,
-    static_hull,
 )
+from knobwise.agents.calibration.prices import mean_budgets, oracle_at_mean, static_hull
 from knobwise.agents.evaluation.baselines import LookupTable, averages
 from knobwise.agents.evaluation.policy import Policy
 from knobwise.agents.teacher.experts import Experts

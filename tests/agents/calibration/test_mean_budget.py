@@ -10,9 +10,8 @@ from helpers import table_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from knobwise.agents.calibration.mean_policies import StaticMix, best_single_at
 from knobwise.agents.calibration.prices import (
-    StaticMix,
-    best_single_at,
     calibrate_prices,
     choose_at_price,
     mean_budgets,

@@ -10,18 +10,18 @@ import pytest
 import torch
 from helpers import BRIEF, deployed, small_table, table_of, trained
 
-from knobwise.agents.calibration import prices
+from knobwise.agents.calibration import mean_policies
 from knobwise.agents.calibration.calibrate import deployed_by
-from knobwise.agents.calibration.prices import (
+from knobwise.agents.calibration.mean_policies import (
     WORTHS,
     MeanBudgetPolicy,
     StaticMix,
     compared,
     make_priced_baselines,
-    mean_budgets,
     outcomes_of,
     worths_for,
 )
+from knobwise.agents.calibration.prices import mean_budgets
 from knobwise.agents.controller.settings import PolicyConfig
 from knobwise.agents.training.settings import OptimiserConfig
 from knobwise.envs.bandit.budgets import worths_range
@@ -30,7 +30,7 @@ from knobwise.envs.bandit.budgets import worths_range
 
 
 def test_the_guard_wants_the_budget_kept_and_a_gain_above_chance(monkeypatch):
-    monkeypatch.setattr(prices, "CONFIDENCE", 0.95)
+    monkeypatch.setattr(mean_policies, "CONFIDENCE", 0.95)
     mixed = torch.full((4, 3), 0.5)
     # gains of all three .25 on average; standard errors .25/√3 (0, 0, .5, .5 → deviation .2887/2),
     # 0 and 0
@@ -43,7 +43,7 @@ def test_the_guard_wants_the_budget_kept_and_a_gain_above_chance(monkeypatch):
         wanted = {"deployed": gains, "gain": 0.25, "accuracy_static_mix": 0.5}
         assert row | wanted | {"gain_se": pytest.approx(se)} == row
     # .25 is 1.73 standard errors: 95 % sure (1.64), but not 96 % (1.75); one sample shows nothing
-    monkeypatch.setattr(prices, "CONFIDENCE", 0.96)
+    monkeypatch.setattr(mean_policies, "CONFIDENCE", 0.96)
     assert not compared(accuracy, cost, mixed, budgets_ms)[0]["deployed"]
     alone = accuracy[:1], cost[:1], mixed[:1]
     assert not any(row["deployed"] for row in compared(*alone, budgets_ms))

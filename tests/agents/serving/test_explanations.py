@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from replayed import settled_for, teacher_beside
 
 from knobwise.agents import DeployedController, PolicyConfig
-from knobwise.agents.calibration.prices import StaticMix, compared
+from knobwise.agents.calibration.mean_policies import StaticMix, compared
 from knobwise.agents.serving.knob_policy import EXACT, KnobPolicy
 from knobwise.agents.training.checkpoint import Loaded
 from knobwise.envs import default_budgets

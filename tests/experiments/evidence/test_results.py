@@ -18,7 +18,8 @@ from ruled import Ruled, ruled_at_means
 
 from knobwise.__main__ import main
 from knobwise.agents.calibration.deployed_controller import DeployedController
-from knobwise.agents.calibration.prices import StaticMix, mean_budgets
+from knobwise.agents.calibration.mean_policies import StaticMix
+from knobwise.agents.calibration.prices import mean_budgets
 from knobwise.agents.controller.settings import PolicyConfig
 from knobwise.agents.evaluation.baselines import Oracle, static_of
 from knobwise.agents.teacher.regressors import FAMILIES

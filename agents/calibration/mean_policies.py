@@ -1,0 +1,331 @@
+"""What decides under mean budgets: the static mix, policies that decide at a price or a worth, and
+the oracle; and how such a policy is calibrated and compared with the mix."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from knobwise.agents.calibration.guard import CONFIDENCE, GuardRow, verdict
+from knobwise.agents.calibration.prices import (
+    calibrate_prices,
+    choose_at_price,
+    oracle_at_mean,
+    static_hull,
+)
+from knobwise.agents.evaluation.baselines import PredictThenChoose, averages
+from knobwise.agents.evaluation.policy import Array, requests_of
+from knobwise.agents.teacher.experts import Experts, FittedExpert
+from knobwise.agents.teacher.outcomes import pick
+from knobwise.agents.teacher.regressors import FAMILIES
+from knobwise.common.paired import is_better, standard_error
+from knobwise.envs.bandit.budgets import worths_range
+from knobwise.envs.tables.profile_table import ProfileTable, Split
+
+WORTHS = 400
+"""Worths of a right answer that are tried for a policy whose predictions are not known."""
+Features = dict[str, Array]
+EVERYWHERE = torch.tensor(True)
+"""Deployed at all mean budgets."""
+
+
+class Mixture(NamedTuple):
+    """What n requests get under B mean budgets: one configuration, or one of two at random."""
+
+    first: Tensor
+    """int64 [n, B]."""
+    second: Tensor
+    """int64 [n, B]; the first one again where there is no other."""
+    share: Tensor
+    """float64 [n, B], the chance of the second; NaN where nothing is drawn."""
+
+    @classmethod
+    def single(cls, chosen: Tensor) -> Mixture:
+        """Return choices int64 [n, B], of which nothing is drawn."""
+        return cls(chosen, chosen, torch.full(chosen.shape, torch.nan, dtype=torch.float64))
+
+    def expected(self, table: ProfileTable, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Return expected accuracy and latency (ms) of samples int64 [n], float64 [n, B] each,
+        without the noise of draws."""
+        sides = zip(
+            outcomes_of(table, rows, self.first),
+            outcomes_of(table, rows, self.second),
+            strict=True,
+        )
+        share = self.share.nan_to_num(0.0)
+        accuracy, latency_ms = (torch.lerp(*side, share) for side in sides)
+        return accuracy, latency_ms
+
+
+class MixingPolicy(Protocol):
+    """Whatever decides under mean budgets."""
+
+    name: str
+
+    def mixture(self, table: ProfileTable, rows: Tensor) -> Mixture:
+        """Decide for samples int64 [n] of a table, under each of its budgets."""
+        ...
+
+
+def best_single_at(
+    mean_accuracy: Tensor, mean_cost: Tensor, budgets: Tensor, mask: Tensor
+) -> Tensor:
+    """Return the most accurate configuration whose mean cost keeps the budget, else the cheapest.
+
+    Args:
+        mean_accuracy, mean_cost: averages [C].
+        budgets: [B].
+        mask: bool [n, C], what each request may get.
+
+    Returns:
+        configurations, int64 [n, B].
+    """
+    # without anything affordable all scores are equal, and `pick` takes the cheapest
+    affordable = mean_accuracy.where(mean_cost <= budgets.to(mean_cost).unsqueeze(1), -torch.inf)
+    return torch.stack([pick(scores, mean_cost, mask) for scores in affordable], 1)
+
+
+class StaticMix:
+    """The best random mixture of two configurations at each mean budget, for a policy to beat.
+
+    The two are neighbours on the upper concave hull of a table's averages. Below the mean cost of
+    the cheapest configuration the mixture is this configuration alone.
+
+    If one of the two was not profiled for a request, the other replaces it; if neither was, the
+    best single profiled configuration for this budget does. With many holes the mean latency can
+    therefore differ from the budget: report it.
+
+    Args:
+        mean_accuracy, mean_cost: [C], of each configuration.
+        budgets: [B], of the mean latency, in ms.
+
+    Attributes:
+        first, second: the cheaper and the dearer, int64 [B].
+        share: of the requests that gets the dearer, float64 [B].
+    """
+
+    name = "static_mix"
+
+    def __init__(self, mean_accuracy: Tensor, mean_cost: Tensor, budgets: Tensor) -> None:
+        self._means = mean_accuracy, mean_cost, budgets
+        corners = static_hull(mean_accuracy, mean_cost)
+        cost = mean_cost.double()[corners]
+        budgets = budgets.double()
+        # the neighbours on the hull whose mean costs enclose the budget
+        low = (torch.searchsorted(cost, budgets, right=True) - 1).clamp_min(0)
+        high = (low + 1).clamp_max(len(cost) - 1)
+        share = ((budgets - cost[low]) / (cost[high] - cost[low])).clamp(0, 1)
+        self.first = corners[low]
+        self.second = corners[high]
+        self.share = share.where(low < high, 0.0)
+
+    @classmethod
+    def of_table(cls, table: ProfileTable, rows: Tensor, budgets: Tensor) -> StaticMix:
+        """Return the static mix of the averages over rows, int64 [n]."""
+        return cls(*averages(table, rows), budgets)
+
+    def arrays(self) -> dict[str, Array]:
+        """Return the arrays that `policy.calibrated.MeanBudgets` reads."""
+        arrays = {name: getattr(self, name).numpy() for name in ("first", "second", "share")}
+        accuracy, cost, _ = self._means
+        return {"mean_accuracy": accuracy.numpy(), "mean_cost": cost.numpy()} | arrays
+
+    def both(self, mask: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the cheaper and the dearer configuration of each request at each budget:
+        bool [n, C] → int64 [n, B] each."""
+        instead = best_single_at(*self._means, mask)
+        has_first = mask[:, self.first]
+        has_second = mask[:, self.second]
+        first = self.first.where(has_first, self.second.where(has_second, instead))
+        return first, self.second.where(has_second, first)
+
+    def mixture(self, table: ProfileTable, rows: Tensor) -> Mixture:
+        """Return what samples int64 [n] get."""
+        first, second = self.both(table.mask[rows])
+        return Mixture(first, second, self.share.expand(first.shape))
+
+    def expected(self, table: ProfileTable, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Return expected accuracy and latency (ms), see `Mixture.expected`."""
+        return self.mixture(table, rows).expected(table, rows)
+
+
+@dataclass
+class BestSingle:
+    """The most accurate configuration whose mean cost keeps the budget, see `best_single_at`."""
+
+    mean_accuracy: Tensor
+    mean_cost: Tensor
+    budgets_ms: Tensor
+    name = "best_single"
+
+    def mixture(self, table: ProfileTable, rows: Tensor) -> Mixture:
+        """Return what samples int64 [n] get."""
+        means = self.mean_accuracy, self.mean_cost, self.budgets_ms
+        return Mixture.single(best_single_at(*means, table.mask[rows]))
+
+
+@dataclass
+class OracleAtMean:
+    """The most accurate choices at each mean budget, in hindsight, see `oracle_at_mean`."""
+
+    budgets_ms: Tensor
+    name = "oracle"
+
+    def mixture(self, table: ProfileTable, rows: Tensor) -> Mixture:
+        """Return what samples int64 [n] get."""
+        cells = table.accuracy[rows], table.latency_ms[rows], table.mask[rows]
+        return Mixture.single(oracle_at_mean(*cells, self.budgets_ms))
+
+
+def outcomes_of(table: ProfileTable, rows: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor]:
+    """Return accuracy and latency (ms) of choices int64 [n, B] for samples int64 [n], float64
+    [n, B] each."""
+    accuracy = table.accuracy[rows].double().gather(1, chosen)
+    return accuracy, table.latency_ms[rows].double().gather(1, chosen)
+
+
+@dataclass
+class MeanBudgetPolicy:
+    """A policy that decides at a worth, calibrated for B mean budgets.
+
+    Args:
+        name: of the policy.
+        decide: takes feature blocks [n, d], the index of a budget and the mask bool [n, C], and
+            gives configurations int64 [n].
+        budgets_ms, worths: float [B].
+        deployed: bool [B], or a single one for all budgets.
+        mix: decides where the policy does not.
+    """
+
+    name: str
+    decide: Callable[[Features, int, Array], Array]
+    budgets_ms: Tensor
+    worths: Tensor
+    deployed: Tensor = EVERYWHERE
+    mix: StaticMix | None = None
+
+    def decided(self, table: ProfileTable, rows: Tensor) -> Tensor:
+        """Return the policy's own configurations for each sample at each calibrated budget, without
+        the mix: int64 [n, B]."""
+        features, mask = requests_of(table, rows)
+        groups = range(len(self.budgets_ms))
+        columns = [torch.from_numpy(self.decide(features, group, mask)) for group in groups]
+        return torch.stack(columns, 1)
+
+    def mixture(self, table: ProfileTable, rows: Tensor) -> Mixture:
+        """Return what samples int64 [n] get: the policy's own choice, or where it is not deployed
+        that of the mix."""
+        single = Mixture.single(self.decided(table, rows))
+        if self.mix is None:
+            return single
+        mixed = self.mix.mixture(table, rows)
+        sides = zip(single, mixed, strict=True)
+        return Mixture(*(mine.where(self.deployed, other) for mine, other in sides))
+
+
+def worths_for(
+    decide: Callable[[Tensor], Tensor], table: ProfileTable, rows: Tensor, budgets_ms: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Find the worth at which a policy is most accurate within each mean budget, among `WORTHS` of
+    them. A worth is the time in ms that a right answer may cost.
+
+    Args:
+        decide: takes a worth in ms, and gives configurations int64 [n] for `rows`, by networks that
+            were not fitted on them.
+        rows: int64 [n].
+        budgets_ms: float [B].
+
+    Returns:
+        worths float64 [B], and the choices at them, int64 [n, B]. For a budget that no worth keeps,
+        the worth with the lowest mean latency.
+    """
+    low, high = worths_range(table.latency_ms[rows][table.mask[rows]]).double().log()
+    tried = torch.linspace(float(low), float(high), WORTHS, dtype=torch.float64).exp()
+    choices = torch.stack([decide(worth) for worth in tried], 1)
+    accuracy, cost = (values.mean(0) for values in outcomes_of(table, rows, choices))
+    keeps = cost <= budgets_ms.double().unsqueeze(1) * (1 + 1e-12)
+    # [B, worths] → [B]
+    best = accuracy.where(keeps, -torch.inf).argmax(1)
+    index = best.where(keeps.any(1), cost.argmin())
+    return tried[index], choices[:, index]
+
+
+def compared(accuracy: Tensor, cost: Tensor, mixed: Tensor, budgets_ms: Tensor) -> list[GuardRow]:
+    """Compare a policy with the static mix at each budget.
+
+    The policy is deployed if it keeps the budget and is more accurate than the mix, by more than
+    chance.
+
+    Args:
+        accuracy, cost: of the policy, float [n, B], on samples that it was not fitted on.
+        mixed: the mix's expected accuracy, likewise.
+    """
+    columns = [values.double().unbind(1) for values in (accuracy, cost, mixed)]
+    rows = []
+    for budget, right, ms, rival in zip(budgets_ms.tolist(), *columns, strict=True):
+        gains = right - rival
+        spent = float(ms.mean())
+        kept = spent <= budget * (1 + 1e-9)
+        row: GuardRow = {
+            "budget_ms": budget,
+            "deployed": kept and is_better(gains, CONFIDENCE),
+            "reason": "",
+            "accuracy_policy": float(right.mean()),
+            "accuracy_static_mix": float(rival.mean()),
+            "latency_ms_mean": spent,
+            "gain": float(gains.mean()),
+            "gain_se": standard_error(gains),
+        }
+        row["reason"] = verdict(row, "the static mix")
+        if not kept:
+            lowest = f"no worth brings the mean this low, the lowest is {spent:.4g}"
+            row["reason"] = f"fell back to the static mix: {lowest}"
+        rows.append(row)
+    return rows
+
+
+def make_priced_baselines(
+    table: ProfileTable,
+    split: Split,
+    budgets_ms: Tensor,
+    experts: Experts | None = None,
+) -> list[MeanBudgetPolicy]:
+    """Return the baselines that read the request, for mean budgets [B].
+
+    They are fitted on all but the test rows and calibrated out of fold.
+
+    Args:
+        experts: see `make_baselines`; None fits them with seed 0.
+    """
+    rows = split.fitted
+    experts = experts or Experts.fit(table, rows, budgets_ms[:0], tuple(FAMILIES), 0)
+    measured, normaliser, fitted = experts
+
+    def priced(name: str, family: FittedExpert) -> MeanBudgetPolicy:
+        accuracy = None
+        if name == "latency_only":
+            accuracy = averages(table, rows)[0].float()
+        predictor = PredictThenChoose(name, family.expert, normaliser, accuracy)
+        held_out = predictor.counted(family.out_of_fold)
+        prices = calibrate_prices(
+            held_out.accuracy, held_out.latency_ms, measured.latency_ms, measured.mask, budgets_ms
+        )
+
+        def decide(features: Features, group: int, mask: Array) -> Array:
+            expected = predictor.predict(features, len(mask))
+            allowed = torch.from_numpy(mask)
+            return choose_at_price(
+                expected.accuracy, expected.latency_ms, prices[group], allowed
+            ).numpy()
+
+        return MeanBudgetPolicy(name, decide, budgets_ms, 1 / prices)
+
+    return [
+        # the first family is ridge
+        priced("latency_only", fitted[0]),
+        *(priced(family.expert.name, family) for family in fitted),
+    ]
