@@ -26,13 +26,8 @@ from knobwise.agents.deployed.controller import NumpyController
 from knobwise.agents.serving.first_stages import FirstStages, Prepared
 from knobwise.agents.serving.inputs import limit_of, numbers
 from knobwise.agents.serving.request_log import RequestLog
-from knobwise.agents.serving.runtime import (
-    Decision,
-    PendingRequest,
-    Result,
-    Runtime,
-    controller_of,
-)
+from knobwise.agents.serving.requests import Decision, Result
+from knobwise.agents.serving.runtime import Runtime, controller_of
 from knobwise.agents.serving.tracker import LatencyTracker
 from knobwise.common.checks import at_least
 from knobwise.common.errors import InputError
@@ -56,7 +51,6 @@ class Staged(NamedTuple):
 
     number: int
     """Its place in the batch."""
-    request: PendingRequest
     arrived: float | None
     prepared: Prepared
     stage_ms: float
@@ -115,7 +109,6 @@ class AdaptiveModel(FirstStages):
         cache: int = 0,
     ) -> None:
         at_least("cache", cache, 0)
-        self.clock = clock
         self._clocked = clocked_by(clock)  # entered with the lock only
         for configuration in configurations_of(controller_of(controller)):
             check_configuration(model.knobs, configuration)
@@ -123,7 +116,7 @@ class AdaptiveModel(FirstStages):
         runtime = Runtime(controller, tracker=tracker, log=log, seed=seed, **options)
         if clock == "cpu":
             runtime.now = time.thread_time
-        super().__init__(model, runtime, cache)
+        super().__init__(model, runtime, cache, clock)
         self.configurations = runtime.configurations
         self.tracker = runtime.tracker
         self.log = runtime.log
@@ -247,7 +240,7 @@ class AdaptiveModel(FirstStages):
             if alone and each.content is not None:
                 choose = partial(self._choose, pending, each.content)
             decision = runtime.decide(pending, each.stage.features, spent_ms, choose)
-            staged.append(Staged(number, pending, moment, each, stage_ms, decision))
+            staged.append(Staged(number, moment, each, stage_ms, decision))
         return staged, max(0.0, (took + now() - start) * 1e3)
 
     def _finish(
@@ -293,7 +286,7 @@ class AdaptiveModel(FirstStages):
                 waited_ms = max(0.0, (done - each.arrived) * 1e3 - total_ms)
             total_ms += waited_ms
             times = took_ms, total_ms, overhead_ms, decision_ms * 1e3, waited_ms, prepared_ms
-            results[each.number] = Result(each.request, each.decision, answer, *times)
+            results[each.number] = Result(each.decision, answer, *times)
         return results
 
     def _answers(

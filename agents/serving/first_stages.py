@@ -15,7 +15,8 @@ from typing import Any, NamedTuple, Self
 
 from knobwise.agents.deployed.arrays import Arrays
 from knobwise.agents.deployed.controller import Expected
-from knobwise.agents.serving.runtime import DECISIONS_KEPT, PendingRequest, Runtime
+from knobwise.agents.serving.requests import PendingRequest
+from knobwise.agents.serving.runtime import DECISIONS_KEPT, Runtime
 from knobwise.common.errors import InputError
 from knobwise.common.forks import FORKED
 from knobwise.profiling.measuring.adaptive_model import AdaptiveVLM, FirstStage, Request
@@ -78,11 +79,10 @@ class FirstStages:
             says what that brings.
     """
 
-    clock: str
-
-    def __init__(self, model: AdaptiveVLM, runtime: Runtime, cache: int) -> None:
+    def __init__(self, model: AdaptiveVLM, runtime: Runtime, cache: int, clock: str) -> None:
         self.model = model
         self.runtime = runtime
+        self.clock = clock
         self.cached_features = LRUCache(cache)
         self.cached_decisions = LRUCache(cache)
         self.after_fork()

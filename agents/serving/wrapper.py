@@ -15,7 +15,8 @@ from typing import Any
 
 from knobwise.agents.deployed.arrays import configurations_of
 from knobwise.agents.serving.request_log import RequestLog
-from knobwise.agents.serving.runtime import Result, Runtime, controller_of
+from knobwise.agents.serving.requests import Result
+from knobwise.agents.serving.runtime import Runtime, controller_of
 from knobwise.agents.serving.tracker import LatencyTracker
 from knobwise.common.errors import InputError
 
@@ -53,7 +54,7 @@ class Wrapped(Runtime):
             self.abandon("the call", error)
             raise
         _check_answer(answer)
-        return self.finish(pending, decision, answer)
+        return self.finish(decision, answer)
 
 
 class AsyncWrapped(Wrapped):
@@ -77,7 +78,7 @@ class AsyncWrapped(Wrapped):
             self.abandon("the call", error)
             raise
         _check_answer(answer)
-        return self.finish(pending, decision, answer)
+        return self.finish(decision, answer)
 
 
 def wrap(

@@ -44,7 +44,7 @@ def test_a_decision_is_that_of_the_controller_for_what_is_left(stack, tmp_path):
     assert decision.configuration == agent.decider.configuration(decision.choice)
     assert not decision.fell_back
     runtime.now.go_on(0.03)
-    result = runtime.finish(request, decision, "an answer")
+    result = runtime.finish(decision, "an answer")
     assert result.answer == "an answer"
     assert result.answer_ms == pytest.approx(30, abs=0.01)
     assert result.total_ms == pytest.approx(50, abs=0.01)
@@ -79,7 +79,7 @@ def test_waiting_counts_from_the_arrival_on(stack):
     decision = runtime.decide(request, features_of(table, 0))
     assert decision.limit_ms == pytest.approx(45, abs=0.01)
     runtime.now.go_on(0.01)
-    result = runtime.finish(request, decision)
+    result = runtime.finish(decision)
     times = result.waited_ms, result.answer_ms, result.total_ms
     assert times == pytest.approx((15, 10, 25), abs=0.02)
 
@@ -92,7 +92,7 @@ def test_the_time_to_the_first_token_may_be_the_one_that_counts(stack):
     runtime.now.go_on(0.03)
     first = runtime.now()
     runtime.now.go_on(5.0)
-    result = runtime.finish(request, decision, "a long answer", first)
+    result = runtime.finish(decision, "a long answer", first)
     assert (result.answer_ms, result.total_ms) == pytest.approx((30, 30), abs=0.02)
     assert result.met
     assert runtime.tracker.answers == 1
@@ -112,7 +112,7 @@ def test_a_request_whose_features_fail_is_answered_and_no_update_learns_from_it(
         request = runtime.begin(60.0)
         decision = runtime.fail(request)
         runtime.now.go_on(0.01)
-        result = runtime.finish(request, decision)
+        result = runtime.finish(decision)
         limit = decision.limit_ms * controller.factor(request.drift)
         if static:
             assert decision.choice == controller.static.single(limit)
@@ -133,7 +133,7 @@ def test_further_limits_are_logged_and_checked(stack, tmp_path):
     agent, table = stack
     runtime = runtime_of(agent, log=tmp_path)
     request = runtime.begin(60.0, {"tokens": 100, "price": np.float32(0.5)})
-    runtime.finish(request, runtime.decide(request, features_of(table, 0)))
+    runtime.finish(runtime.decide(request, features_of(table, 0)))
     (row,) = read_log(tmp_path, agent.decider).rows
     assert row["limits"] == {"tokens": 100.0, "price": 0.5}
     for wrong in (0, -1.0, "many", None, float("nan")):
@@ -151,7 +151,7 @@ def test_requests_are_under_way_together_and_may_end_in_any_order(stack, tmp_pat
         decision = runtime.decide(request, features_of(table, row))
         async with asyncio.timeout(60):
             await order[row].wait()
-        result = runtime.finish(request, decision, row)
+        result = runtime.finish(decision, row)
         if row:
             order[row - 1].set()
         return result
