@@ -29,7 +29,7 @@ from knobwise.experiments.settings.tracking import TrackingSettings
 from knobwise.experiments.tracking import wandb_results
 from knobwise.experiments.tracking.histograms import EDGES, counts_of, divided, drawn, for_wandb
 from knobwise.experiments.tracking.metrics_file import MetricsFile, Row
-from knobwise.experiments.tracking.wandb_run import WandbRun, number_of, reason, wandb_run
+from knobwise.experiments.tracking.wandb_run import WandbRun, reason, wandb_run
 
 THROUGHPUT = "Train/Actions_Per_Second"
 """The metric of speed, which goes to TensorBoard and W&B alone."""
@@ -247,16 +247,16 @@ class Tracker:
         return MetricsFile(path, self.seed, [row for row in file.kept if row[0] in steps])
 
     def _rows(self, *files: Sequence[Row]) -> list[Row]:
-        """Return the rows of this stage as they were logged, in order, with their histograms and
-        without the stage in their names."""
+        """Return what was logged of each step of this stage, in order, without the stage in the
+        names."""
         middle = f"/{self.stage}/" if self.stage else "/"
         joined: dict[int, dict[str, float]] = {}
         for step, row in itertools.chain(*files):
             values = {k.replace(middle, "/", 1): v for k, v in row.items() if middle in k}
             if values:
-                joined.setdefault(number_of(step, values), {}).update(values)
-        first = min(joined, default=0) // 2  # every stage logs its beginning
-        return [(number // 2 - first, joined[number]) for number in sorted(joined)]
+                joined.setdefault(step, {}).update(values)
+        first = min(joined, default=0)  # every stage logs its beginning
+        return [(step - first, joined[step]) for step in sorted(joined)]
 
     def _rows_for_wandb(self, *files: Sequence[Row]) -> list[Row]:
         return [(step, for_wandb(row)) for step, row in self._rows(*files)]

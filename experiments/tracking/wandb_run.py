@@ -119,28 +119,36 @@ class WandbRun:
     replaced: Sequence[Path]
     """The folders of earlier offline sessions, which this one takes the place of."""
     first: int = 0
-    """The number of the first row that W&B is sent, see `number_of`."""
+    """The number of the first row that W&B is sent, see `log`."""
+    halved: int = -1
+    """The step of which an earlier session logged the validation only, see `log`."""
+    number: int = 0
+    """The number of the last row."""
     broken: bool = False
     """True after W&B refused numbers; no more are sent."""
     logged: list[Mapping[str, Any]] = field(default_factory=list)
-    """The rows of all sessions."""
+    """What was logged in all sessions."""
 
     def log(self, values: Mapping[str, Any], step: int) -> None:
-        """Log numbers of one step as a row of the W&B run, see `number_of`."""
+        """Log numbers of one step; W&B joins all of one step as row 2·step. It takes nothing more
+        for a row that an earlier session sent, so a training that was interrupted after a
+        validation goes on in row 2·step + 1."""
         if self.broken:
             return
         self.logged.append(values)
+        self.number = 2 * step + (step == self.halved and _trains(values))
         self.broken = True
         with self.reporting(f"step {step} and all that follows"):
-            number = number_of(step, values)
-            if number >= self.first:
-                self.run.log({**values, "step": step}, step=number, commit=True)
+            if self.number >= self.first:
+                self.run.log({**values, "step": step}, step=self.number)
             self.broken = False
 
     def finish(self, exit_code: int) -> None:
         """End the W&B run. W&B's own summary, the last and the best value of what it plots, covers
         one session only; this writes that of all."""
         with self.reporting("the end of the run"):
+            if self.logged:
+                self.run.log({}, step=self.number, commit=True)  # the last row is complete
             for name, best in PLOTTED.items():
                 values = [row[name] for row in self.logged if name in row]
                 if values:
@@ -159,10 +167,9 @@ class WandbRun:
             say(f"W&B did not take {what} of {self.name} ({reason(error)}); {self.folder} holds it")
 
 
-def number_of(step: int, values: Mapping[str, Any]) -> int:
-    """Return the number of a row in the W&B run, where numbers rise: 2·step for a validation,
-    2·step + 1 for the training that follows it, as a run may be interrupted between the two."""
-    return 2 * step + any(name.startswith("Train/") for name in values)
+def _trains(values: Mapping[str, Any]) -> bool:
+    """Return True for numbers of a training iteration, False for those of a validation."""
+    return any(name.startswith("Train/") for name in values)
 
 
 # -- starting --------------------------------------------------------------------------------------
@@ -238,8 +245,10 @@ def _log_again(run: WandbRun, rows: Sequence[Row], earlier: Sequence[Row]) -> No
     """Log what the run had logged before, in place of its earlier offline sessions. What `wandb
     sync` has sent of these stays, and the rest is sent after it."""
     if run.run.offline and any(any(session.glob("*.synced")) for session in run.replaced):
-        run.first = 1 + max(number_of(*row) for row in earlier)
+        run.first = 2 * earlier[-1][0] + 1
         run.replaced = ()
+    if earlier and not run.replaced and not _trains(earlier[-1][1]):
+        run.halved = earlier[-1][0]
     for step, values in rows:
         run.log(values, step)
     if not run.broken:
