@@ -124,7 +124,7 @@ class Tracker:
     finished: bool = False
     """True when training is over, and only `log_scores` is to come."""
     waits: bool = False
-    """True if this process will log the test scores: see `WandbRun`."""
+    """True if this process will log the test scores: see `wandb_run`."""
     known: Sequence[Row] | None = None
     """The rows of this seed in its checkpoints: see `MetricsFile`."""
 
@@ -169,7 +169,12 @@ class Tracker:
     def __enter__(self) -> Tracker:
         with contextlib.ExitStack() as stack:
             self._csv = MetricsFile(self.folder / "metrics.csv", self.seed, self.known)
-            self._histograms = self._histograms_file()
+            self._histograms = MetricsFile(self.folder / "histograms.csv", self.seed)
+            if self.known is not None:
+                # without what came after the checkpoint
+                steps = {step for step, _ in self.known}
+                rows = [row for row in self._histograms.kept if row[0] in steps]
+                self._histograms = MetricsFile(self._histograms.path, self.seed, rows)
             if self.settings.tensorboard and self.job_type != "evaluate" and not self.finished:
                 self._start_tensorboard(stack)
             if self.mode != "disabled":
@@ -237,15 +242,6 @@ class Tracker:
         for step, values in self._rows(self._csv.kept, self._histograms.kept):
             self._to_tensorboard(values, step)
 
-    def _histograms_file(self) -> MetricsFile:
-        """Return `histograms.csv`, without what came after the checkpoint."""
-        path = self.folder / "histograms.csv"
-        file = MetricsFile(path, self.seed)
-        if self.known is None:
-            return file
-        steps = {step for step, _ in self.known}
-        return MetricsFile(path, self.seed, [row for row in file.kept if row[0] in steps])
-
     def _rows(self, *files: Sequence[Row]) -> list[Row]:
         """Return what was logged of each step of this stage, in order, without the stage in the
         names."""
@@ -258,9 +254,6 @@ class Tracker:
         first = min(joined, default=0)  # every stage logs its beginning
         return [(step - first, joined[step]) for step in sorted(joined)]
 
-    def _rows_for_wandb(self, *files: Sequence[Row]) -> list[Row]:
-        return [(step, for_wandb(row)) for step, row in self._rows(*files)]
-
     def _to_tensorboard(self, values: Mapping[str, float], step: int) -> None:
         """Write the numbers of a step into the event file, if there is one."""
         if self._tensorboard is not None:
@@ -272,12 +265,13 @@ class Tracker:
 
     def _start_wandb(self, stack: contextlib.ExitStack) -> None:
         """Start the W&B run of this tracker, if W&B starts."""
+        kept = self._rows(self._csv.kept, self._histograms.kept)
         run = wandb_run(
             self.folder,
             self.key.replace("/", "-"),
             self._about(),
-            self._rows_for_wandb(self._csv.kept, self._histograms.kept),
-            self._rows_for_wandb(self._csv.earlier, self._histograms.earlier),
+            [(step, for_wandb(row)) for step, row in kept],
+            self._rows(self._csv.earlier),
             insist=self.settings.mode == "online",
             waits=self.waits,
         )

@@ -76,7 +76,7 @@ def wandb_run(
         key: the name of the file `wandb/<key>.id`, which holds the id of the W&B run.
         about: arguments of `wandb.init`, such as mode (online or offline), project and config.
         rows: what was logged before and still counts.
-        earlier: all that was logged before.
+        earlier: all that was logged before, whether it counts or not.
         insist: whether W&B must be reached when the first W&B run of the folder starts.
         waits: offline, leave the run open after success: this process will log its test scores.
 
@@ -144,19 +144,23 @@ class WandbRun:
             self.broken = False
 
     def finish(self, exit_code: int) -> None:
-        """End the W&B run. W&B's own summary, the last and the best value of what it plots, covers
-        one session only; this writes that of all."""
+        """End the W&B run."""
         with self.reporting("the end of the run"):
-            if self.logged:
+            if self.logged and not self.broken:
                 self.run.log({}, step=self.number, commit=True)  # the last row is complete
-            for name, best in PLOTTED.items():
-                values = [row[name] for row in self.logged if name in row]
-                if values:
-                    summary = {"last": values[-1]}
-                    if best is not None:
-                        summary[best.__name__] = best(values)
-                    self.run.summary[name] = summary
+                self._summarise()
             self.run.finish(exit_code=exit_code)
+
+    def _summarise(self) -> None:
+        """Write the last value of what W&B plots into the summary, and the best where that has a
+        meaning: W&B's own summary covers this session only."""
+        for name, best in PLOTTED.items():
+            values = [row[name] for row in self.logged if name in row]
+            if values:
+                summary = {"last": values[-1]}
+                if best is not None:
+                    summary[best.__name__] = best(values)
+                self.run.summary[name] = summary
 
     @contextlib.contextmanager
     def reporting(self, what: str) -> Iterator[None]:
@@ -190,10 +194,11 @@ def _start(
         job, sweep, parameters: the values of `OF_AGENT`.
     """
     id_file = folder / "wandb" / f"{key}.id"
-    known = id_file.exists()
-    identity = id_file.read_text().strip() if known else None
-    sessions = folder.glob(f"wandb/offline-run-*-{identity}*")  # …-1 too
-    replaced = list(sessions) if known else []
+    identity = None
+    replaced: list[Path] = []
+    if id_file.exists():
+        identity = id_file.read_text().strip()
+        replaced = list(folder.glob(f"wandb/offline-run-*-{identity}*"))  # …-1 too
     resume: Any = "allow"
     if about["job_type"] != "evaluate":
         sweep = None
@@ -244,11 +249,14 @@ def _init(folder: Path, insist: bool, about: dict[str, Any], sweep: str | None) 
 def _log_again(run: WandbRun, rows: Sequence[Row], earlier: Sequence[Row]) -> None:
     """Log what the run had logged before, in place of its earlier offline sessions. What `wandb
     sync` has sent of these stays, and the rest is sent after it."""
-    if run.run.offline and any(any(session.glob("*.synced")) for session in run.replaced):
-        run.first = 2 * earlier[-1][0] + 1
-        run.replaced = ()
-    if earlier and not run.replaced and not _trains(earlier[-1][1]):
-        run.halved = earlier[-1][0]
+    synced = any(any(session.glob("*.synced")) for session in run.replaced)
+    if earlier:
+        last, values = earlier[-1]
+        if synced and run.run.offline:
+            run.first = 2 * last + 1
+            run.replaced = ()
+        if not (run.replaced or _trains(values)):
+            run.halved = last
     for step, values in rows:
         run.log(values, step)
     if not run.broken:
