@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import math
+import json
 import netrc
 import os
 import re
@@ -27,14 +27,9 @@ from knobwise.common.errors import InputError
 from knobwise.experiments.evidence.schema import RunResults
 from knobwise.experiments.settings.tracking import TrackingSettings
 from knobwise.experiments.tracking import wandb_results
-from knobwise.experiments.tracking.histograms import (
-    counts_of,
-    divided,
-    for_tensorboard,
-    for_wandb,
-)
+from knobwise.experiments.tracking.histograms import EDGES, counts_of, divided, drawn, for_wandb
 from knobwise.experiments.tracking.metrics_file import MetricsFile, Row
-from knobwise.experiments.tracking.wandb_run import WandbRun, reason
+from knobwise.experiments.tracking.wandb_run import WandbRun, reason, wandb_run
 
 THROUGHPUT = "Train/Actions_Per_Second"
 """The metric of speed, which goes to TensorBoard and W&B alone."""
@@ -71,11 +66,16 @@ def wandb_mode(settings: TrackingSettings) -> str:
     return mode
 
 
+def project_of(setting: str | None) -> str:
+    """Return the W&B project: that of a setting, else of WANDB_PROJECT, else knobwise."""
+    return setting or os.environ.get("WANDB_PROJECT") or "knobwise"
+
+
 def _check_names(settings: TrackingSettings) -> None:
     """Refuse early a project or tags that W&B would refuse when a run begins."""
     import wandb  # slow to import
 
-    project = settings.project or os.environ.get("WANDB_PROJECT")
+    project = project_of(settings.project)
     try:
         wandb.Settings(project=project, run_tags=tuple(settings.tags))
     except (wandb.Error, ValueError) as error:
@@ -124,7 +124,7 @@ class Tracker:
     finished: bool = False
     """True when training is over, and only `log_scores` is to come."""
     waits: bool = False
-    """True if this process will log the test scores: see `WandbRun`."""
+    """True if this process will log the test scores: see `wandb_run`."""
     known: Sequence[Row] | None = None
     """The rows of this seed in its checkpoints: see `MetricsFile`."""
 
@@ -154,20 +154,27 @@ class Tracker:
             "git_commit": git_commit(),
         }
         return {
-            "project": settings.project or os.environ.get("WANDB_PROJECT") or "knobwise",
+            "mode": self.mode,
+            "project": project_of(settings.project),
             "entity": settings.entity,
             "name": short_name(self.experiment, self.name, self.stage, self.seed),
             "group": self.experiment,
             "job_type": self.job_type,
             "notes": settings.notes,
             "tags": list(dict.fromkeys([*settings.tags, *from_environment, *self.tags])),
-            "config": _without_infinity({**self.config, **added}),
+            # JSON has no infinity, so it becomes the text `inf`
+            "config": json.loads(json.dumps({**self.config, **added}), parse_constant=_in_words),
         }
 
     def __enter__(self) -> Tracker:
         with contextlib.ExitStack() as stack:
             self._csv = MetricsFile(self.folder / "metrics.csv", self.seed, self.known)
-            self._histograms = self._histograms_file()
+            self._histograms = MetricsFile(self.folder / "histograms.csv", self.seed)
+            if self.known is not None:
+                # without what came after the checkpoint
+                steps = {step for step, _ in self.known}
+                rows = [row for row in self._histograms.kept if row[0] in steps]
+                self._histograms = MetricsFile(self._histograms.path, self.seed, rows)
             if self.settings.tensorboard and self.job_type != "evaluate" and not self.finished:
                 self._start_tensorboard(stack)
             if self.mode != "disabled":
@@ -184,10 +191,10 @@ class Tracker:
         values = {name: float(value) for name, value in metrics.items() if np.ndim(value) == 0}
         # speed differs between equal runs, whose files must be equal
         equal = {name: value for name, value in values.items() if name != THROUGHPUT}
-        self._csv.append(*in_stage([(step, equal)], self.stage, self.first)[0])
+        self._csv.append(*in_stage((step, equal), self.stage, self.first))
         for name in metrics.keys() - values.keys():
             counts = counts_of(name, metrics[name])
-            self._histograms.append(*in_stage([(step, counts)], self.stage, self.first)[0])
+            self._histograms.append(*in_stage((step, counts), self.stage, self.first))
             values |= counts
         self._to_tensorboard(values, step)
         if self._wandb is not None:
@@ -227,79 +234,57 @@ class Tracker:
             earlier.unlink()
         writer = SummaryWriter(str(folder), purge_step=0, flush_secs=10)
         stack.callback(writer.close)
-        self._tensorboard = writer.file_writer
+        self._tensorboard = writer
         # the table of hyperparameters needs names of scores; no value is logged here
         settings = dict(_single_values({**self.config, "seed": self.seed, "stage": self.stage}))
         for summary in hparams(settings, dict.fromkeys(SCORES, 0.0)):
-            self._tensorboard.add_summary(summary)
+            self._tensorboard.file_writer.add_summary(summary)
         for step, values in self._rows(self._csv.kept, self._histograms.kept):
             self._to_tensorboard(values, step)
 
-    def _histograms_file(self) -> MetricsFile:
-        """Return `histograms.csv`, without what came after the checkpoint."""
-        path = self.folder / "histograms.csv"
-        file = MetricsFile(path, self.seed)
-        if self.known is None:
-            return file
-        steps = {step for step, _ in self.known}
-        return MetricsFile(path, self.seed, [row for row in file.kept if row[0] in steps])
-
     def _rows(self, *files: Sequence[Row]) -> list[Row]:
-        """Return the rows of this stage as they were logged, in the order of their steps, without
-        the stage in their names."""
-        rows = sorted(itertools.chain(*files), key=lambda row: row[0])
+        """Return what was logged of each step of this stage, in order, without the stage in the
+        names."""
         middle = f"/{self.stage}/" if self.stage else "/"
-        logged: list[Row] = []
-        first = self.first
-        for step, row in rows:
+        joined: dict[int, dict[str, float]] = {}
+        for step, row in itertools.chain(*files):
             values = {k.replace(middle, "/", 1): v for k, v in row.items() if middle in k}
             if values:
-                if self.stage and self.finished and not logged:
-                    first = step  # every stage logs its beginning
-                logged.append((step - first, values))
-        return logged
-
-    def _rows_for_wandb(self, *files: Sequence[Row]) -> list[tuple[int, dict[str, Any]]]:
-        return [(step, for_wandb(row)) for step, row in self._rows(*files)]
+                joined.setdefault(step, {}).update(values)
+        first = min(joined, default=0)  # every stage logs its beginning
+        return [(step - first, joined[step]) for step in sorted(joined)]
 
     def _to_tensorboard(self, values: Mapping[str, float], step: int) -> None:
         """Write the numbers of a step into the event file, if there is one."""
-        if self._tensorboard is None:
-            return
-        from tensorboard.compat.proto.summary_pb2 import Summary  # type: ignore[import-untyped]
-
-        numbers, histograms = divided(values)
-        # one event for all values: add_scalar writes one for each, and costs ten times as much
-        scalars = [Summary.Value(tag=name, simple_value=value) for name, value in numbers.items()]
-        self._tensorboard.add_summary(Summary(value=scalars), step)
-        for name, counts in histograms.items():
-            self._tensorboard.add_summary(for_tensorboard(name, counts), step)
+        if self._tensorboard is not None:
+            numbers, histograms = divided(values)
+            for name, number in numbers.items():
+                self._tensorboard.add_scalar(name, number, step)
+            for name, counts in histograms.items():
+                self._tensorboard.add_histogram(name, drawn(counts), step, bins=EDGES)
 
     def _start_wandb(self, stack: contextlib.ExitStack) -> None:
         """Start the W&B run of this tracker, if W&B starts."""
-        # after the first seed, training goes on without W&B rather than stop
-        begun = any((self.folder / "wandb").glob("*.id"))
-        run = WandbRun(
+        kept = self._rows(self._csv.kept, self._histograms.kept)
+        run = wandb_run(
             self.folder,
-            self.mode,
-            self._about(),
             self.key.replace("/", "-"),
-            kept=self._rows_for_wandb(self._csv.kept, self._histograms.kept),
-            earlier=self._rows_for_wandb(self._csv.earlier, self._histograms.earlier),
-            insist=self.settings.mode == "online" and not begun,
+            self._about(),
+            [(step, for_wandb(row)) for step, row in kept],
+            self._rows(self._csv.earlier),
+            insist=self.settings.mode == "online",
             waits=self.waits,
         )
-        stack.enter_context(run)
-        if run.mode == "disabled":
-            self.mode = run.mode
+        self._wandb = stack.enter_context(run)
+        if self._wandb is None:
+            self.mode = "disabled"
             return
-        self._wandb = run
-        if run.mode != self.mode:
-            self.mode = self.settings.mode = run.mode  # the next seeds need not wait again
+        if self.mode == "online" and self._wandb.run.offline:
+            self.mode = self.settings.mode = "offline"  # the next seeds need not wait again
         trains = self.job_type == "train" and not self.finished
         if self.profile and trains and self.mode == "online":
-            with run.reporting("the profile"):
-                wandb_results.log_profile(run.run, self.profile)
+            with self._wandb.reporting("the profile"):
+                wandb_results.log_profile(self._wandb.run, self.profile)
 
 
 def short_name(experiment: str, name: str, stage: str = "", seed: int | None = None) -> str:
@@ -318,15 +303,12 @@ def short_name(experiment: str, name: str, stage: str = "", seed: int | None = N
     return " ".join(filter(None, parts))
 
 
-def in_stage(rows: Sequence[tuple[int, Mapping[str, float]]], stage: str, first: int) -> list[Row]:
-    """Return the rows of a stage as the log of its seed has them: with the stage in their names,
-    and after the steps of earlier stages."""
+def in_stage(row: Row, stage: str, first: int) -> Row:
+    """Return a row of a stage as the log of its seed has it: with the stage in its names, and after
+    the steps of earlier stages."""
+    step, values = row
     middle = f"/{stage}/" if stage else "/"
-    renamed = []
-    for step, row in rows:
-        values = {name.replace("/", middle, 1): value for name, value in row.items()}
-        renamed.append((first + step, values))
-    return renamed
+    return first + step, {name.replace("/", middle, 1): values[name] for name in values}
 
 
 def _single_values(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -338,15 +320,9 @@ def _single_values(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tu
             yield prefix + key, value
 
 
-def _without_infinity(value: Any) -> Any:
-    """Return settings as W&B can keep them: JSON has no infinity, so it becomes the text `inf`."""
-    if isinstance(value, Mapping):
-        return {key: _without_infinity(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_without_infinity(item) for item in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    return value
+def _in_words(constant: str) -> str:
+    """Return a number that JSON has not, such as `-Infinity`, as Python and Hydra write it."""
+    return str(float(constant))
 
 
 def git_commit() -> str | None:

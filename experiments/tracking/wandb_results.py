@@ -14,37 +14,49 @@ import polars as pl
 from knobwise.common.progress import say
 from knobwise.experiments.evidence.decisions import SAMPLE, read_decisions
 from knobwise.experiments.evidence.schema import RunResults
-from knobwise.experiments.evidence.task import DEADLINE, task_of
+from knobwise.experiments.evidence.summarise import summarise, with_references
+from knobwise.experiments.evidence.task import (
+    ACCURACY,
+    FEASIBLE,
+    GAP,
+    LATENCY,
+    UTILITY,
+    task_of,
+)
 
 CELLS = 200_000
 """The most cells, about, that the table of decisions has; more make W&B's pages slow."""
+SCORES = {
+    "Test/Utility": UTILITY,
+    "Test/Oracle_Gap_Closed": GAP,
+    "Test/On_Time_Feasible": FEASIBLE,
+}
+"""The test scores of a seed under a task that has them."""
+ALWAYS = {"Test/Accuracy": ACCURACY, "Test/Latency_Mean": LATENCY}
+"""The test scores of a seed under any task."""
 
 
 def scores_by_seed(results: RunResults, folder: Path) -> dict[tuple[str, int], dict[str, float]]:
-    """Return the test scores of each policy that our run trained, by stage and seed.
+    """Return the test scores of each policy that our run trained, by stage and seed, as `summarise`
+    gives them for the decisions of one seed.
 
-    They come from its decisions: means over the budgets or, for a selector, at the shots of
-    training. The policies of a selector are its stages; for a controller the stage is "".
+    They are means over the budgets or, for a selector, at the shots of training. The policies of a
+    selector are its stages; for a controller the stage is "". An unknown score is left out.
     """
     task = task_of(results)
     staged = results.get("validation", {})
-    numbers = {task.score.title(): task.score, "Accuracy": "accuracy", "Latency_Mean": "latency_ms"}
-    means = [pl.col(column).mean().alias(f"Test/{name}") for name, column in numbers.items()]
-    means.append(pl.col("on_time").filter("feasible").mean().alias("Test/On_Time_Feasible"))
-    # first means over samples at each condition, then over conditions
-    by_condition = _decided(results, folder, staged or task.trained[:1])
-    by_condition = by_condition.group_by("policy", "seed", "condition").agg(means)
-    rows = by_condition.group_by("policy", "seed").agg(pl.selectors.starts_with("Test/").mean())
-    if task is DEADLINE:
-        low, high = (task.row(results, policy, None)["utility"] for policy in (task.low, task.high))
-        if high - low > 1e-9:  # as in `results.json`
-            gap = (pl.col("Test/Utility") - low) / (high - low)
-            rows = rows.with_columns(gap.alias("Test/Oracle_Gap_Closed"))
+    trained = list(staged or task.trained[:1])
+    metrics = {name: metric for name, metric in SCORES.items() if metric in task.metrics}
+    metrics |= ALWAYS
+    compared = with_references(task, _decided(results, folder, {*trained, task.low, task.high}))
     scores = {}
-    for row in rows.sort("policy", "seed").to_dicts():
-        policy = row.pop("policy")
-        key = policy if staged else "", row.pop("seed")
-        scores[key] = {name: value for name, value in row.items() if value is not None}
+    for policy in sorted(trained):
+        of_policy = compared.filter(policy=policy)
+        for seed in of_policy["seed"].unique().sort():
+            (row,) = summarise(of_policy.filter(seed=seed), list(metrics.values()), False)
+            known = {name: row[metric.key] for name, metric in metrics.items()}
+            key = policy if staged else "", seed
+            scores[key] = {name: value for name, value in known.items() if value is not None}
     return scores
 
 

@@ -1,9 +1,10 @@
 """One run in Weights & Biases: started or resumed, and never the reason that training ends.
 
-An interrupted run resumes as the same W&B run, which holds every step once and in order. Online,
-what `metrics.csv` held when it was interrupted is not sent again. Offline, W&B cannot continue its
-file: a later session logs all but the speed again, now, and takes the place of the earlier ones. A
-run that `waits` for its test scores stays open, so that it keeps its times and system metrics.
+An interrupted run resumes as the same W&B run, which holds every number once and every step in
+order. Each session logs again, now, what the run had logged before. Online, W&B ignores the rows
+that it has. Offline, where it cannot continue its file, the new session takes the place of the
+earlier ones; that has all but the speed. A run that `waits` for its test scores stays open, so that
+it keeps its times and system metrics.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ PATIENCE_S = 20
 UPLOAD_S = 600
 """Seconds that W&B may go on uploading after the end. The rest stays in the run's folder, for
 `wandb sync`."""
-LOOKED_AT = {
+PLOTTED = {
     "Train/Reward_Mean": max,
     "Train/Accuracy_Mean": max,
     "Train/Budget_Violation_Rate": min,
@@ -50,122 +51,116 @@ LOOKED_AT = {
     "Val/Latency_Mean": min,
     "Val/KL": None,
 }
-"""The dozen numbers that W&B plots by itself, and what is best in a run; it plots the others where
-somebody asks for them."""
-_waiting: dict[tuple[Path, str], Any] = {}
+"""The dozen numbers that W&B plots by itself, and what is best in a run, if anything is; it plots
+the others where somebody asks for them."""
+_waiting: dict[tuple[Path, str], WandbRun] = {}
 """The offline runs of this process that wait for their test scores, by folder and key."""
 
 
-@dataclass
-class WandbRun:
-    """A W&B run; a context manager. An exception that leaves the block marks the run as failed.
+@contextlib.contextmanager
+def wandb_run(
+    folder: Path,
+    key: str,
+    about: Mapping[str, Any],
+    rows: Sequence[Row],
+    earlier: Sequence[Row],
+    insist: bool = False,
+    waits: bool = False,
+) -> Iterator[WandbRun | None]:
+    """Start a W&B run, or resume it, for the length of a block; None if W&B does not start.
+
+    An exception that leaves the block marks the run as failed.
+
+    Args:
+        folder: the folder of our run; `wandb/` is made inside it.
+        key: the name of the file `wandb/<key>.id`, which holds the id of the W&B run.
+        about: arguments of `wandb.init`, such as mode (online or offline), project and config.
+        rows: what was logged before and still counts.
+        earlier: all that was logged before, whether it counts or not.
+        insist: whether W&B must be reached when the first W&B run of the folder starts.
+        waits: offline, leave the run open after success: this process will log its test scores.
 
     Raises:
         InputError: if W&B cannot be reached, with `insist`.
     """
-
-    folder: Path
-    """The folder of our run; `wandb/` is made inside it."""
-    mode: str
-    """online or offline; disabled after W&B did not start."""
-    about: Mapping[str, Any]
-    """Arguments of `wandb.init`: project, entity, name, group, job_type, tags, notes, config."""
-    key: str
-    """The name of the file `wandb/<key>.id`, which holds the id of the W&B run."""
-    kept: Sequence[Row]
-    """Rows that were logged before and still count."""
-    earlier: Sequence[Row]
-    """All rows that were logged before."""
-    insist: bool
-    """Raise if W&B cannot be reached, instead of logging offline."""
-    waits: bool = False
-    """Offline, leave the run open after success: this process will log its test scores."""
-    run: Any = None
-    """The run as wandb has it."""
-    _broken: bool = False
-    """True after W&B refused numbers; no more are sent."""
-    _sent: set[tuple[int, str]] = field(default_factory=set)
-    """The steps and names of the numbers that earlier sessions sent."""
-    _replaced: Sequence[Path] = ()
-    """The folders of earlier offline sessions, which this one takes the place of."""
-    _step: int | None = None
-    """The step of the row that is not complete yet."""
-    _summaries: dict[str, dict[str, float]] = field(default_factory=dict)
-    """The best and the last value of what W&B plots, over all sessions."""
-    _environment: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
-
-    def __enter__(self) -> WandbRun:
-        agent = [os.environ.get(name) for name in OF_AGENT]
-        # an empty WANDB_SILENT makes wandb crash
-        hidden = [
-            name for name, value in os.environ.items() if name.startswith("WANDB_") and not value
-        ]
-        folder = self.folder / "wandb"
-        folder.mkdir(parents=True, exist_ok=True)
-        # wandb is quiet, and keeps artifacts in our folder
-        wanted = {"WANDB_SILENT": "true", "WANDB_DATA_DIR": str(folder)}
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(environment(dict.fromkeys([*hidden, *NOT_FOR_WANDB]) | wanted))
-            try:
-                self.run = _waiting.pop((self.folder, self.key), None)
-                if self.run is None:
-                    self.run = self._start(agent)
-                else:
-                    self.kept = ()  # is in it
-            except InputError:
-                raise
-            except Exception as error:
-                # even offline, as wandb's own service may not start on a busy machine
-                say(f"W&B does not start ({reason(error)}): {self.about['name']} is not logged")
-                self.mode = "disabled"
-                return self
-            self._environment = stack.pop_all()
-        with self.reporting("what earlier sessions logged"):
-            # of numbers that were sent this updates the summary only
-            for step, values in self.kept:
-                self.log(values, step)
-            if not self._broken:
-                for session in self._replaced:
-                    shutil.rmtree(session)
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: Any
-    ) -> None:
-        if self.mode == "disabled":
-            return
+    agent = [os.environ.get(name) for name in OF_AGENT]
+    with _quiet(folder / "wandb"):
+        run = _waiting.pop((folder, key), None)
+        try:
+            if run is None:
+                run = _start(folder, key, about, insist, *agent)
+                _log_again(run, rows, earlier)
+        except InputError:
+            raise
+        except Exception as error:
+            # even offline, as wandb's own service may not start on a busy machine
+            say(f"W&B does not start ({reason(error)}): {about['name']} is not logged")
         exit_code = 1
-        if kind is None or (isinstance(error, SystemExit) and not error.code):
+        try:
+            yield run
             exit_code = 0
-        elif kind is KeyboardInterrupt:
-            exit_code = 130
-        with self._environment, self.reporting("the end of the run"):
-            if not self._broken:
-                if self._step is not None:
-                    self.run.log({})  # the last row is complete
-                # W&B's own summaries cover this session only
-                self.run.summary.update(self._summaries)
-                if self.waits and self.mode == "offline" and exit_code == 0:
-                    _waiting[self.folder, self.key] = self.run
-                    return
+        finally:
+            if run is not None and waits and run.run.offline and exit_code == 0:
+                _waiting[folder, key] = run
+            elif run is not None:
+                run.finish(exit_code)
+
+
+@dataclass
+class WandbRun:
+    """A W&B run that never stops the program."""
+
+    run: Any
+    """The run as wandb has it."""
+    folder: Path
+    """The folder of our run."""
+    name: str
+    """Its name there."""
+    replaced: Sequence[Path]
+    """The folders of earlier offline sessions, which this one takes the place of."""
+    first: int = 0
+    """The number of the first row that W&B is sent, see `log`."""
+    halved: int = -1
+    """The step of which an earlier session logged the validation only, see `log`."""
+    number: int = 0
+    """The number of the last row."""
+    broken: bool = False
+    """True after W&B refused numbers; no more are sent."""
+    logged: list[Mapping[str, Any]] = field(default_factory=list)
+    """What was logged in all sessions."""
+
+    def log(self, values: Mapping[str, Any], step: int) -> None:
+        """Log numbers of one step; W&B joins all of one step as row 2·step. It takes nothing more
+        for a row that an earlier session sent, so a training that was interrupted after a
+        validation goes on in row 2·step + 1."""
+        if self.broken:
+            return
+        self.logged.append(values)
+        self.number = 2 * step + (step == self.halved and _trains(values))
+        self.broken = True
+        with self.reporting(f"step {step} and all that follows"):
+            if self.number >= self.first:
+                self.run.log({**values, "step": step}, step=self.number)
+            self.broken = False
+
+    def finish(self, exit_code: int) -> None:
+        """End the W&B run."""
+        with self.reporting("the end of the run"):
+            if self.logged and not self.broken:
+                self.run.log({}, step=self.number, commit=True)  # the last row is complete
+                self._summarise()
             self.run.finish(exit_code=exit_code)
 
-    def log(self, values: Mapping[str, float], step: int) -> None:
-        """Log numbers of one step. Steps never decrease; all calls for one step are one row of the
-        W&B run."""
-        if self._broken:
-            return
-        self._broken = True
-        with self.reporting(f"step {step} and all that follows"):
-            self._summarise(values)
-            new = {name: value for name, value in values.items() if (step, name) not in self._sent}
-            if new:
-                if self._step not in (None, step):
-                    self.run.log({})  # the row of the step before is complete
-                self._step = step
-                # W&B joins all that is logged until the row is complete
-                self.run.log({**new, "step": step}, commit=False)
-            self._broken = False
+    def _summarise(self) -> None:
+        """Write the last value of what W&B plots into the summary, and the best where that has a
+        meaning: W&B's own summary covers this session only."""
+        for name, best in PLOTTED.items():
+            values = [row[name] for row in self.logged if name in row]
+            if values:
+                summary = {"last": values[-1]}
+                if best is not None:
+                    summary[best.__name__] = best(values)
+                self.run.summary[name] = summary
 
     @contextlib.contextmanager
     def reporting(self, what: str) -> Iterator[None]:
@@ -173,88 +168,107 @@ class WandbRun:
         try:
             yield
         except Exception as error:
-            name = self.about["name"]
-            say(f"W&B did not take {what} of {name} ({reason(error)}); {self.folder} holds it")
+            say(f"W&B did not take {what} of {self.name} ({reason(error)}); {self.folder} holds it")
 
-    def _summarise(self, values: Mapping[str, float]) -> None:
-        """Note the last value of each number that W&B plots, and the best where that has a
-        meaning."""
-        for name in LOOKED_AT.keys() & values:
-            summary = self._summaries.setdefault(name, {})
-            best = LOOKED_AT[name]
-            if best is not None:
-                earlier = summary.get(best.__name__, values[name])
-                summary[best.__name__] = best(earlier, values[name])
-            summary["last"] = values[name]
 
-    # -- starting ----------------------------------------------------------------------------------
+def _trains(values: Mapping[str, Any]) -> bool:
+    """Return True for numbers of a training iteration, False for those of a validation."""
+    return any(name.startswith("Train/") for name in values)
 
-    def _start(self, agent: Sequence[str | None], fresh: bool = False) -> Any:
-        """Start the W&B run, or resume it; `fresh` starts a new one in any case.
 
-        Args:
-            agent: the values of `OF_AGENT`.
-        """
-        import wandb
+# -- starting --------------------------------------------------------------------------------------
 
-        id_file = self.folder / "wandb" / f"{self.key}.id"
-        evaluates = self.about["job_type"] == "evaluate"
-        online = self.mode == "online"
-        before = id_file.read_text().strip() if id_file.exists() else ""
-        sessions = [*self.folder.glob(f"wandb/offline-run-*-{before or None}*")]  # …-1 too
-        # results are logged once, at the end: a run interrupted there has logged none
-        resumes = before and not (fresh or evaluates)
-        job = sweep = parameters = None
-        if evaluates and not fresh and agent[1]:
-            # a job of a sweep has its results in the W&B run that the agent names
-            job, sweep, parameters = agent
-        identity = job or os.urandom(4).hex()
-        if resumes:
-            identity = before
-        # a key without a network could block for minutes, and init without a terminal raises
-        settings = wandb.Settings(
-            mode=self.mode,
-            root_dir=str(self.folder),
-            silent=True,
-            console="off",
-            init_timeout=PATIENCE_S,
-            finish_timeout=UPLOAD_S,
-            sweep_id=sweep,
-            reinit="create_new",  # others may wait for their scores
-        )
-        joins: Any = "allow" if resumes and online else None
-        try:
-            run = wandb.init(**self.about, id=identity, resume=joins, settings=settings)
-        except wandb.Error as error:
-            if not online:
-                raise
-            problem = f"W&B cannot be reached ({error})"
-            if self.insist:
-                raise InputError(f"tracking: {problem}; use tracking=offline") from error
-            say(f"{problem}, so this run is logged offline")
-            self.mode = "offline"
-            return self._start(agent, fresh=True)  # wandb still holds the other one
-        id_file.write_text(identity)
-        if parameters:
-            # the sweep looks for `optimiser.lr` and the like in the config
-            swept: Any = OmegaConf.load(parameters)
-            run.config.update({key: swept[key].value for key in swept if key != "wandb_version"})
-        # what `wandb sync` has sent stays, and the rest is sent after it
-        synced = any(self.folder.glob(f"wandb/offline-run-*/run-{before}.*.synced"))
-        if sessions and not (synced or run.resumed):
-            self._replaced = sessions
-        elif run.resumed or (resumes and not online):
-            self._sent = {(step, name) for step, row in self.earlier for name in row}
-        if not evaluates:
-            _define_curves(run)
-        return run
+
+def _start(
+    folder: Path,
+    key: str,
+    about: Mapping[str, Any],
+    insist: bool,
+    job: str | None,
+    sweep: str | None,
+    parameters: str | None,
+) -> WandbRun:
+    """Start a W&B run, or resume it.
+
+    Args:
+        job, sweep, parameters: the values of `OF_AGENT`.
+    """
+    id_file = folder / "wandb" / f"{key}.id"
+    identity = None
+    replaced: list[Path] = []
+    if id_file.exists():
+        identity = id_file.read_text().strip()
+        replaced = list(folder.glob(f"wandb/offline-run-*-{identity}*"))  # …-1 too
+    resume: Any = "allow"
+    if about["job_type"] != "evaluate":
+        sweep = None
+    else:
+        # results are logged once, at the end: a run interrupted there has logged none. A job of a
+        # sweep has its results in the W&B run that the agent names
+        resume = None
+        identity = job if sweep else None
+    run = _init(folder, insist, {**about, "id": identity, "resume": resume}, sweep)
+    id_file.write_text(run.id)
+    if sweep and parameters:
+        # the sweep looks for `optimiser.lr` and the like in the config
+        swept: Any = OmegaConf.load(parameters)
+        run.config.update({key: swept[key].value for key in swept if key != "wandb_version"})
+    if resume:
+        _define_curves(run)
+    return WandbRun(run, folder, about["name"], replaced)
+
+
+def _init(folder: Path, insist: bool, about: dict[str, Any], sweep: str | None) -> Any:
+    """Return W&B's own run, which is offline if W&B cannot be reached."""
+    import wandb  # slow to import
+
+    # a key without a network could block for minutes, and init without a terminal raises
+    about["settings"] = wandb.Settings(
+        root_dir=str(folder),
+        silent=True,
+        console="off",
+        init_timeout=PATIENCE_S,
+        finish_timeout=UPLOAD_S,
+        sweep_id=sweep,
+        reinit="create_new",  # others may wait for their scores
+    )
+    try:
+        return wandb.init(**about)
+    except wandb.Error as error:
+        if about["mode"] == "offline":
+            raise
+        problem = f"W&B cannot be reached ({error})"
+        # after the first seed, training goes on rather than stop
+        if insist and not any(folder.glob("wandb/*.id")):
+            raise InputError(f"tracking: {problem}; use tracking=offline") from error
+        say(f"{problem}, so this run is logged offline")
+    # under another id, as wandb still holds this one
+    return wandb.init(**about | {"mode": "offline", "id": os.urandom(4).hex()})
+
+
+def _log_again(run: WandbRun, rows: Sequence[Row], earlier: Sequence[Row]) -> None:
+    """Log what the run had logged before, in place of its earlier offline sessions. What `wandb
+    sync` has sent of these stays, and the rest is sent after it."""
+    synced = any(any(session.glob("*.synced")) for session in run.replaced)
+    if earlier:
+        last, values = earlier[-1]
+        if synced and run.run.offline:
+            run.first = 2 * last + 1
+            run.replaced = ()
+        if not (run.replaced or _trains(values)):
+            run.halved = last
+    for step, values in rows:
+        run.log(values, step)
+    if not run.broken:
+        for session in run.replaced:
+            shutil.rmtree(session)
 
 
 def _define_curves(run: Any) -> None:
-    """Have W&B plot the numbers of `LOOKED_AT` over the training step, and hide all others."""
+    """Have W&B plot the numbers of `PLOTTED` over the training step, and hide all others."""
     run.define_metric("step", hidden=True)
     run.define_metric("*", step_metric="step", hidden=True)
-    for name, best in LOOKED_AT.items():
+    for name, best in PLOTTED.items():
         summary = "last" if best is None else f"{best.__name__},last"
         run.define_metric(name, step_metric="step", summary=summary)
 
@@ -264,6 +278,16 @@ def reason(error: Exception) -> str:
     if hasattr(error, "errors"):
         return str(error.errors()[0]["msg"]).removeprefix("Value error, ")
     return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+def _quiet(folder: Path) -> contextlib.AbstractContextManager[None]:
+    """Return a block in which wandb says nothing, keeps artifacts in a folder, which is made, and
+    knows nothing of `NOT_FOR_WANDB`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    # an empty WANDB_SILENT makes wandb crash
+    empty = [name for name, value in os.environ.items() if name.startswith("WANDB_") and not value]
+    wanted = {"WANDB_SILENT": "true", "WANDB_DATA_DIR": str(folder)}
+    return environment(dict.fromkeys([*empty, *NOT_FOR_WANDB]) | wanted)
 
 
 @contextlib.contextmanager

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,7 @@ from knobwise.common.files import write_text, written_whole
 from knobwise.common.progress import say
 from knobwise.experiments.settings.options import WorkspaceRun
 from knobwise.experiments.settings.tracking import TrackingSettings
-from knobwise.experiments.tracking.tracker import wandb_mode
+from knobwise.experiments.tracking.tracker import project_of, wandb_mode
 from knobwise.experiments.tracking.wandb_run import environment, reason
 
 SAVED = "wandb_views.txt"
@@ -93,7 +92,7 @@ def view_of(config: WorkspaceRun) -> Any:
         pinned = ["run:displayName", "run:jobType", *(f"summary:Test/{name}" for name in PINNED)]
         return ws.Workspace(
             entity=config.entity or "",
-            project=config.project or os.environ.get("WANDB_PROJECT") or "knobwise",
+            project=project_of(config.project),
             name="knobwise",
             sections=sections,
             settings=ws.WorkspaceSettings(x_axis="step", max_runs=40, group_by_prefix="first"),

@@ -340,6 +340,10 @@ class SeedRun:
             model.learn(table, recorded_answers(table, self.data.split.train), config.epochs)
         return model
 
+    def _rows_of(self, trainer: Trainer, name: str) -> list[Row]:
+        """Return what the trainer of the next stage has logged, as metrics.csv has it."""
+        return [in_stage(row, name, self.step) for row in trainer.state.logged]
+
     def train(
         self, name: str, stage: str, table: BeamTable, start: Selector, **settings: Any
     ) -> Selector:
@@ -363,10 +367,11 @@ class SeedRun:
                 self.data.table,
                 stage=name,
                 first=self.step,
-                known=self.logged + in_stage(trainer.state.logged, name, self.step),
+                known=self.logged
+                + [in_stage(row, name, self.step) for row in trainer.state.logged],
             )
         # the rows of the next stage follow in metrics.csv
-        self.logged += in_stage(trainer.state.logged, name, self.step)
+        self.logged += self._rows_of(trainer, name)
         self.step += trainer.total + 1
         best = load_checkpoint(folder / "best.pt").selector
         if best.encoder is not None:

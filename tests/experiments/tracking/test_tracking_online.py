@@ -194,7 +194,7 @@ def holds_test_scores(found, run):
         trained = [each for each in found if each.config.get("stage", "") == stage]
         scores = {each.config.get("seed"): each.summary for each in trained}
         by_seed = [scores[seed][f"Test/{name.title()}"] for seed in (0, 3)]
-        assert by_seed == pytest.approx(row[f"{name}_per_seed"], abs=1e-6)
+        assert by_seed == pytest.approx(row[f"{name}_per_seed"], abs=1e-12)
 
 
 def holds_results(evaluated, run):
@@ -379,18 +379,32 @@ def test_what_was_synced_before_a_resumed_run_is_not_sent_again(tmp_path, place,
     arrived(run)
 
 
-def killed(folder):
+def dies(folder, mode):
     """A process that dies in the middle of a training, before W&B has written anything."""
-    with tracker(folder, "offline") as log:
+    with tracker(folder, mode) as log:
         log_rows(log, ROWS[:6])
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def test_a_killed_offline_run_loses_no_row_and_is_one_folder(tmp_path, place):
-    process = multiprocessing.get_context("spawn").Process(target=killed, args=(tmp_path,))
+def killed(folder, mode):
+    process = multiprocessing.get_context("spawn").Process(target=dies, args=(folder, mode))
     process.start()
     process.join()
     assert process.exitcode == -signal.SIGKILL
+
+
+@pytest.mark.usefixtures("online")
+def test_a_killed_online_run_loses_no_row(tmp_path, stub):
+    already = set(stub.runs)
+    killed(tmp_path, "online")
+    with tracker(tmp_path, "online", known=known(5)) as log:
+        log_rows(log, ROWS[5:])
+    (run,) = news(stub, already)
+    arrived(run)
+
+
+def test_a_killed_offline_run_loses_no_row_and_is_one_folder(tmp_path, place):
+    killed(tmp_path, "offline")
     # as if another had begun in the same second
     (begun,) = tmp_path.glob("wandb/offline-run-*")
     begun.rename(f"{begun}-1")
