@@ -131,13 +131,13 @@ def run_live(
             "tracker": served.tracker.factors(),
             "ignored": served.tracker.ignored,
         }
-        shown = Comparison([Run(results, results["live"]["kind"])])
-        print_comparison(shown, Console())
+        comparison = Comparison([Run(results, results["live"]["kind"])])
+        print_comparison(comparison, Console())
         write_json(config.json, results)
         if config.decisions is not None:
             write_decisions(config.decisions, decisions)
         if config.html is not None:
-            write_page(shown, config.html)
+            write_page(comparison, config.html)
     if stopped is not None:
         raise stopped
     return results
