@@ -17,6 +17,7 @@ from knobwise.agents.deployed.controller import Drift, NumpyController
 from knobwise.agents.serving.tracker import LEAST_SPREAD
 from knobwise.envs.bandit.budgets import LEAST_LATENCY_MS
 from knobwise.envs.tables.profile_table import ProfileTable
+from knobwise.experiments.evidence.decisions import SCHEMA
 from knobwise.experiments.evidence.schema import (
     AgreementRow,
     LiveFacts,
@@ -73,6 +74,8 @@ Record = dict[str, Array]
 """What P policies served in n requests: the fields of `ServedRequest`, [P, n] each."""
 
 
+# keys that a stream leaves open; every request has a budget of its own
+OPEN = ("condition", "seed", "split", "dataset", "cluster")
 # what is compared with the replay: each number is the mean of one column of the decisions
 COMPARED = {
     "accuracy": "accuracy",
@@ -196,9 +199,8 @@ def live_results(
     every answer is the same. Intervals are 95 % bootstrap intervals over requests.
     """
     decisions = live_decisions(table, stream, policies, served)
-    # every request has a budget of its own
-    requests = decisions.with_columns(condition=pl.lit(None, pl.Float64))
-    live = _complete(requests.filter(source="live"))
+    requests = decisions.with_columns(pl.lit(None, SCHEMA[key]).alias(key) for key in OPEN)
+    live = requests.filter(source="live")
     compared = with_score_of(
         with_references(DEADLINE, live), policies[0], "utility", "of_controller"
     )
@@ -232,7 +234,7 @@ def live_results(
         # the spread of ln ms of equal answers
         facts["machine"]["jitter"] = float(np.log(high / low)) / 1.35
         facts["speed"] |= {"during": during, "during_ci95": [during - off, during + off]}
-        replay = _complete(requests.filter(source="replay"))
+        replay = requests.filter(source="replay")
         facts["agreement"] = _agreement(rows, live, replay, off / during)
         _add_feasible(rows, live)
         same = _replayed_decisions(table, stream, controller, decided)
@@ -250,16 +252,6 @@ def live_results(
         "live": facts,
     }
     return cast(RunResults, results), decisions
-
-
-def _complete(decisions: pl.DataFrame) -> pl.DataFrame:
-    """Return decisions with the keys that a stream leaves open."""
-    return decisions.with_columns(
-        seed=pl.lit(None, pl.Int64),
-        split=pl.lit(None, pl.Int64),
-        dataset=pl.lit(None, pl.String),
-        cluster=pl.lit(None, pl.String),
-    )
 
 
 def _add_feasible(rows: list[dict[str, Any]], live: pl.DataFrame) -> None:
@@ -283,34 +275,39 @@ def _agreement(
         rows: what was served, of each policy.
         unsure: half the width of the interval of this machine's speed, as a share of it.
     """
-    other = replay.select("policy", "request", pl.col(*COMPARED.values()).name.suffix("_replay"))
+    columns = (*COMPARED.values(), "inference_ms")
+    other = replay.select("policy", "request", pl.col(columns).name.suffix("_replay"))
     both = live.join(other, on=["policy", "request"], maintain_order="left")
-    gaps = [Metric(key, value=_gap(column)) for key, column in COMPARED.items()]
-    replayed = summarise(replay, MEANS, conditions=False)
-    differences = summarise(both, gaps, conditions=False)
-    model_ms = dict(replay.group_by("policy").agg(pl.mean("inference_ms")).iter_rows())
+    numbers = [
+        Metric("model_ms", aggregate=pl.mean("inference_ms_replay")),
+        Metric("same_answers", aggregate=_gap("accuracy").eq(0).all()),
+    ]
+    for key, column in COMPARED.items():
+        numbers.append(Metric(key, value=_gap(column)))
+        numbers.append(Metric(f"{key}_replay", value=pl.col(f"{column}_replay")))
+    gaps = summarise(both, numbers, conditions=False)
     agreement: list[AgreementRow] = []
-    for row, of_replay, gap in zip(rows, replayed, differences, strict=True):
-        policy = row["policy"]
+    for row, gap in zip(rows, gaps, strict=True):
         for what in COMPARED:
             low, high = row[f"{what}_ci95"]
-            agrees = low <= of_replay[what] <= high
+            replayed = gap[f"{what}_replay"]
+            agrees = low <= replayed <= high
             # the speed of this machine is known only as well as its answers allow
             off = 0.0
             if what == "accuracy":
-                agrees = both.filter(policy=policy).select(_gap(what).eq(0).all()).item()
+                agrees = bool(gap["same_answers"])
             elif what == "latency_ms_mean":
-                off = unsure * model_ms[policy]
+                off = unsure * gap["model_ms"]
             # independent errors add up in squares
             difference = gap[what]
             bounds = np.subtract(gap[f"{what}_ci95"], difference)
             below, above = np.hypot(bounds, off).tolist()
             agreement.append(
                 {
-                    "policy": policy,
+                    "policy": row["policy"],
                     "what": what,
                     "live": row[what],
-                    "replay": of_replay[what],
+                    "replay": replayed,
                     "agrees": agrees,
                     "difference": difference,
                     "ci95": [difference - below, difference + above],
