@@ -23,12 +23,11 @@ from knobwise.experiments.report.tables import (
     print_sections,
     records,
     reworded,
-    table_of,
     texts,
 )
 from knobwise.experiments.wording import words
 from knobwise.experiments.wording.between_runs import condition_name
-from knobwise.experiments.wording.choice_sentences import on_difficulty, on_usage, setting
+from knobwise.experiments.wording.choice_sentences import on_difficulty, on_usage
 from knobwise.experiments.wording.words import number, policy_name, quantity
 
 
@@ -195,12 +194,8 @@ def _rules(results: RunResults) -> list[Any]:
     if any(re.search(r"\[\d+\]$", name) for name in names):
         return [f"{text} Its rules are on columns without names, so they are not listed."]
     unit = unit_of(results)
-    lines = []
-    for rule in tree["rules"]:
-        line = {"if": rule_condition(rule["when"], unit), "then": setting(rule["then"])}
-        line["share of decisions"] = f"{rule['share']:.0%}"
-        lines.append(line | {"agreement": f"{rule['alike']:.0%}"})
-    return [text, table_of(lines, wordy=[0, 1])]
+    rules = [{**rule, "if": rule_condition(rule["when"], unit)} for rule in tree["rules"]]
+    return [text, records(rules, "rules")]
 
 
 def rule_condition(bounds: Sequence[tuple[str, str, float]], unit: str) -> str:
