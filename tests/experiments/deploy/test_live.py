@@ -24,12 +24,14 @@ from knobwise.envs.tables.profile_table import Split
 from knobwise.experiments.deploy import live
 from knobwise.experiments.deploy.live import LiveConfig, Server, draw_stream
 from knobwise.experiments.deploy.live_results import ServedRequest, Stream, live_results
+from knobwise.experiments.evidence.schema import LiveFacts, PolicyRow, RunResults
 from knobwise.experiments.settings.options import EvaluateRun
 from knobwise.experiments.wording.words import quantity
 from knobwise.testbeds import builtin_profile
 from knobwise.testbeds.elastic.adapter import ElasticAdaptive, ElasticRequests
 from knobwise.testbeds.elastic.scenes import SEED, draw_samples
 
+ROOT = Path(__file__).resolve().parents[3]
 CHOICES = {"controller": [3, 5], "budget_aware_static": [2, 2], "cheapest": [0, 0]}
 SHORT = LiveConfig(requests=10)
 CONFIG = PolicyConfig(hidden=8, layers=1)
@@ -140,6 +142,16 @@ def test_a_run_prints_and_writes_what_it_found(case, capsys):
     assert results["rows"][3]["decision_us_p50"] is None  # nothing is decided
     parts = overhead["decision_us_p50"] + overhead["features_and_knobs_us_p50"]
     assert overhead["share_p50"] == pytest.approx(parts / 1e3 / overhead["inference_ms"])
+
+
+def test_every_key_of_the_file_has_a_type_and_a_meaning(case):
+    results = run(case, SHORT)
+    assert results.keys() <= RunResults.__annotations__.keys()
+    assert results["live"].keys() == LiveFacts.__annotations__.keys()
+    explained = (ROOT / "docs/metrics.md").read_text()
+    for row in results["rows"]:
+        assert row.keys() <= PolicyRow.__annotations__.keys()
+    assert all(f"`live.{key}`" in explained for key in results["live"])
 
 
 def test_each_policy_is_charged_what_it_takes_and_static_allows_for_it(case, monkeypatch):
