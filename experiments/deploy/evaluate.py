@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import polars as pl
 import torch
@@ -34,7 +33,7 @@ from knobwise.experiments.settings.profiles import read_profile
 from knobwise.experiments.train.controller import judge_beside_baselines
 
 
-def run(config: EvaluateRun) -> RunResults | dict[str, Any]:
+def run(config: EvaluateRun) -> RunResults:
     """Judge an agent beside the baselines, print the results, write them to `json` if it is set,
     and return them.
 
@@ -70,7 +69,7 @@ def run(config: EvaluateRun) -> RunResults | dict[str, Any]:
     return results
 
 
-def _evaluate_live(checkpoint: Path, loaded: Loaded, config: EvaluateRun) -> dict[str, Any]:
+def _evaluate_live(checkpoint: Path, loaded: Loaded, config: EvaluateRun) -> RunResults:
     """Serve a simulated stream of requests by the real model."""
     check_time("live=true", loaded.controller.controller.unit)
     a_device(config.device, usable=True)

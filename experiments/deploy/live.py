@@ -20,7 +20,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -41,6 +40,8 @@ from knobwise.common.imports import in_a_line
 from knobwise.common.progress import progress
 from knobwise.envs.bandit.budgets import LEAST_LATENCY_MS
 from knobwise.envs.tables.profile_table import ProfileTable
+from knobwise.experiments.compare.comparison import Comparison
+from knobwise.experiments.compare.runs import Run
 from knobwise.experiments.deploy.live_results import (
     Record,
     ServedRequest,
@@ -48,7 +49,8 @@ from knobwise.experiments.deploy.live_results import (
     live_results,
 )
 from knobwise.experiments.evidence.decisions import write_decisions
-from knobwise.experiments.report.live import print_live, write_live_page
+from knobwise.experiments.evidence.schema import RunResults
+from knobwise.experiments.report.report import print_comparison, write_page
 from knobwise.experiments.settings.options import EvaluateRun, LiveConfig
 from knobwise.experiments.wording.words import FROZEN, LEARNED, STATIC
 from knobwise.profiling.measuring.adaptive_model import AdaptiveVLM, clock_ms, clocked_by
@@ -77,7 +79,7 @@ def run_live(
     model: AdaptiveVLM,
     requests: Requests,
     config: EvaluateRun,
-) -> dict[str, Any]:
+) -> RunResults:
     """Serve a simulated stream by a model, print the results, write and return them.
 
     Args:
@@ -117,20 +119,25 @@ def run_live(
         stopped = server.serve()
     # what was served before an error still counts
     stream, record = server.finished()
-    results: dict[str, Any] = {}
+    results: RunResults = {}
     if server.done:
         policies = list(server.policies)
         about = table, stream, policies, record, served.controller, speed
         results, decisions = live_results(*about)
-        results["configurations"] = {name: table.configuration(c) for name, c in fixed.items()}
-        results |= {"model": model.name, "clock": settings.clock}
-        results |= {"tracker": served.tracker.factors(), "ignored": served.tracker.ignored}
-        print_live(results, Console())
+        results["live"] |= {
+            "model": model.name,
+            "clock": settings.clock,
+            "configurations": {name: table.configuration(c) for name, c in fixed.items()},
+            "tracker": served.tracker.factors(),
+            "ignored": served.tracker.ignored,
+        }
+        comparison = Comparison([Run(results, results["live"]["kind"])])
+        print_comparison(comparison, Console())
         write_json(config.json, results)
         if config.decisions is not None:
             write_decisions(config.decisions, decisions)
         if config.html is not None:
-            write_live_page(config.html, results)
+            write_page(comparison, config.html)
     if stopped is not None:
         raise stopped
     return results

@@ -1,12 +1,12 @@
-"""The results of requests that were served live: a row for each policy, the replay of the same
-decisions from the profile, and what the controller added to the model's own time."""
+"""The results of requests that were served live, as those of a run: a row for each policy. What
+only serving has, such as the replay of the same decisions from the profile, is under `live`."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import polars as pl
@@ -17,8 +17,16 @@ from knobwise.agents.deployed.controller import Drift, NumpyController
 from knobwise.agents.serving.tracker import LEAST_SPREAD
 from knobwise.envs.bandit.budgets import LEAST_LATENCY_MS
 from knobwise.envs.tables.profile_table import ProfileTable
-from knobwise.experiments.evidence.summarise import summarise, with_score_of
-from knobwise.experiments.evidence.task import Metric
+from knobwise.experiments.evidence.decisions import SCHEMA
+from knobwise.experiments.evidence.schema import (
+    AgreementRow,
+    LiveFacts,
+    OverheadFacts,
+    RunResults,
+    ServedRow,
+)
+from knobwise.experiments.evidence.summarise import summarise, with_references, with_score_of
+from knobwise.experiments.evidence.task import DEADLINE, Metric, over
 from knobwise.profiling.measuring.adaptive_model import Request
 from knobwise.profiling.measuring.machine import cpu_name
 
@@ -66,18 +74,24 @@ Record = dict[str, Array]
 """What P policies served in n requests: the fields of `ServedRequest`, [P, n] each."""
 
 
-# what is said of every policy, and compared with the replay
-COMPARED = (
-    Metric("accuracy", value=pl.col("accuracy")),
-    Metric("latency_ms", value=pl.col("latency_ms")),
-    Metric("satisfaction", value=pl.col("on_time")),
-    Metric("utility", value=pl.col("utility")),
-)
+# keys that a stream leaves open; every request has a budget of its own
+OPEN = ("condition", "seed", "split", "dataset", "cluster")
+# what is compared with the replay: each number is the mean of one column of the decisions
+COMPARED = {
+    "accuracy": "accuracy",
+    "latency_ms_mean": "latency_ms",
+    "satisfaction": "on_time",
+    "utility": "utility",
+}
+MEANS = [Metric(key, value=pl.col(column)) for key, column in COMPARED.items()]
 NUMBERS = (
-    *COMPARED,
+    *MEANS,
     Metric("latency_ms_p95", aggregate=pl.quantile("latency_ms", 0.95, "linear")),
-    # on the same requests, so that the interval is a paired one
+    # on the same requests, so that the intervals are paired
+    Metric("over_static", value=over("utility")),
     Metric("behind", value=pl.col("of_controller") - pl.col("utility")),
+    # a fixed configuration decides nothing
+    Metric("decision_us_p50", aggregate=pl.col("decision_us").replace(0.0, None).median()),
 )
 
 
@@ -177,114 +191,129 @@ def live_results(
     served: Record,
     controller: NumpyController,
     speed: float,
-) -> tuple[dict[str, Any], pl.DataFrame]:
-    """Return a row for each policy, the replay of the same decisions, and the overhead; and the
+) -> tuple[RunResults, pl.DataFrame]:
+    """Return the results, with a row for each policy, its means over the requests; and the
     decisions. The first policy is the controller.
 
     Live and replay agree if the replay lies in the interval of what was served, and for accuracy if
     every answer is the same. Intervals are 95 % bootstrap intervals over requests.
     """
     decisions = live_decisions(table, stream, policies, served)
-    # every request has a budget of its own
-    requests = decisions.with_columns(condition=pl.lit(None, pl.Float64))
-    live = _complete(requests.filter(source="live"))
-    compared = with_score_of(live, policies[0], "utility", "of_controller")
-    rows = summarise(compared, NUMBERS, conditions=False)
+    requests = decisions.with_columns(pl.lit(None, SCHEMA[key]).alias(key) for key in OPEN)
+    live = requests.filter(source="live")
+    compared = with_score_of(
+        with_references(DEADLINE, live), policies[0], "utility", "of_controller"
+    )
+    rows = [
+        {"policy": row.pop("policy"), "budget_ms": row.pop("condition"), **row}
+        for row in summarise(compared, NUMBERS, conditions=False)
+    ]
     # of the controller
     decided = {name: values[0] for name, values in served.items()}
-    load = os.getloadavg()[0]
-    machine = {"cpu": cpu_name(), "torch": torch.__version__, "threads": 1, "load": load}
-    results: dict[str, Any] = {
+    facts: LiveFacts = {
         "kind": "simulated request stream, served live",
-        "profile": {"name": table.name, "digest": table.digest},
-        "machine": machine | {"jitter": None},
         "requests": len(stream.rows),
-        "budgets_ms": sorted(set(stream.budgets_ms.tolist())),
-        "infeasible": None,
+        "machine": {
+            "cpu": cpu_name(),
+            "torch": torch.__version__,
+            "threads": 1,
+            "load": os.getloadavg()[0],
+            "jitter": None,
+        },
         "speed": {"before": speed},
-        "rows": rows,
         "agreement": [],
         "overhead": _overhead(decided),
         "decisions": {},
         "timeline": _timeline(stream, decided, len(controller.configurations)),
     }
-    for row in rows:
-        del row["condition"]
     if "replay" in decisions["source"]:
         low, during, high = speed_of(table.without_first_look, stream, served)
         # the standard error of a median is 1.25·IQR/(1.35·√n) (McGill, Tukey and Larsen 1978,
         # "Variations of Box Plots")
         off = 1.96 * 1.25 / 1.35 * (high - low) / served["choice"].size ** 0.5
         # the spread of ln ms of equal answers
-        results["machine"]["jitter"] = float(np.log(high / low)) / 1.35
-        results["speed"] |= {"during": during, "during_ci95": [during - off, during + off]}
-        _add_replay(results, live, _complete(requests.filter(source="replay")), off / during)
+        facts["machine"]["jitter"] = float(np.log(high / low)) / 1.35
+        facts["speed"] |= {"during": during, "during_ci95": [during - off, during + off]}
+        replay = requests.filter(source="replay")
+        facts["agreement"] = _agreement(rows, live, replay, off / during)
+        _add_feasible(rows, live)
         same = _replayed_decisions(table, stream, controller, decided)
-        results["decisions"] = {"as_replayed_at_the_same_limit": same}
-    return results, decisions
+        facts["decisions"] = {"as_replayed_at_the_same_limit": same}
+    results = {
+        "profile": {
+            "name": table.name,
+            "digest": table.digest,
+            "samples": table.num_samples,
+            "configurations": table.num_configurations,
+        },
+        "test_samples": len(stream.rows),
+        "budgets_ms": sorted(set(stream.budgets_ms.tolist())),
+        "rows": rows,
+        "live": facts,
+    }
+    return cast(RunResults, results), decisions
 
 
-def _complete(decisions: pl.DataFrame) -> pl.DataFrame:
-    """Return decisions with the keys that a stream leaves open."""
-    return decisions.with_columns(
-        seed=pl.lit(None, pl.Int64),
-        split=pl.lit(None, pl.Int64),
-        dataset=pl.lit(None, pl.String),
-        cluster=pl.lit(None, pl.String),
-    )
-
-
-def _add_replay(
-    results: dict[str, Any], live: pl.DataFrame, replay: pl.DataFrame, unsure: float
-) -> None:
-    """Add how well the replay of the decisions agrees with them.
-
-    Args:
-        unsure: half the width of the interval of this machine's speed, as a share of it.
-    """
+def _add_feasible(rows: list[dict[str, Any]], live: pl.DataFrame) -> None:
+    """Add to each row the share on time of the feasible requests, and how many are not feasible."""
     feasible = live.filter("feasible")
-    results["infeasible"] = 1 - len(feasible) / len(live)
     on_time = Metric("satisfaction_feasible", value=pl.col("on_time"))
     shares = {row["policy"]: row for row in summarise(feasible, [on_time], conditions=False)}
-    columns = ("accuracy", "latency_ms", "on_time", "utility")
-    other = replay.select("policy", "request", pl.col(columns).name.suffix("_replay"))
-    both = live.join(other, on=["policy", "request"], maintain_order="left")
-    gaps = [
-        Metric(metric.key, value=_gap(column))
-        for metric, column in zip(COMPARED, columns, strict=True)
-    ]
-    replayed = summarise(replay, COMPARED, conditions=False)
-    differences = summarise(both, gaps, conditions=False)
-    model_ms = dict(replay.group_by("policy").agg(pl.mean("inference_ms")).iter_rows())
-    for row, of_replay, gap in zip(results["rows"], replayed, differences, strict=True):
+    for row in rows:
         # without feasible requests there is no share
         for key in ("satisfaction_feasible", "satisfaction_feasible_ci95"):
             row[key] = shares.get(row["policy"], {}).get(key)
-        same = both.filter(policy=row["policy"]).select(_gap("accuracy").eq(0).all()).item()
-        for what in [metric.key for metric in COMPARED]:
+        row["infeasible"] = 1 - len(feasible) / len(live)
+
+
+def _agreement(
+    rows: list[dict[str, Any]], live: pl.DataFrame, replay: pl.DataFrame, unsure: float
+) -> list[AgreementRow]:
+    """Return how well the replay of the decisions agrees with what was served.
+
+    Args:
+        rows: what was served, of each policy.
+        unsure: half the width of the interval of this machine's speed, as a share of it.
+    """
+    columns = (*COMPARED.values(), "inference_ms")
+    other = replay.select("policy", "request", pl.col(columns).name.suffix("_replay"))
+    both = live.join(other, on=["policy", "request"], maintain_order="left")
+    numbers = [
+        Metric("model_ms", aggregate=pl.mean("inference_ms_replay")),
+        Metric("same_answers", aggregate=_gap("accuracy").eq(0).all()),
+    ]
+    for key, column in COMPARED.items():
+        numbers.append(Metric(key, value=_gap(column)))
+        numbers.append(Metric(f"{key}_replay", value=pl.col(f"{column}_replay")))
+    gaps = summarise(both, numbers, conditions=False)
+    agreement: list[AgreementRow] = []
+    for row, gap in zip(rows, gaps, strict=True):
+        for what in COMPARED:
             low, high = row[f"{what}_ci95"]
-            agrees = low <= of_replay[what] <= high
+            replayed = gap[f"{what}_replay"]
+            agrees = low <= replayed <= high
             # the speed of this machine is known only as well as its answers allow
             off = 0.0
             if what == "accuracy":
-                agrees = same
-            elif what == "latency_ms":
-                off = unsure * model_ms[row["policy"]]
+                agrees = bool(gap["same_answers"])
+            elif what == "latency_ms_mean":
+                off = unsure * gap["model_ms"]
             # independent errors add up in squares
             difference = gap[what]
             bounds = np.subtract(gap[f"{what}_ci95"], difference)
             below, above = np.hypot(bounds, off).tolist()
-            results["agreement"].append(
+            agreement.append(
                 {
                     "policy": row["policy"],
                     "what": what,
                     "live": row[what],
-                    "replay": of_replay[what],
+                    "replay": replayed,
                     "agrees": agrees,
                     "difference": difference,
                     "ci95": [difference - below, difference + above],
                 }
             )
+    return agreement
 
 
 def _gap(column: str) -> pl.Expr:
@@ -292,7 +321,7 @@ def _gap(column: str) -> pl.Expr:
     return pl.col(column) - pl.col(f"{column}_replay")
 
 
-def _overhead(served: Record) -> dict[str, float]:
+def _overhead(served: Record) -> OverheadFacts:
     """Return what the controller adds to the model's time. Its parts are given as medians: a stall
     of the machine would count in only one of them."""
     inference_ms = served["inference_ms"].mean()
@@ -307,7 +336,7 @@ def _overhead(served: Record) -> dict[str, float]:
         "share": mean_us / 1e3 / inference_ms,
         "share_p50": median_us / 1e3 / inference_ms,
     }
-    return {name: float(value) for name, value in overhead.items()}
+    return cast(OverheadFacts, {name: float(value) for name, value in overhead.items()})
 
 
 def _replayed_decisions(
@@ -323,7 +352,7 @@ def _replayed_decisions(
     return float(np.mean(same))
 
 
-def _timeline(stream: Stream, served: Record, configurations: int) -> list[dict[str, float]]:
+def _timeline(stream: Stream, served: Record, configurations: int) -> list[ServedRow]:
     """Return a row for each request of the controller in their order; its `ServedRequest` are [n].
 
     Returns:
@@ -331,7 +360,7 @@ def _timeline(stream: Stream, served: Record, configurations: int) -> list[dict[
         before the decision, and `spread`, that on expected spreads; `residual`: the rest of ln ms
         that was not expected, in expected spreads.
     """
-    rows = []
+    rows: list[ServedRow] = []
     for i, drift in enumerate(served["drift"]):
         offset, scale = drift or (0.0, 1.0)
         # a tracker has an offset for each configuration
@@ -346,5 +375,6 @@ def _timeline(stream: Stream, served: Record, configurations: int) -> list[dict[
             "residual": (np.log(inference_ms) - expected)
             / max(scale * served["spread"][i], LEAST_SPREAD),
         }
-        rows.append({name: round(float(value), 4) for name, value in row.items()})
+        rounded = {name: round(float(value), 4) for name, value in row.items()}
+        rows.append(cast(ServedRow, rounded))
     return rows

@@ -49,9 +49,12 @@ class PolicyRow(TypedDict, total=False):
     gap_closed_ci95: Interval
     attained: float | None
     latency_ms_mean: float
+    latency_ms_mean_ci95: Interval
     latency_ms_p95: float | None
     satisfaction: float | None
+    satisfaction_ci95: Interval
     satisfaction_feasible: float | None
+    satisfaction_feasible_ci95: Interval | None
     infeasible: float | None
     decision_us_p50: float | None
     price: float | None
@@ -65,6 +68,8 @@ class PolicyRow(TypedDict, total=False):
     over_static_mix_at_budget_ci95: Interval
     over_best_single: float
     over_best_single_ci95: Interval
+    behind: float
+    behind_ci95: Interval
 
 
 class DatasetRow(PolicyRow, total=False):
@@ -265,6 +270,75 @@ class CalibrationBin(TypedDict):
     right: float
 
 
+class MachineFacts(TypedDict):
+    """What requests were served on: the load of the machine, and how much equal answers vary."""
+
+    cpu: str
+    torch: str
+    threads: int
+    load: float
+    jitter: float | None
+
+
+class SpeedFacts(TypedDict, total=False):
+    """How many times as long as in the profile answers took, before the stream and during it."""
+
+    before: float
+    during: float
+    during_ci95: Interval
+
+
+class AgreementRow(TypedDict):
+    """A number of a policy that served requests, and that of a replay of its decisions."""
+
+    policy: str
+    what: str
+    live: float
+    replay: float
+    agrees: bool
+    difference: float
+    ci95: Interval
+
+
+class OverheadFacts(TypedDict):
+    """What the controller added to the model's own time."""
+
+    inference_ms: float
+    overhead_us: float
+    decision_us_p50: float
+    features_and_knobs_us_p50: float
+    share: float
+    share_p50: float
+
+
+class ServedRow(TypedDict):
+    """A request that the controller served, and what its tracker allowed for."""
+
+    latency_ms: float
+    budget_ms: float
+    level: float
+    spread: float
+    residual: float
+
+
+class LiveFacts(TypedDict, total=False):
+    """How requests were served live."""
+
+    kind: str
+    requests: int
+    model: str
+    clock: str
+    machine: MachineFacts
+    speed: SpeedFacts
+    agreement: list[AgreementRow]
+    overhead: OverheadFacts
+    decisions: dict[str, float]
+    configurations: dict[str, Configuration]
+    tracker: dict[str, float]
+    ignored: dict[str, int]
+    timeline: list[ServedRow]
+
+
 class RunResults(TypedDict, total=False):
     """The content of `results.json`."""
 
@@ -315,6 +389,7 @@ class RunResults(TypedDict, total=False):
     validation: dict[str, list[float]]
     true_calls: list[TrueCalls]
     calibration: list[CalibrationBin]
+    live: LiveFacts
 
 
 PolicyRows = Literal["rows", "controls", "votes"]

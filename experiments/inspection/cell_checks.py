@@ -1,5 +1,4 @@
-"""Checks of outcomes: units, samples that occur twice, times and machines; `checks.CHECKS` says
-what each looks for."""
+"""Checks of outcomes: units, samples that occur twice, times and machines."""
 
 from __future__ import annotations
 
@@ -35,6 +34,7 @@ DRIFTED = "Measure again on a quiet machine, or divide the drift out."
 
 
 def times_of_day(measured: Measured) -> Findings:
+    """Latencies are times of day."""
     late = measured.log_ms > math.log(EPOCH)
     if late.any():
         words = (
@@ -45,6 +45,7 @@ def times_of_day(measured: Measured) -> Findings:
 
 
 def usual_time(measured: Measured) -> Findings:
+    """All latencies are in another unit."""
     median = float(np.exp(np.nanmedian(measured.log_ms)))
     if median < QUICKEST_MS:
         yield Finding(f"The median latency is {median:.3g} ms", "likely", IN_MS)
@@ -54,6 +55,7 @@ def usual_time(measured: Measured) -> Findings:
 
 
 def units_of_samples(measured: Measured) -> Findings:
+    """Samples or cells are in another unit."""
     columns, rows = gaps_of(measured.log_ms, max(5, len(measured.log_ms) // 50))
     if columns.mean() <= 0.25:
         return
@@ -69,6 +71,7 @@ def units_of_samples(measured: Measured) -> Findings:
 
 
 def units_of_repeats(measured: Measured) -> Findings:
+    """Some of a cell's repeats are in another unit."""
     repeats = np.log(measured.repeats_ms)
     distant = np.nanmax(repeats, 2) - np.nanmin(repeats, 2) > math.log(300)
     if distant.mean() > 0.02:
@@ -77,6 +80,7 @@ def units_of_repeats(measured: Measured) -> Findings:
 
 
 def units_of_configurations(measured: Measured) -> Findings:
+    """Configurations are in another unit."""
     parted, smaller = gaps_of(np.nanmedian(measured.log_ms, 0)[:, None], 1)
     if parted.any():
         names = measured.labels(smaller[:, 0])
@@ -85,6 +89,7 @@ def units_of_configurations(measured: Measured) -> Findings:
 
 
 def percent(measured: Measured) -> Findings:
+    """Accuracies are a hundredth of others, as per cent beside shares."""
     known = measured.accuracy[measured.accuracy > 0]
     small = (known <= 0.0101).mean()
     between = ((known > 0.0101) & (known < 0.05)).mean()
@@ -101,8 +106,11 @@ def percent(measured: Measured) -> Findings:
 
 
 def same_samples(measured: Measured) -> Findings:
-    """Look for those that a split may part: with equal features (in tables without features equal
-    outcomes), as often right, and latencies that hardly differ."""
+    """A sample occurs under several ids.
+
+    Look for those that a split may part: with equal features (in tables without features equal
+    outcomes), as often right, and latencies that hardly differ.
+    """
     rows = measured.features
     alike = "features" if measured.names else "outcomes"
     if not measured.names:
@@ -131,6 +139,7 @@ def same_samples(measured: Measured) -> Findings:
 
 
 def times_of_zero(measured: Measured) -> Findings:
+    """Latencies are 0."""
     zeros = int((measured.repeats_ms == 0).sum())
     if zeros:
         advice = "Leave out cells that timed out or were not timed."
@@ -138,6 +147,7 @@ def times_of_zero(measured: Measured) -> Findings:
 
 
 def capped(measured: Measured) -> Findings:
+    """The largest latency occurs often, as time-outs do."""
     known = measured.log_ms[~np.isnan(measured.log_ms)]
     values, counts = np.unique(known, return_counts=True)
     usual = max(TIME_OUT_SHARE * len(known), TIME_OUT_RATIO * counts[-2:][0])
@@ -154,6 +164,7 @@ def capped(measured: Measured) -> Findings:
 
 
 def equal_repeats(measured: Measured) -> Findings:
+    """Repeats are equal to the last digit."""
     repeats = measured.repeats_ms
     several = (~np.isnan(repeats)).sum(2) > 1
     copied = (np.nanmin(repeats, 2) == np.nanmax(repeats, 2))[several].mean()
@@ -163,8 +174,11 @@ def equal_repeats(measured: Measured) -> Findings:
 
 
 def equal_times(measured: Measured) -> Findings:
-    """Look at the samples of a configuration, as a coarse timer has them, and at the configurations
-    of a sample, as a copied column has them."""
+    """Latencies are equal to the last digit.
+
+    Look at the samples of a configuration, as a coarse timer has them, and at the configurations
+    of a sample, as a copied column has them.
+    """
     which = ("samples of a configuration", "configurations of a sample")
     for axis, most in enumerate((0.9, 0.5)):
         ordered = np.sort(measured.log_ms, axis)
@@ -175,6 +189,7 @@ def equal_times(measured: Measured) -> Findings:
 
 
 def later_repeats(measured: Measured) -> Findings:
+    """Later repeats are slower or faster."""
     logs = np.log(measured.repeats_ms)
     steps = np.diff(logs, axis=2)
     # readers sort repeats without an order by size
@@ -187,6 +202,7 @@ def later_repeats(measured: Measured) -> Findings:
 
 
 def later_samples(measured: Measured) -> Findings:
+    """From some sample on, all are slower or faster."""
     if len(measured.few) < 100:
         return
     place, jump, spread = jump_of(levels_of(measured, measured.log_ms))
@@ -197,6 +213,7 @@ def later_samples(measured: Measured) -> Findings:
 
 
 def other_machine(measured: Measured) -> Findings:
+    """Configurations are slower than knobs explain."""
     codes = torch.nn.functional.one_hot(measured.table.configurations).flatten(1).double().numpy()
     medians = np.nanmedian(measured.log_ms, 0)
     if len(measured.table.knobs) < 2 or len(medians) < 2 * np.linalg.matrix_rank(codes):
@@ -217,6 +234,7 @@ def other_machine(measured: Measured) -> Findings:
 
 
 def missing_where_slow(measured: Measured) -> Findings:
+    """Cells are missing where the model is slow."""
     missing = np.isnan(measured.log_ms)
     if missing.sum() < 10:
         return

@@ -13,7 +13,13 @@ import math
 import numpy as np
 from scipy.stats import spearmanr
 
-from knobwise.experiments.inspection.measured import Finding, Findings, Measured, expected_of
+from knobwise.experiments.inspection.measured import (
+    Finding,
+    Findings,
+    Measured,
+    agreements,
+    expected_of,
+)
 
 COLD = 8
 """A configuration that takes so many times as long as its knobs explain was not warm: machines in
@@ -27,8 +33,11 @@ ERRORS = "If errors were counted, accuracy is 1 minus that."
 
 
 def reversed_values(measured: Measured) -> Findings:
-    """Look for a knob whose values make some samples faster in the order in which they make the
-    others slower, to the same extent and with nothing between."""
+    """A knob's values were reversed in some samples.
+
+    Look for a knob whose values make some samples faster in the order in which they make the
+    others slower, to the same extent and with nothing between.
+    """
     for knob, effects in zip(measured.table.knobs, _effects(measured), strict=True):
         # what changes its sign where the values are reversed; its main direction
         uneven = (effects - effects[:, ::-1]) / 2
@@ -52,6 +61,7 @@ def reversed_values(measured: Measured) -> Findings:
 
 
 def value_elsewhere(measured: Measured) -> Findings:
+    """One number of a knob was timed on another machine."""
     for knob, effects in zip(measured.table.knobs, _effects(measured), strict=True):
         values = np.array(knob.values)
         if values.dtype.kind not in "iuf" or len(values) < 3:
@@ -107,6 +117,7 @@ def _out_of_line(values: np.ndarray, times: np.ndarray, place: int) -> float:
 
 
 def cold_configurations(measured: Measured) -> Findings:
+    """Few configurations take far longer than knobs explain."""
     table = measured.table
     medians = np.nanmedian(measured.log_ms, 0)
     if len(table.knobs) < 2 or len(medians) < 6:
@@ -130,6 +141,7 @@ def cold_configurations(measured: Measured) -> Findings:
 
 
 def slower_is_worse(measured: Measured) -> Findings:
+    """Accuracy falls as configurations take longer."""
     means = np.nanmean(measured.accuracy, 0)
     # where many requests end at a limit, slow configurations are right less often
     in_time = measured.log_ms < np.nanmax(measured.log_ms) - 0.02
@@ -145,11 +157,10 @@ def slower_is_worse(measured: Measured) -> Findings:
 
 
 def contrary_configurations(measured: Measured) -> Findings:
-    centred = np.nan_to_num(measured.accuracy - np.nanmean(measured.accuracy, 0))
-    others = centred.sum(1, keepdims=True) - centred
-    agree = np.nan_to_num((centred * others).mean(0) / (centred.std(0) * others.std(0)))
+    """A configuration is right where others are wrong."""
+    agree = agreements(measured.accuracy)
     # the correlation of unrelated columns varies by 1/√n
-    against = agree < -max(0.1, 5 / math.sqrt(len(centred)), 0.5 * np.median(agree))
+    against = agree < -max(0.1, 5 / math.sqrt(len(measured.ids)), 0.5 * np.median(agree))
     # solvers that complement each other disagree too, but then it is many of them
     if 0 < against.sum() <= max(1, len(agree) // 8) and np.median(agree) > 0.1:
         words = "Right where the other configurations are wrong: "

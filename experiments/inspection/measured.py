@@ -137,6 +137,15 @@ def residuals(measured: Measured, y: np.ndarray) -> np.ndarray:
     return left
 
 
+def agreements(values: np.ndarray, shift: int = 0) -> np.ndarray:
+    """Return the correlation of each column, float64 [n, C], moved by so many rows, with the sum of
+    the other columns: [C]; 0 for a column that never varies."""
+    centred = np.nan_to_num(values - np.nanmean(values, 0))
+    others = centred.sum(1, keepdims=True) - centred
+    moved = np.roll(centred, shift, 0)
+    return np.nan_to_num((moved * others).mean(0) / (moved.std(0) * others.std(0)))
+
+
 def gaps_of(logs: np.ndarray, fewest: int) -> tuple[np.ndarray, np.ndarray]:
     """Look in each column for two groups of values that are a thousand or a million apart, with
     nothing between them.

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import base64
-import io
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import polars as pl
-from markupsafe import Markup
 from rich.console import Console
 
 from knobwise.envs.tables.cost_words import in_words
@@ -21,11 +18,11 @@ from knobwise.experiments.report.tables import (
     Folded,
     print_lines,
     print_sections,
+    records,
     reworded,
-    table_of,
 )
 from knobwise.experiments.wording.sentences import learnable
-from knobwise.experiments.wording.words import listed, number, points, policy_name, quantity
+from knobwise.experiments.wording.words import number, points, quantity
 
 
 def lead(facts: Facts) -> str:
@@ -126,46 +123,31 @@ def print_inspection(facts: Facts, console: Console) -> None:
 
 def _sections(facts: Facts, figures: Mapping[str, Any]) -> dict[str, list[Any]]:
     """Return the page, heading → blocks, with these figures, or with none for a terminal."""
-    budgets = [
-        {
-            "budget": quantity(row["budgets_ms"], facts["unit"]),
-            "static": f"{row['budget_aware_static']:.3f}",
-            "oracle": f"{row['oracle']:.3f}",
-            "feasible": f"{row['feasible']:.1%}",
-            "best static configuration": row["static_choice"],
-        }
-        for row in pl.DataFrame(facts["headroom"]).to_dicts()
-    ]
+    unit = facts["unit"]
+    budgets = pl.DataFrame(facts["headroom"]).to_dicts()
+    front = [facts["configuration_means"][i] for i in facts["pareto"]]
     knobs = []
     for name, knob in facts["knobs"].items():
-        for i, value in enumerate(knob["values"]):
-            line = {"knob": name, "value": str(value), "accuracy": f"{knob['accuracy'][i]:.3f}"}
-            knobs.append(line | {"latency": quantity(knob["latency_ms"][i], facts["unit"])})
-    best = [
-        {
-            "configuration": mean["label"],
-            "accuracy": f"{mean['accuracy']:.3f}",
-            "latency": quantity(mean["latency_ms"], facts["unit"]),
-            "samples": f"{mean['samples']:,}",
-        }
-        for mean in _front(facts)
-    ]
+        for row in zip(*knob.values(), strict=True):
+            knobs.append({"knob": name, **dict(zip(knob, row, strict=True))})
     pareto = "Pareto front: no other configuration is more accurate without being slower"
     tables = {
-        "Headroom": Folded("Headroom per budget", [table_of(budgets)]),
+        "Headroom": Folded("Headroom per budget", [records(budgets, "headroom", unit)]),
         "What the profile holds": _sentences(facts),
         **_noticed(facts),
         "Samples": None,
-        "Accuracy and latency": Folded(pareto, [table_of(best)]),
+        "Accuracy and latency": Folded(pareto, [records(front, "front", unit)]),
         "Latency distributions": None,
-        "Effect of each knob": Folded("Means over all profiled cells", [table_of(knobs)]),
+        "Effect of each knob": Folded(
+            "Means over all profiled cells", [records(knobs, "knobs", unit)]
+        ),
         "Coverage": None,
     }
     # a figure stands above its numbers
     sections = {name: [*figures.get(name, []), block] for name, block in tables.items()}
     # findings and notes name columns, whatever these are called
     kept = {name: sections[name] for name in _noticed(facts)}
-    return reworded(sections, facts["unit"]) | kept
+    return reworded(sections, unit) | kept
 
 
 def _noticed(facts: Facts) -> dict[str, list[str]]:
@@ -178,92 +160,12 @@ def _noticed(facts: Facts) -> dict[str, list[str]]:
     return noticed
 
 
-def _front(facts: Facts) -> list[Facts]:
-    """Return the facts about the configurations that no other beats."""
-    return [facts["configuration_means"][i] for i in facts["pareto"]]
-
-
 def write_inspection(facts: Facts, path: str | Path) -> Path:
     """Write the facts as a self-contained page with charts, and return its path."""
+    # altair is slow to load
+    from knobwise.experiments.inspection.figures import figures_of
     from knobwise.experiments.report.page import render_page
 
     answer = in_words(lead(facts), facts["unit"])
     content = Content("knobwise profile", facts["name"], answer, facts=[facts["digest"]])
-    return render_page(path, content, _sections(facts, _figures(facts)))
-
-
-def _figures(facts: Facts) -> dict[str, list[Any]]:
-    """Draw the figures of the page, heading → blocks; that of the coverage only where there are
-    holes."""
-    from knobwise.experiments.report import charts
-    from knobwise.experiments.report.page import Figure
-
-    unit = facts["unit"]
-    names = {name: policy_name(name) for name in ("budget_aware_static", "oracle")}
-    titles = list(names.values())
-    headroom = pl.DataFrame(facts["headroom"]).rename(names | {"budgets_ms": "budget_ms"})
-    utility = headroom.unpivot(
-        titles, index="budget_ms", variable_name="policy", value_name="utility"
-    )
-    utility = utility.unique(maintain_order=True)
-    spread = []
-    # a line from the fastest to the slowest samples, a dot at the median
-    for row in _front(facts):
-        low, median, high = row["latency_ms_quantiles"]
-        values = " · ".join(map(str, row["knobs"].values()))
-        name = f"{values}: accuracy {row['accuracy']:.1%}"
-        spread.append({"name": name, "low": low, "value": median, "high": high})
-    figures = {
-        "Headroom": Figure(
-            charts.by_condition(utility, "budget_ms", "utility", "utility (0 to 1)", unit=unit),
-            "Utility is the accuracy of an answer that is on time, and 0 for a late one. Both "
-            "lines are measured on the samples they were chosen on: a policy gets less than the "
-            "oracle.",
-        ),
-        "Accuracy and latency": Figure(
-            charts.plane(facts["configuration_means"], unit=facts["unit"]),
-            "Each dot is one configuration; no other beats those on the dashed line.",
-        ),
-        "Latency distributions": Figure(
-            charts.dots(pl.DataFrame(spread), in_words(f"latency ({unit})", unit)),
-            "Of the configurations on the dashed line above, named by their "
-            f"{listed(list(facts['knobs']))}: the median over the samples, and a line from the "
-            "fastest 5% to the slowest 5%.",
-        ),
-        "Effect of each knob": Figure(
-            charts.knob_effects(facts["knobs"], unit),
-            "Means over all profiled cells with this value.",
-            columns=2,
-        ),
-    }
-    if facts["coverage"] < 1 or facts["grid"] > facts["configurations"]:
-        figures["Coverage"] = Figure(
-            charts.coverage(facts["knobs"], facts["configuration_means"], facts["samples"]),
-            "Share of all samples × combinations with these values that were profiled; blank: "
-            "none.",
-        )
-    return {"Samples": _pictures(facts)} | {name: [figures[name]] for name in figures}
-
-
-def _pictures(facts: Facts) -> list[Any]:
-    """Return the examples as pictures with question and latency needed; only the built-in profile
-    has any."""
-    if facts["name"] != "builtin":
-        return []
-    from PIL import Image
-
-    from knobwise.testbeds.elastic.adapter import builtin_input
-
-    cells = []
-    cell = Markup('<div><img src="{}" alt="{}"><small>{}<br>{}</small></div>')
-    for example in facts["examples"]:
-        question, pixels = builtin_input(example["sample_id"])
-        file = io.BytesIO()
-        Image.fromarray((255 * pixels).astype(np.uint8)).save(file, "PNG")
-        uri = f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
-        cells.append(cell.format(uri, question, question, quantity(example["needed_ms"])))
-    return [
-        "From easy to hard: below each picture its question and the latency of the cheapest "
-        "configuration that answers it right.",
-        Markup("<div class=samples>{}</div>").format(Markup("").join(cells)),
-    ]
+    return render_page(path, content, _sections(facts, figures_of(facts)))

@@ -1,5 +1,4 @@
-"""Checks of what training on a profile can bring, by the facts that `inspect_table` gathers;
-`checks.CHECKS` says what each looks for."""
+"""Checks of what training on a profile can bring, by the facts that `inspect_table` gathers."""
 
 from __future__ import annotations
 
@@ -19,12 +18,14 @@ NEXT_TO_NOTHING = 0.02
 
 
 def few_samples(measured: Measured) -> Findings:
+    """Intervals will be wide."""
     samples = measured.facts["samples"]
     if samples < FEW_SAMPLES:
         yield _certain(f"Only {samples} samples: intervals on a test split of them will be wide.")
 
 
 def few_groups(measured: Measured) -> Findings:
+    """Intervals will be too narrow."""
     clusters = measured.facts["clusters"]
     if clusters and clusters < FEW_CLUSTERS:
         yield _certain(
@@ -34,6 +35,7 @@ def few_groups(measured: Measured) -> Findings:
 
 
 def holes(measured: Measured) -> Findings:
+    """Means come from different samples."""
     missing = 1 - measured.facts["coverage"]
     if missing > 0:
         yield _certain(
@@ -44,6 +46,7 @@ def holes(measured: Measured) -> Findings:
 
 
 def same_accuracy(measured: Measured) -> Findings:
+    """Accuracy hardly depends on the configuration."""
     if measured.facts["config_dependent_share"] < NEXT_TO_NOTHING:
         yield _certain(
             "Accuracy hardly depends on the configuration: choosing can save time, but not gain "
@@ -52,6 +55,7 @@ def same_accuracy(measured: Measured) -> Findings:
 
 
 def same_latency(measured: Measured) -> Findings:
+    """Latency hardly differs between samples."""
     varies = measured.facts["latency_cv_within_configuration"]
     if varies == 0:
         yield _certain(
@@ -65,6 +69,7 @@ def same_latency(measured: Measured) -> Findings:
 
 
 def little_headroom(measured: Measured) -> Findings:
+    """Even the oracle gains next to nothing."""
     headroom = measured.facts["headroom"]
     gains = np.subtract(headroom["oracle"], headroom["budget_aware_static"])
     if gains.max() < NEXT_TO_NOTHING:
@@ -75,6 +80,7 @@ def little_headroom(measured: Measured) -> Findings:
 
 
 def no_features(measured: Measured) -> Findings:
+    """A policy sees only the budget."""
     if not measured.facts["features"]:
         yield _certain(
             "No features: a policy sees only the budget, and cannot do better than budget-aware "
@@ -83,6 +89,7 @@ def no_features(measured: Measured) -> Findings:
 
 
 def useless_knobs(measured: Measured) -> Findings:
+    """A knob has one value, or changes nothing."""
     for name, knob in measured.facts["knobs"].items():
         # half a point of accuracy, or a hundredth of the latency, is nothing
         idle = np.ptp(knob["accuracy"]) < 0.005
@@ -94,11 +101,13 @@ def useless_knobs(measured: Measured) -> Findings:
 
 
 def few_distinct_budgets(measured: Measured) -> Findings:
+    """Default budgets are fewer than usual."""
     budgets = torch.tensor(measured.facts["headroom"]["budgets_ms"])
     yield from map(_certain, few_budgets(budgets))
 
 
 def refused_split(measured: Measured) -> Findings:
+    """Training refuses the split that a file fixes."""
     if measured.table.parts:
         try:
             measured.table.split()

@@ -1,6 +1,5 @@
 """Checks for what happens while a model is served: retries, caches, cold starts, batches, answers
-that are cut off, requests that fail, and other versions of the model; `checks.CHECKS` says what
-each looks for."""
+that are cut off, requests that fail, and other versions of the model."""
 
 from __future__ import annotations
 
@@ -14,6 +13,7 @@ from knobwise.experiments.inspection.measured import (
     Finding,
     Findings,
     Measured,
+    agreements,
     expected_of,
     jump_of,
     levels_of,
@@ -29,6 +29,7 @@ SLOW = 12
 
 
 def retried(measured: Measured) -> Findings:
+    """Cells with more measurements than others differ by far."""
     logs = np.log(measured.repeats_ms)
     counts = (~np.isnan(logs)).sum(2)
     more = counts > np.median(counts[counts > 0])
@@ -43,6 +44,7 @@ def retried(measured: Measured) -> Findings:
 
 
 def wrong_clock(measured: Measured) -> Findings:
+    """Single cells take a thousand times as long."""
     beyond = _beyond(measured)
     late = beyond > math.log(FAR)
     if 0 < late.sum() < 0.05 * late.size:
@@ -56,11 +58,13 @@ def wrong_clock(measured: Measured) -> Findings:
 
 
 def cached(measured: Measured) -> Findings:
+    """Cells take a small part of their time."""
     advice = "If they were answered from a cache, measure them without it."
     return _parted(measured, -1, CACHED, f"less than a {CACHED}th of", advice)
 
 
 def cold_cells(measured: Measured) -> Findings:
+    """Cells take many times their time."""
     advice = "If they were measured before the model was warm, measure them again."
     return _parted(measured, 1, SLOW, f"over {SLOW} times", advice)
 
@@ -91,6 +95,7 @@ def _parted(measured: Measured, sign: int, factor: int, words: str, advice: str)
 
 
 def cold_start(measured: Measured) -> Findings:
+    """The first samples take much longer."""
     if len(measured.few) < 100:
         return
     levels = levels_of(measured, measured.log_ms)
@@ -111,6 +116,7 @@ def cold_start(measured: Measured) -> Findings:
 
 
 def cut_answers(measured: Measured) -> Findings:
+    """The slowest answers take equally long and are wrong."""
     ranks = np.argsort(np.argsort(-np.nan_to_num(measured.log_ms, nan=-np.inf), 0), 0)
     slowest = measured.log_ms > np.nanmax(measured.log_ms, 0) - 0.02
     count = slowest.sum(0)
@@ -133,6 +139,7 @@ def cut_answers(measured: Measured) -> Findings:
 
 
 def batches(measured: Measured) -> Findings:
+    """Samples share all their latencies, as in a batch."""
     if measured.log_ms.shape[1] < 2:
         return
     number = numbers_of(torch.from_numpy(measured.log_ms).float())
@@ -147,6 +154,7 @@ def batches(measured: Measured) -> Findings:
 
 
 def failed_requests(measured: Measured) -> Findings:
+    """Samples fail fast in all configurations."""
     levels = np.nanmedian(measured.log_ms - np.nanmedian(measured.log_ms, 0), 1)
     wrong = np.nanmax(measured.accuracy, 1) == 0
     failed = wrong & (levels < np.median(levels[~wrong]) - math.log(4))
@@ -157,20 +165,13 @@ def failed_requests(measured: Measured) -> Findings:
 
 
 def shifted_scores(measured: Measured) -> Findings:
+    """Accuracies fit only if moved by one sample."""
     accuracy = measured.accuracy
     count, columns = accuracy.shape
     if count < 100 or columns < 3:
         return
-    missing = np.isnan(accuracy)
-    centred = np.where(missing, 0.0, accuracy - np.nanmean(accuracy, 0))
-    others = (centred.sum(1, keepdims=True) - centred) / (columns - 1)
-
-    def fit(shift: int) -> np.ndarray:
-        moved = np.roll(centred, shift, 0)
-        return (moved * others).mean(0) / (moved.std(0) * others.std(0))
-
-    straight = np.nan_to_num(fit(0))
-    shifted = np.nan_to_num(np.fmax(fit(1), fit(-1)))
+    straight = agreements(accuracy)
+    shifted = np.maximum(agreements(accuracy, 1), agreements(accuracy, -1))
     # the correlation of unrelated columns varies by 1/√n
     chance = 5 / math.sqrt(count)
     hits = (shifted > np.maximum(straight, 0) + chance) & (straight < chance / 2)
@@ -185,6 +186,7 @@ def shifted_scores(measured: Measured) -> Findings:
 
 
 def other_version(measured: Measured) -> Findings:
+    """From some sample on, accuracy is another."""
     if len(measured.few) < 100:
         return
     place, jump, spread = jump_of(levels_of(measured, measured.accuracy))

@@ -8,11 +8,9 @@ Altair would look up each string in its schema, which takes longer than all the 
 
 from __future__ import annotations
 
-import itertools
 import math
 import re
 import textwrap
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -332,66 +330,4 @@ def knob_usage(shares: pl.DataFrame, labels: Sequence[str], limit: str) -> list[
             bars = bars.encode(x, y, colour, alt.Order("rank:Q"))
             title = {"text": titled(str(knob)), "subtitle": titled(label)}
             figure.append(layered(bars, height=90, title=title))
-    return figure
-
-
-def knob_effects(
-    knobs: Mapping[str, Mapping[str, Sequence[Any]]], unit: str = "ms"
-) -> list[alt.LayerChart]:
-    """Draw mean accuracy, then latency, for each value of each knob.
-
-    Args:
-        knobs: name → values, and the mean accuracy and latency_ms of each.
-        unit: of the latencies.
-    """
-    latency = in_words(f"mean latency ({unit})", unit)
-    titles = {"accuracy": "mean accuracy", "latency_ms": latency}
-    figure = []
-    for name, knob in knobs.items():
-        values = list(map(str, knob["values"]))
-        rows = pl.DataFrame({"value": values} | {key: knob[key] for key in titles})
-        x = alt.X("value:O", title=name, sort=values)
-        for key, title in titles.items():
-            # one scale for all knobs, so that a knob which does little looks like it
-            means = list(itertools.chain(*(each[key] for each in knobs.values())))
-            scale = alt.Scale(domain=[min(means), max(means)], padding=6)
-            y = alt.Y(f"{key}:Q", title=title, scale=scale)
-            dots = alt.Chart(rows).mark_circle(size=60, opacity=1)
-            figure.append(layered(dots.encode(x, y), height=140))
-    return figure
-
-
-def coverage(
-    knobs: Mapping[str, Mapping[str, Sequence[Any]]], configurations: Sequence[Row], samples: int
-) -> list[alt.LayerChart]:
-    """Draw how much was profiled, a chart for every pair of the first three knobs, or one for a
-    single knob; blank is nothing.
-
-    Args:
-        knobs: name → values.
-        configurations: the knobs of each, and how many samples it was profiled for.
-        samples: how many there are.
-    """
-    figure = []
-    scale = alt.Scale(domain=[0, 1])
-    colour = alt.Color(
-        "share:Q", title="profiled", scale=scale, legend=alt.Legend(format="%", tickCount=3)
-    )
-    names = list(knobs)[:3]
-    for pair in itertools.combinations(names, min(2, len(names))):
-        counts = Counter[tuple[str, ...]]()
-        for row in configurations:
-            counts[tuple(str(row["knobs"][name]) for name in pair)] += row["samples"]
-        # how often two values could have been profiled together
-        others = [len(knob["values"]) for name, knob in knobs.items() if name not in pair]
-        most = samples * math.prod(others)
-        rows = []
-        for values, count in counts.items():
-            rows.append(dict(zip("xy", values, strict=False)) | {"share": count / most})
-        channels = [alt.X("x:O"), alt.Y("y:O", scale=alt.Scale(reverse=True))]
-        for i, name in enumerate(pair):
-            channels[i] = channels[i].title(name).sort(list(map(str, knobs[name]["values"])))
-        cells = alt.Chart(pl.DataFrame(rows)).mark_rect()
-        cells = cells.encode(*channels[: len(pair)], colour)
-        figure.append(layered(cells, height=170))
     return figure

@@ -23,6 +23,7 @@ from knobwise.experiments.evidence.task import (
     DECISION,
     FEASIBLE,
     FREE,
+    ON_TIME,
     OVER_SINGLE,
     PRICE,
     Metric,
@@ -30,6 +31,7 @@ from knobwise.experiments.evidence.task import (
     shown_at,
     task_of,
 )
+from knobwise.experiments.report import live as live_report
 from knobwise.experiments.report.tables import Content, Table, Tile, gain_tile, reworded, table_of
 from knobwise.experiments.wording import words
 from knobwise.experiments.wording.between_runs import between_runs, condition_name, p_words
@@ -46,6 +48,10 @@ def content_of(comparison: Comparison) -> Content:
     if comparison.single:
         lead, *sentences = verdict(run.results)
         sentences += run.results.get("warnings", [])
+        if live := run.results.get("live"):
+            kind = "knobwise live run"
+            facts = [live_report.machine_words(run.results)]
+            sentences += live_report.on_serving(live)
     else:
         kind = "knobwise comparison"
         name = f"{len(comparison.runs)} runs"
@@ -117,9 +123,12 @@ def _tiles(comparison: Comparison) -> list[Tile]:
     if known(gain.get("difference")):
         gained = f"of {task.score} against {policy_name(against)}"
         tiles.append(gain_tile(gained, gain["difference"], gain["ci95"]))
-    for metric in (FEASIBLE if FEASIBLE in task.metrics else ACCURACY, DECISION):
+    # of requests outside the profile it is not known which are feasible
+    shares = (FEASIBLE, ON_TIME, ACCURACY)
+    judged = next((each for each in shares if known(row.get(each.key))), ACCURACY)
+    for metric in (judged, DECISION):
         value, _, detail = cell(row, metric).partition("\n")
-        if metric is FEASIBLE:
+        if metric in (FEASIBLE, ON_TIME):
             others = run.row(against, comparison.main)
             detail = f"{policy_name(against)}: {cell(others, metric)}"
         if metric.key in row:

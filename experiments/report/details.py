@@ -16,18 +16,18 @@ from knobwise.experiments.evidence.results import unit_of
 from knobwise.experiments.evidence.schema import RunResults
 from knobwise.experiments.evidence.task import Row, task_of
 from knobwise.experiments.report.content import by_dataset, table_at
+from knobwise.experiments.report.live import details_of as details_of_live
 from knobwise.experiments.report.tables import (
     Folded,
     Table,
     print_sections,
     records,
     reworded,
-    table_of,
     texts,
 )
 from knobwise.experiments.wording import words
 from knobwise.experiments.wording.between_runs import condition_name
-from knobwise.experiments.wording.choice_sentences import on_difficulty, on_usage, setting
+from knobwise.experiments.wording.choice_sentences import on_difficulty, on_usage
 from knobwise.experiments.wording.words import number, policy_name, quantity
 
 
@@ -48,11 +48,14 @@ def details(comparison: Comparison) -> list[Folded]:
     if results.get("by_dataset") and comparison.single:
         text = about["datasets"][task.name]
         parts.append(Folded("Every data set", [text, by_dataset(results)], open=True))
+    if "live" in results:
+        parts += details_of_live(results)
     every = [
         Folded(condition_name(comparison, condition), [table_at(comparison, condition)])
         for condition in comparison.conditions
     ]
-    parts.append(Folded(f"Every {task.condition_words[0]}", every))
+    if every:
+        parts.append(Folded(f"Every {task.condition_words[0]}", every))
     # records of the results that need no more than a format
     for name, rows_of in RECORDS.items():
         title, text = about[name]
@@ -62,7 +65,10 @@ def details(comparison: Comparison) -> list[Folded]:
     if comparison.single and results.get("explanation"):
         parts.append(Folded("Why these settings", explanation(results)))
     parts.append(Folded("What the words mean", [_glossary(comparison)]))
-    return [*reworded(parts, unit), _reproduce(comparison)]
+    parts = reworded(parts, unit)
+    if comparison.reference.folder is not None:
+        parts.append(_reproduce(comparison))
+    return parts
 
 
 def _of_run(key: str) -> Callable[[Comparison], list[Any]]:
@@ -188,12 +194,8 @@ def _rules(results: RunResults) -> list[Any]:
     if any(re.search(r"\[\d+\]$", name) for name in names):
         return [f"{text} Its rules are on columns without names, so they are not listed."]
     unit = unit_of(results)
-    lines = []
-    for rule in tree["rules"]:
-        line = {"if": rule_condition(rule["when"], unit), "then": setting(rule["then"])}
-        line["share of decisions"] = f"{rule['share']:.0%}"
-        lines.append(line | {"agreement": f"{rule['alike']:.0%}"})
-    return [text, table_of(lines, wordy=[0, 1])]
+    rules = [{**rule, "if": rule_condition(rule["when"], unit)} for rule in tree["rules"]]
+    return [text, records(rules, "rules")]
 
 
 def rule_condition(bounds: Sequence[tuple[str, str, float]], unit: str) -> str:
@@ -217,7 +219,7 @@ def _glossary(comparison: Comparison) -> dict[str, str]:
     """Return the terms, and every policy in the tables."""
     task = comparison.task
     results = comparison.reference.results
-    terms = dict(texts()["glossary"][task.name])
+    terms = dict(texts()["glossary"]["live" if "live" in results else task.name])
     if comparison.unit not in TIMES:
         terms |= texts()["glossary"]["not_charged"]
         terms.pop("if free", None)

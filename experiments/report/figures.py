@@ -14,7 +14,14 @@ import polars as pl
 from knobwise.envs.tables.cost_words import in_words
 from knobwise.experiments.compare.comparison import Comparison, Entry
 from knobwise.experiments.evidence.results import calibration_error
-from knobwise.experiments.evidence.task import DEADLINE, FEASIBLE, Task, condition_of
+from knobwise.experiments.evidence.task import (
+    DEADLINE,
+    FEASIBLE,
+    ON_TIME,
+    UTILITY,
+    Task,
+    condition_of,
+)
 from knobwise.experiments.report import charts
 from knobwise.experiments.report.content import name_of
 from knobwise.experiments.report.page import Figure, colours_of, unchecked
@@ -286,8 +293,40 @@ def _datasets(comparison: Comparison) -> Drawn:
     return pictures, {"columns": min(2, len(pictures))}
 
 
+def _served(comparison: Comparison) -> Drawn:
+    """Draw of every policy that served requests the share on time, and the utility."""
+    if "live" not in comparison.reference.results:
+        return None
+    pictures = []
+    for metric, title in ((ON_TIME, "share on time"), (UTILITY, "utility (0 to 1)")):
+        rows = _frame(comparison, "rows", f"{metric.key}_ci95", comparison.listed())
+        rows = rows.rename({"policy": "name", metric.key: "value"})
+        pictures.append(charts.dots_of_policies(rows, title))
+    return pictures, {}
+
+
+def _timeline(comparison: Comparison) -> Drawn:
+    """Draw the requests that the controller served live, in their order."""
+    requests = _requests(comparison)
+    return ([*charts.timeline(requests)], {"columns": 1}) if len(requests) else None
+
+
+def _residuals(comparison: Comparison) -> Drawn:
+    """Draw what of the latencies of these requests the controller did not expect."""
+    requests = _requests(comparison)
+    return ([charts.residuals(requests)], {}) if len(requests) else None
+
+
+def _requests(comparison: Comparison) -> pl.DataFrame:
+    """Return the requests that the controller served live; of other runs there are none."""
+    return pl.DataFrame(comparison.reference.results.get("live", {}).get("timeline"))
+
+
 FIGURES: dict[str, Callable[[Comparison], Drawn]] = {
     "score": _score,
+    "served": _served,
+    "timeline": _timeline,
+    "residuals": _residuals,
     "on_time": _on_time,
     "plane": _plane,
     "usage": _usage,

@@ -18,6 +18,7 @@ from knobwise.envs.tables.units import TIMES
 from knobwise.experiments.evidence.schema import RunResults
 from knobwise.experiments.evidence.task import FEASIBLE, FREE, LATENCY
 from knobwise.experiments.wording import words
+from knobwise.experiments.wording.choice_sentences import setting
 
 TEMPLATES = Path(__file__).with_name("templates")
 
@@ -127,7 +128,7 @@ def _formatted(value: Any, ci95: Any, how: str, unit: str) -> str:
         case _ if value is None or value == "":
             return "–"
         case "setting":
-            return ", ".join(f"{name}={each}" for name, each in value.items())
+            return setting(value)
         case "quantity":
             return words.quantity(value, unit) + words.interval(ci95, ".3g")
         case "points":

@@ -95,10 +95,10 @@ def test_a_first_look_goes_from_the_profile_into_what_is_served(folder):
     # with the look "long" is late, without it is not; the answers to half of the questions are
     # short
     assert rows["most_accurate"]["accuracy"] == 1
-    assert rows["most_accurate"]["latency_ms"] == pytest.approx(5.0)
+    assert rows["most_accurate"]["latency_ms_mean"] == pytest.approx(5.0)
     assert rows["most_accurate"]["satisfaction"] == 1
-    assert results["model"] == "echo"
-    assert all(row["agrees"] for row in results["agreement"] if row["what"] == "accuracy")
+    assert results["live"]["model"] == "echo"
+    assert all(row["agrees"] for row in results["live"]["agreement"] if row["what"] == "accuracy")
     assert read_json("out/profile.json")["class"] == "models_of_a_test:Echo"
 
 

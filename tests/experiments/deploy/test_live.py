@@ -24,11 +24,14 @@ from knobwise.envs.tables.profile_table import Split
 from knobwise.experiments.deploy import live
 from knobwise.experiments.deploy.live import LiveConfig, Server, draw_stream
 from knobwise.experiments.deploy.live_results import ServedRequest, Stream, live_results
+from knobwise.experiments.evidence.schema import LiveFacts, PolicyRow, RunResults
 from knobwise.experiments.settings.options import EvaluateRun
+from knobwise.experiments.wording.words import quantity
 from knobwise.testbeds import builtin_profile
 from knobwise.testbeds.elastic.adapter import ElasticAdaptive, ElasticRequests
 from knobwise.testbeds.elastic.scenes import SEED, draw_samples
 
+ROOT = Path(__file__).resolve().parents[3]
 CHOICES = {"controller": [3, 5], "budget_aware_static": [2, 2], "cheapest": [0, 0]}
 SHORT = LiveConfig(requests=10)
 CONFIG = PolicyConfig(hidden=8, layers=1)
@@ -94,20 +97,19 @@ def test_live_decisions_are_those_that_a_replay_under_the_same_drift_makes(case)
 
 def check_page(text, results):
     """The page begins with three numbers and the machine, and draws every request."""
-    rows = {row["policy"]: row for row in results["rows"]}
+    learned = results["rows"][0]
+    live = results["live"]
     tiles = re.findall("<b>(.*?)</b>", text.split("<h2>")[0])
     assert tiles == [
-        f"{rows['controller']['satisfaction']:.1%}",
-        f"{rows['controller']['accuracy']:.3f}",
-        f"{100 * rows['budget_aware_static']['behind']:+z.1f} points",
+        f"{100 * learned['over_static']:+z.1f} points",
+        f"{learned['satisfaction_feasible']:.1%}",
+        quantity(learned["decision_us_p50"], "µs"),
     ]
-    assert f"load {results['machine']['load']:.1f}, jitter" in text
+    assert f"load {live['machine']['load']:.1f}, jitter" in text
     times, levels, residuals = charts_of(text)[2:]
     svg_of(times, levels, residuals)
     served = max(data_of(times), key=len)
-    assert [{key: row[key] for key in results["timeline"][0]} for row in served] == (
-        results["timeline"]
-    )
+    assert [{key: row[key] for key in live["timeline"][0]} for row in served] == live["timeline"]
     shares = [row["share"] for row in points_of(residuals)]
     assert sum(shares) == pytest.approx(1)
     assert "Live and replay" in text
@@ -126,17 +128,30 @@ def test_a_run_prints_and_writes_what_it_found(case, capsys):
         for what in ("accuracy", "satisfaction", "utility"):
             low, high = row[f"{what}_ci95"]
             assert 0 <= low <= row[what] <= high <= 1
-    fixed = results["configurations"]
+    live = results["live"]
+    fixed = live["configurations"]
     cheapest = case.table.latency_ms[case.fitted].mean(0).argmin()
     assert fixed["cheapest"] == case.table.configuration(int(cheapest))
     most_accurate = case.table.accuracy[case.fitted].double().mean(0).argmax()
     assert fixed["most_accurate"] == case.table.configuration(int(most_accurate))
     # every answer is the one that the profile recorded
-    assert all(row["agrees"] for row in results["agreement"] if row["what"] == "accuracy")
-    assert results["decisions"]["as_replayed_at_the_same_limit"] == 1
-    overhead = results["overhead"]
+    assert all(row["agrees"] for row in live["agreement"] if row["what"] == "accuracy")
+    assert live["decisions"]["as_replayed_at_the_same_limit"] == 1
+    overhead = live["overhead"]
+    assert results["rows"][0]["decision_us_p50"] == pytest.approx(overhead["decision_us_p50"])
+    assert results["rows"][3]["decision_us_p50"] is None  # nothing is decided
     parts = overhead["decision_us_p50"] + overhead["features_and_knobs_us_p50"]
     assert overhead["share_p50"] == pytest.approx(parts / 1e3 / overhead["inference_ms"])
+
+
+def test_every_key_of_the_file_has_a_type_and_a_meaning(case):
+    results = run(case, SHORT)
+    assert results.keys() <= RunResults.__annotations__.keys()
+    assert results["live"].keys() == LiveFacts.__annotations__.keys()
+    explained = (ROOT / "docs/metrics.md").read_text()
+    for row in results["rows"]:
+        assert row.keys() <= PolicyRow.__annotations__.keys()
+    assert all(f"`live.{key}`" in explained for key in results["live"])
 
 
 def test_each_policy_is_charged_what_it_takes_and_static_allows_for_it(case, monkeypatch):
@@ -173,7 +188,7 @@ def test_nothing_is_fitted_on_what_is_served(case, monkeypatch):
     for name in names:
         fitted = getattr(live, name).call_args.args[1]
         assert sorted(fitted.tolist()) == sorted(case.fitted.tolist())
-    scaled = default_budgets(case.table).double() * results["speed"]["before"]
+    scaled = default_budgets(case.table).double() * results["live"]["speed"]["before"]
     assert all(min(abs(scaled - budget)) < 1e-9 for budget in results["budgets_ms"])
 
 
@@ -206,15 +221,20 @@ def judged(stream, record, speed=1.0):
 def test_what_is_served_as_the_profile_says_agrees_with_its_replay():
     table, _ = small()
     results = judged(*by_hand(slower=3.0), speed=3.0)
-    assert results["speed"]["during"] == pytest.approx(3.0)
-    assert all(row["agrees"] and abs(row["difference"]) < 1e-5 for row in results["agreement"])
+    live = results["live"]
+    assert live["speed"]["during"] == pytest.approx(3.0)
+    assert all(row["agrees"] and abs(row["difference"]) < 1e-5 for row in live["agreement"])
     learned = results["rows"][0]
     assert learned["satisfaction"] == 0.5  # one budget is ample and one is hopeless
     assert learned["satisfaction_feasible"] == 1.0
-    assert results["infeasible"] == 0.5
+    assert learned["infeasible"] == 0.5
     took_ms = 3 * float(table.latency_ms[[0, 1], [3, 5]].double().mean())
-    assert learned["latency_ms"] == pytest.approx(took_ms + 0.5)
-    assert results["overhead"]["share"] == pytest.approx(0.5 / took_ms)
+    assert learned["latency_ms_mean"] == pytest.approx(took_ms + 0.5)
+    static = results["rows"][1]
+    assert learned["over_static"] == pytest.approx(learned["utility"] - static["utility"])
+    assert static["over_static"] == 0
+    assert static["behind"] == pytest.approx(learned["over_static"])
+    assert live["overhead"]["share"] == pytest.approx(0.5 / took_ms)
 
 
 def test_the_timeline_by_hand():
@@ -224,13 +244,13 @@ def test_the_timeline_by_hand():
     # of the level the tracker knows half; before the first answer nothing
     offsets = np.full(small()[0].num_configurations, np.log(3))
     record["drift"][0, 1] = (offsets, 2.0)
-    results = judged(stream, record, speed=3.0)
+    live = judged(stream, record, speed=3.0)["live"]
     took = record["inference_ms"][0] + 0.5
     rows = [[took[0], 1000.0, 1.0, 1.0, np.log(6) / 0.5], [took[1], 0.0, 3.0, 2.0, np.log(2)]]
-    for row, wanted in zip(results["timeline"], rows, strict=True):
+    for row, wanted in zip(live["timeline"], rows, strict=True):
         assert list(row) == ["latency_ms", "budget_ms", "level", "spread", "residual"]
         assert list(row.values()) == pytest.approx(wanted, abs=1e-3)
-    assert results["machine"]["jitter"] == pytest.approx(0, abs=1e-6)
+    assert live["machine"]["jitter"] == pytest.approx(0, abs=1e-6)
 
 
 def test_feasibility_and_replayed_decisions_use_the_time_of_this_machine():
@@ -238,20 +258,21 @@ def test_feasibility_and_replayed_decisions_use_the_time_of_this_machine():
     stream, record = by_hand(slower=3.0)
     # enough where it was measured, too little here
     stream.budgets_ms[0] = 2 * float(table.latency_ms[0].min())
-    assert judged(stream, record, speed=3.0)["infeasible"] == 1
+    assert judged(stream, record, speed=3.0)["rows"][0]["infeasible"] == 1
     blocks = arrays(table, [0, 1])
     record["limit_ms"][0] = 3 * table.latency_ms.median()
     chosen = controller.choose(blocks, record["limit_ms"][0] / 3)
     assert chosen.tolist() != controller.choose(blocks, record["limit_ms"][0]).tolist()
     record["choice"][0] = chosen
     record["drift"][0, 0] = record["drift"][0, 1] = (np.log(3), 1.0)
-    assert judged(stream, record, speed=3.0)["decisions"]["as_replayed_at_the_same_limit"] == 1
+    live = judged(stream, record, speed=3.0)["live"]
+    assert live["decisions"]["as_replayed_at_the_same_limit"] == 1
 
 
 def test_the_speed_is_known_as_well_as_the_answers_say():
     stream, record = by_hand(slower=1.0)
     record["inference_ms"] *= np.linspace(1, 2, 6).reshape(3, 2)
-    speed = judged(stream, record)["speed"]
+    speed = judged(stream, record)["live"]["speed"]
     off = 1.96 * 1.25 * 0.5 / (1.35 * 6**0.5)
     assert speed["during"] == pytest.approx(1.5)
     assert speed["during_ci95"] == pytest.approx([1.5 - off, 1.5 + off])
@@ -261,9 +282,9 @@ def test_a_replay_that_is_wrong_is_found_out():
     stream, record = by_hand(slower=1.0)
     record["score"][0] = 1 - record["score"][0]
     record["inference_ms"][1] *= 2
-    results = judged(stream, record)
-    away = {(row["policy"], row["what"]) for row in results["agreement"] if not row["agrees"]}
-    assert {("controller", "accuracy"), ("budget_aware_static", "latency_ms")} <= away
+    rows = judged(stream, record)["live"]["agreement"]
+    away = {(row["policy"], row["what"]) for row in rows if not row["agrees"]}
+    assert {("controller", "accuracy"), ("budget_aware_static", "latency_ms_mean")} <= away
     assert "cheapest" not in dict(away)
 
 
@@ -291,10 +312,12 @@ def test_answers_are_scored_as_in_the_profile():
 
 def test_fresh_samples_are_served_without_a_replay(case, capsys):
     config = replace(SHORT, fresh=True)
-    results = run(case, config)
-    assert results["agreement"] == []
-    assert results["infeasible"] is None
-    assert results["machine"]["jitter"] is None
+    results = run(case, config, html="live.html")
+    assert results["live"]["agreement"] == []
+    assert results["live"]["machine"]["jitter"] is None
+    # which requests are feasible is not known
+    assert "infeasible" not in results["rows"][0]
+    assert f"<b>{results['rows'][0]['satisfaction']:.1%}</b>" in Path("live.html").read_text()
     assert "replay" not in capsys.readouterr().out
     stream = stream_of(case, replace(config, skip=10))
     assert set(stream.rows.tolist()) == {-1}
@@ -323,7 +346,7 @@ def test_what_was_served_before_a_server_died_is_kept(case, monkeypatch, answers
         run(case, LiveConfig(requests=16), Failing(answers + 26), json="live.json")
     assert Path("live.json").exists() == (kept > 0)
     if kept:
-        assert read_json("live.json")["requests"] == kept
+        assert read_json("live.json")["live"]["requests"] == kept
 
 
 def test_a_controller_for_mean_budgets_is_refused(case):

@@ -19,6 +19,7 @@ from page_parts import charts_of, points_of, printed, svg_of
 from knobwise.envs.tables.profile_table import Knob
 from knobwise.experiments.evidence.task import DECISION, GAP, OVER_MIX, UTILITY
 from knobwise.experiments.inspection.facts import inspect_table
+from knobwise.experiments.inspection.figures import coverage
 from knobwise.experiments.inspection.page import lead, print_inspection, write_inspection
 from knobwise.experiments.report import charts, page
 from knobwise.experiments.report.page import HUE_OF, HUES, Figure, colours_of, specification
@@ -254,7 +255,7 @@ def test_page_is_whole_and_its_charts_can_be_drawn(table, figures, tmp_path):
 
 def test_the_coverage_of_two_knobs_by_hand():
     facts = inspect_table(by_hand())
-    (chart,) = charts.coverage(facts["knobs"], facts["configuration_means"], facts["samples"])
+    (chart,) = coverage(facts["knobs"], facts["configuration_means"], facts["samples"])
     shares = {(row["x"], row["y"]): row["share"] for row in points_of(specification(chart))}
     assert shares == {("2", "fast"): 1.0, ("6", "fast"): 1.0, ("6", "slow"): 0.75}
 
