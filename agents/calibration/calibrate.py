@@ -21,7 +21,7 @@ from knobwise.agents.training.controllers import ControllerSetup
 from knobwise.envs.bandit.budgets import log_moments
 from knobwise.envs.tables.profile_table import ProfileTable
 
-MOST_LATENCIES = 1 << 18
+MAX_LATENCIES = 1 << 18
 """Most weights of a latency model; a larger one keeps only the mean of each configuration."""
 SHRINKAGE = 0.03
 """α of the latency model's ridge regression, as a share of the samples."""
@@ -85,14 +85,14 @@ def latency_of(table: ProfileTable, rows: Tensor, normaliser: FeatureNormaliser)
 
     Returns:
         `bias` [C], the `spread` of a single measurement [C], and `weight` [width, C] unless there
-        are more than `MOST_LATENCIES` weights.
+        are more than `MAX_LATENCIES` weights.
     """
     x = normaliser.of_rows(table, rows)
     logs, within = log_moments(table.measurements_ms[rows])
     mean = logs.nanmean(0)
     residual = (logs - mean).nan_to_num()
     arrays = {"bias": mean.nan_to_num()}
-    if 0 < x.shape[1] * logs.shape[1] <= MOST_LATENCIES:
+    if 0 < x.shape[1] * logs.shape[1] <= MAX_LATENCIES:
         fitted = ridge(x.double().numpy(), residual.double().numpy(), [SHRINKAGE], 0)[0]
         residual = (residual - fitted(x)).where(table.mask[rows], 0.0)
         arrays = {"weight": fitted.weight, "bias": arrays["bias"] + fitted.bias}

@@ -34,7 +34,7 @@ import torch
 from torch import Tensor
 
 from knobwise.common.paired import is_better, standard_error
-from knobwise.envs.bandit.budgets import LEAST_LATENCY_MS
+from knobwise.envs.bandit.budgets import MIN_LATENCY_MS
 from knobwise.envs.bandit.reward import share_on_time
 from knobwise.envs.tables.profile_table import ProfileTable
 
@@ -106,7 +106,7 @@ def calibrate(
     quickest_ms = table.without_first_look.latency_ms[rows]
     rulings = []
     for budget, by_static in zip(budgets_ms, static_choice.T, strict=True):
-        left = max(float(budget) - cost_ms, LEAST_LATENCY_MS)
+        left = max(float(budget) - cost_ms, MIN_LATENCY_MS)
         choices = [decide(margin * left) for margin in margins]
         # [n, M + 1]: the margins, then static
         cells = rows.unsqueeze(1), torch.stack([*choices, by_static], 1)

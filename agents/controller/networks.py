@@ -121,7 +121,7 @@ class UtilityHead(nn.Module):
         return self.sharpness * accuracy_logits.sigmoid() * on_time
 
 
-MOST_VALUES = 64
+MAX_VALUES = 64
 """With more knob values heads are not told their drift."""
 DRIFT_SCALE = 5.0
 """Factor on offsets, so that they are of the size of the other inputs."""
@@ -141,7 +141,7 @@ def drift_values(configurations: Tensor, drift: float) -> Tensor:
             for kind in kinds:
                 same = values == kind
                 rows.append(same.float() / same.sum() - 1 / count)
-    if not drift or not rows or len(rows) > MOST_VALUES:
+    if not drift or not rows or len(rows) > MAX_VALUES:
         return torch.zeros(0, count)
     return torch.stack(rows)
 

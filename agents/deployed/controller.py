@@ -33,7 +33,7 @@ from .network import Heads, Normaliser, places_of
 FORMAT = "knobwise.NumpyController/4"
 AT_ONCE = 2048
 """Number of requests that are decided together, so that many need little memory."""
-MOST_MS = 1e30
+MAX_MS = 1e30
 """Upper bound that budgets must stay below."""
 Drift = tuple[Any, float] | None
 """The offset of ln ms, a number or float [C], and the factor on its spread, above 0; or None."""
@@ -195,7 +195,7 @@ class NumpyController:
         that the network reads: the part of a budget that is planned with, or a worth."""
         if type(budget_ms) is not float:
             budget_ms = as_limit(budget_ms)
-        if not 0 < budget_ms < MOST_MS:
+        if not 0 < budget_ms < MAX_MS:
             raise self._refused(budget_ms)
         limit = budget_ms * self.factor(drift)
         if self.calibrated is None:
@@ -304,7 +304,7 @@ class NumpyController:
         limits = as_numbers("budgets", limits).astype(np.float64)
         if limits.ndim != 1:
             raise ValueError(f"budgets must have shape ('n',), got {limits.shape}")
-        wrong = limits[~((limits > 0) & (limits < MOST_MS))]
+        wrong = limits[~((limits > 0) & (limits < MAX_MS))]
         if len(wrong):
             raise self._refused(wrong[0])
         n = len(limits)

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from .arrays import LEAST_MS, Array, Arrays, below, log_ms
+from .arrays import MIN_MS, Array, Arrays, below, log_ms
 
 # an array, because NumPy takes longer with a Python number
 _UNIT = np.array(1.0, np.float32)
@@ -63,7 +63,7 @@ class Encoding:
 
     def single(self, limit: float) -> tuple[float, list[float]]:
         """Return z and the encoding of one number; plain numbers are faster than short arrays."""
-        z = (math.log(max(limit, LEAST_MS)) - self.mean) / self.scale
+        z = (math.log(max(limit, MIN_MS)) - self.mean) / self.scale
         z = min(max(z, -4.0), 4.0)
         # z itself, its sines, then its cosines
         angles = [z * frequency for frequency in self._few]

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from knobwise.agents.evaluation.policy import Policy, choices_of, reads_features, requests_of
 from knobwise.common.progress import progress
-from knobwise.envs.bandit.budgets import LEAST_LATENCY_MS
+from knobwise.envs.bandit.budgets import MIN_LATENCY_MS
 from knobwise.envs.bandit.outcomes import DeadlineOutcomes, outcomes_of
 from knobwise.envs.bandit.reward import RewardTable
 from knobwise.envs.tables.profile_table import ProfileTable
@@ -34,7 +34,7 @@ def judge(
         rewards: defaults to those of training.
         cost_ms: float [B], the time of a decision.
     """
-    left = (budgets_ms.double() - cost_ms).clamp_min(LEAST_LATENCY_MS).numpy()
+    left = (budgets_ms.double() - cost_ms).clamp_min(MIN_LATENCY_MS).numpy()
     # the policy decides for the time that its own cost leaves
     features, mask = requests_of(table, rows)
     chosen = choices_of(policy, features, left, mask)

@@ -49,9 +49,9 @@ TRIED = [Scales(*scales) for scales in _GRID]
 """The scales that offsets are averaged over."""
 OUTLYING = 4.0
 """Cells further from a first fit than this, in standard deviations, are left out as stalls."""
-LEAST_NOISE = 0.02
+MIN_NOISE = 0.02
 """Least standard deviation, in ln ms, by which stalls are recognised."""
-LEAST_CELLS = 5
+MIN_CELLS = 5
 """Fewest cells that offsets are estimated from; with fewer the noise is not known."""
 
 
@@ -88,7 +88,7 @@ def fit_offsets(configurations: Tensor, chosen: Tensor, ratios: Tensor) -> Offse
         residuals = (ratios - mean[chosen]).abs()
         # the standard deviation, if it is normal
         spread = 1.4826 * float(residuals.median())
-        kept = residuals <= OUTLYING * max(spread, LEAST_NOISE)
+        kept = residuals <= OUTLYING * max(spread, MIN_NOISE)
     # the variance of the mixture of all scales, and the scatter of the cells
     jitter = residuals[kept].square().sum() / max(int(kept.sum()), 1)
     variance = share @ (variances + means.square()) - mean.square() + jitter
@@ -161,10 +161,10 @@ def log_ratios(old: ProfileTable, new: ProfileTable) -> tuple[Tensor, Tensor]:
     # the cells that both hold
     both = (rows >= 0).unsqueeze(1) & (columns >= 0) & new.mask & old.mask[rows][:, columns]
     i, j = both.nonzero().T
-    if len(i) < LEAST_CELLS:
+    if len(i) < MIN_CELLS:
         raise InputError(
             f"profile {new.name!r}: {len(i)} of its cells (sample and configuration) are also in "
-            f"{old.name!r}; time {LEAST_CELLS} of these at least"
+            f"{old.name!r}; time {MIN_CELLS} of these at least"
         )
     before = log_measured(old.latency_ms)[rows[i], columns[j]]
     after = log_measured(new.latency_ms)[i, j]
@@ -221,7 +221,7 @@ CONTEXTS = 256
 """Requests in each step."""
 LR = 1e-3
 """Largest learning rate."""
-LEAST_CHANGE = 1e-3
+MIN_CHANGE = 1e-3
 """If no configuration's worth changes by more than this, the heads are not taught again."""
 
 
@@ -253,7 +253,7 @@ def teach_again(agent: DeployedController, before: Teacher, x: Tensor) -> None:
     offsets = drawn_drift(controller.configurations, controller.config.drift, shape, generator)
     worths = teacher.teach(requests, limits, offsets)
     change = worths - before.teach(requests, limits, offsets)
-    if change.std(-1).max() < LEAST_CHANGE:
+    if change.std(-1).max() < MIN_CHANGE:
         return
     target = (controller.config.sharpness * worths.squeeze(1)).log_softmax(-1)
     heads = controller.alone().requires_grad_(True)

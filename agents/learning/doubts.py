@@ -18,7 +18,7 @@ from torch import Tensor
 from knobwise.agents.learning.adaptation import posterior
 from knobwise.agents.learning.logged import Logged
 
-MOST_LOSS = 0.005
+MAX_LOSS = 0.005
 """The utility that a change may lose if the profile is right and the labels are wrong."""
 FEW = 10
 """Fewer requests than this say nothing about a configuration."""
@@ -26,7 +26,7 @@ CONFIGURATIONS = 3
 """The least number of configurations whose labels a change may rest on."""
 CHANCE = 3.0
 """Standard errors beyond which labels differ from the profile by more than chance."""
-MOST_RATIO = 2.0
+MAX_RATIO = 2.0
 """The largest factor between a configuration's times and what those of others imply for it."""
 
 
@@ -48,7 +48,7 @@ def doubted_times(
             continue
         implied = posterior(configurations, choice[~chosen], ratios[~chosen])
         gap = float(ratios[chosen].median() - implied.mean[c])
-        if abs(gap) > max(math.log(MOST_RATIO), CHANCE * float(implied.variance[c]) ** 0.5):
+        if abs(gap) > max(math.log(MAX_RATIO), CHANCE * float(implied.variance[c]) ** 0.5):
             reasons.append(
                 f"the times of {names[c]}, {int(chosen.sum())} answers, are {math.exp(gap):.2g} "
                 "times those that the other configurations imply"
@@ -76,7 +76,7 @@ def doubted_labels(
     unexplored = int((logged.propensity.argmax(1) == logged.choice).sum())
     if unexplored < FEW:
         reasons.append(f"only {unexplored} answers that the controller chose itself have a label")
-    if loss <= MOST_LOSS:
+    if loss <= MAX_LOSS:
         return reasons
     reasons.append(f"if the profile is right, the change loses {100 * loss:.1f} points")
     # the configurations whose labels differ from the profile beyond chance

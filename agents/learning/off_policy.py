@@ -24,7 +24,7 @@ from knobwise.agents.deployed.controller import NumpyController
 from knobwise.agents.learning.logged import Logged, of_choices
 from knobwise.common.paired import lower_bound
 
-LEAST_DIFFERENT = 10
+MIN_DIFFERENT = 10
 """Fewest requests with different decisions, as far as the log can tell, that can show a gain."""
 RESIDUAL_SQUARE = 0.25
 """The value that E ρ² is shrunk towards."""
@@ -113,7 +113,7 @@ def judge(logged: Logged, expected: Tensor, old: Tensor, new: Tensor) -> Judgeme
     variance = torch.maximum(robust.var(), model.var() + noise)
     bound = lower_bound(gain, float(variance / len(old)) ** 0.5, CONFIDENCE)
     different = int(differs.sum())
-    better = different >= LEAST_DIFFERENT and bound > 0
+    better = different >= MIN_DIFFERENT and bound > 0
     return Judgement(len(old), different, gain, bound, better)
 
 

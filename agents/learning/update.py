@@ -26,7 +26,7 @@ from torch import Tensor
 from knobwise.agents.calibration.deployed_controller import DeployedController
 from knobwise.agents.deployed.arrays import configurations_of
 from knobwise.agents.learning.adaptation import (
-    LEAST_CELLS,
+    MIN_CELLS,
     Offsets,
     Scales,
     adapted,
@@ -35,7 +35,7 @@ from knobwise.agents.learning.adaptation import (
     posterior,
     teach_again,
 )
-from knobwise.agents.learning.doubts import FEW, MOST_LOSS, doubted_labels, doubted_times
+from knobwise.agents.learning.doubts import FEW, MAX_LOSS, doubted_labels, doubted_times
 from knobwise.agents.learning.logged import Logged, of_choices
 from knobwise.agents.learning.off_policy import Judgement, decisions, judge
 from knobwise.agents.teacher.outcomes import Prediction
@@ -50,7 +50,7 @@ ACCURACY_SCALES = Scales(0.5, 0.3)
 """Prior standard deviations of offsets of logits."""
 ROUNDS = 12
 """Rounds of scoring."""
-LEAST_PRECISION = 0.05
+MIN_PRECISION = 0.05
 """Lower bound of the precision of a label, where accuracies are close to 0 or 1."""
 SPREADS = NARROWEST, 3.0
 """Bounds of the factor by which an update may scale the predicted spreads."""
@@ -108,7 +108,7 @@ def update(
         InputError: too few requests.
     """
     n = len(logged)
-    if n < LEAST_CELLS * FOLDS:
+    if n < MIN_CELLS * FOLDS:
         raise InputError(f"update: {n} requests are too few; let the controller serve more")
     best, trials = _held_out(agent, logged)
     names = configurations_of(agent.decider)
@@ -140,7 +140,7 @@ def update(
         # it takes over
         best = trial.choices
         serving = trial.agent
-        loss = 0.0 if total > MOST_LOSS else total
+        loss = 0.0 if total > MAX_LOSS else total
         against = []
     return Update(serving or trial.agent, serving is not None, steps, doubts, loss)
 
@@ -264,7 +264,7 @@ def _accuracy_offsets(agent: DeployedController, logged: Logged) -> Tensor:
     for _ in range(ROUNDS):
         before = offsets[logged.choice]
         p = (predicted + before).sigmoid()
-        precision = (p * (1 - p)).mean().clamp_min(LEAST_PRECISION)
+        precision = (p * (1 - p)).mean().clamp_min(MIN_PRECISION)
         working = before + (logged.accuracy - p) / precision
         scales = ACCURACY_SCALES._replace(noise=float(precision) ** -0.5)
         offsets = posterior(agent.configurations, logged.choice, working, scales).mean

@@ -23,7 +23,7 @@ REQUESTS = 8192
 """Requests that each network learns from; fewer where training draws fewer, or memory is short."""
 LIMITS = 4
 """Limits that the teacher is asked about for each request."""
-MOST_CELLS = 1 << 25
+MAX_CELLS = 1 << 25
 """The most cells in memory: requests × limits × configurations × networks."""
 BEYOND = (0.8, 1.15)
 """Limits are drawn from the first factor × the lowest judged limit to the second × the highest."""
@@ -66,7 +66,7 @@ def lessons_of(
         teachers.append((teacher, fitted.rows[kept]))
     teachers.append((fitted.teacher, fitted.rows))
     cells = len(teachers) * LIMITS * table.num_configurations
-    count = max(1, min(REQUESTS, MOST_CELLS // cells, draws))
+    count = max(1, min(REQUESTS, MAX_CELLS // cells, draws))
     lessons = []
     with progress("preparing lessons", len(teachers), quiet_s=2) as tick:
         for finished, (teacher, rows) in enumerate(teachers, 1):

@@ -36,7 +36,7 @@ from knobwise.envs.tables.drift import copies_of, rows_of_copies
 from knobwise.envs.tables.profile_table import ProfileTable, Split
 from knobwise.losses.settings import LossConfig
 
-MOST_NOISE = 1 << 24
+MAX_NOISE = 1 << 24
 """Numbers that are drawn for `policy.augment`; in larger tables copies share them."""
 SPREAD_CELLS = 1 << 22
 """The spread of rewards is measured on at most as many rewards, or one context for each network."""
@@ -149,7 +149,7 @@ class ControllerSetup:
         noise = None
         if noisy and self.copied is not table:
             self.augment = self.policy.augment
-            count = min(self.copied.num_samples, MOST_NOISE // controller.normaliser.width)
+            count = min(self.copied.num_samples, MAX_NOISE // controller.normaliser.width)
             generator = torch.Generator().manual_seed(seed)
             noise = controller.normaliser.noise(self.augment, max(count, 1), generator)
         self.actor = make_actor(

@@ -24,7 +24,7 @@ from knobwise.envs.bandit.reward import RewardTable
 from knobwise.envs.tables.profile_table import ProfileTable, Split
 from knobwise.envs.tables.splits import folds_of
 
-MOST_JUDGED = 1 << 16
+MAX_JUDGED = 1 << 16
 """Held-out samples that a network is judged on in training."""
 PRICED_METRICS = ("Reward", "Accuracy", "Latency", "Loss")
 """What is logged of a validation under prices, where nothing is late."""
@@ -39,7 +39,7 @@ def divided(
         InputError: there are fewer samples (or images) than members.
     """
     if members == 1:
-        return [split.train], [thinned(split.validation, MOST_JUDGED)]
+        return [split.train], [thinned(split.validation, MAX_JUDGED)]
     rows = split.fitted
     folds = folds_of(table, rows, seed, members)
     if len(folds) < members:
@@ -48,7 +48,7 @@ def divided(
             "samples (or images) outside its test part; use fewer members"
         )
     fitted, held_out = zip(*folds, strict=True)
-    judged = [thinned(rows[hold], MOST_JUDGED) for hold in held_out]
+    judged = [thinned(rows[hold], MAX_JUDGED) for hold in held_out]
     return [rows[fit] for fit in fitted], judged
 
 

@@ -26,24 +26,24 @@ TIME_OUT_SHARE = 0.01
 TIME_OUT_RATIO = 5
 """It must also occur more than this many times as often as the second largest. Costs that depend on
 the configuration alone repeat too, but evenly."""
-MOST_SAMPLES = 1 << 19
+MAX_SAMPLES = 1 << 19
 """Statistics such as quantiles use at most this many samples, so that large tables need little
 memory."""
 OCTAVES = 7
 """Octaves from the lowest to the highest frequency of a budget's encoding by pairs."""
-LEAST_LATENCY_MS = 1e-9
+MIN_LATENCY_MS = 1e-9
 """Lower bound of budgets and of the arguments of logarithms. It is below any cost in any unit, even
 USD."""
 
 
-def thinned(samples: Tensor, most: int = MOST_SAMPLES) -> Tensor:
+def thinned(samples: Tensor, most: int = MAX_SAMPLES) -> Tensor:
     """Keep every k-th sample, so that at most `most` are left: [n, *] → [≤ most, *]."""
     return samples[:: max(1, math.ceil(len(samples) / most))]
 
 
 def log_ms(latency_ms: Tensor) -> Tensor:
     """Return ln of budgets in ms (or in the unit of the cost that stands for latency)."""
-    return latency_ms.clamp_min(LEAST_LATENCY_MS).log()
+    return latency_ms.clamp_min(MIN_LATENCY_MS).log()
 
 
 def log_measured(latency_ms: Tensor) -> Tensor:
@@ -53,7 +53,7 @@ def log_measured(latency_ms: Tensor) -> Tensor:
     NaN stays.
     """
     above = latency_ms[latency_ms > 0]
-    least = float(above.min()) / 10 if len(above) else LEAST_LATENCY_MS
+    least = float(above.min()) / 10 if len(above) else MIN_LATENCY_MS
     return latency_ms.clamp_min(least).log()
 
 
@@ -105,7 +105,7 @@ def default_budgets(table: ProfileTable, rows: Tensor | None = None) -> Tensor:
     if len(torch.searchsorted(ordered, budgets, right=True).unique()) < len(budgets):
         above = ordered[ordered >= floor]
         budgets = above[(quantiles.double() * len(above)).long()]
-    return budgets.clamp_min(LEAST_LATENCY_MS).unique()
+    return budgets.clamp_min(MIN_LATENCY_MS).unique()
 
 
 def _quantile(values: Tensor, shares: Tensor) -> Tensor:
@@ -275,7 +275,7 @@ class BudgetSampler:
 
     def __call__(self, rows: Tensor, generator: torch.Generator | None = None) -> Tensor:
         """Draw a positive budget in ms for each of these samples, int64 [n] → float32 [n]."""
-        return self._draw(rows, generator).clamp_min(LEAST_LATENCY_MS)
+        return self._draw(rows, generator).clamp_min(MIN_LATENCY_MS)
 
 
 class BudgetEncoding(nn.Module):

@@ -39,7 +39,7 @@ from knobwise.common.errors import InputError
 from knobwise.common.files import write_json
 from knobwise.common.imports import in_a_line
 from knobwise.common.progress import progress
-from knobwise.envs.bandit.budgets import LEAST_LATENCY_MS
+from knobwise.envs.bandit.budgets import MIN_LATENCY_MS
 from knobwise.envs.tables.profile_table import ProfileTable
 from knobwise.experiments.deploy.live_results import (
     Record,
@@ -273,7 +273,7 @@ class Server:
         """
         tracker = self.tracker
         spent_ms = statistics.median(self.latest or [0.0])
-        limit = max(float(self.stream.budgets_ms[i]) - spent_ms, LEAST_LATENCY_MS)
+        limit = max(float(self.stream.budgets_ms[i]) - spent_ms, MIN_LATENCY_MS)
         drift = tracker.drift
         start = clock_ms()
         choice = self.static.single(limit * math.exp(-tracker.level))

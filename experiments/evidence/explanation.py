@@ -35,7 +35,7 @@ from knobwise.experiments.evidence.statistics import (
     resampled_means,
 )
 
-MOST = 1000
+MAX_SAMPLES = 1000
 """At most this many samples are explained, a random choice of a larger test part."""
 SEED = 0
 """The seed of all random numbers of this module."""
@@ -62,7 +62,7 @@ class Explained:
         prices: under mean budgets, float [B].
 
     Attributes:
-        rows: int64 [n], those of `test`, or `MOST` of them.
+        rows: int64 [n], those of `test`, or `MAX_SAMPLES` of them.
         chosen: int64 [n, B], the choices of the policy.
         static: int64 [n, B], the choices of the static policy.
         reads: bool [B], False where the guard decides without features.
@@ -81,7 +81,9 @@ class Explained:
         self.policy = policy
         self.budgets_ms = budgets_ms
         self.limits = budgets_ms.double().numpy()
-        drawn = torch.randperm(len(test), generator=torch.Generator().manual_seed(SEED))[:MOST]
+        drawn = torch.randperm(len(test), generator=torch.Generator().manual_seed(SEED))[
+            :MAX_SAMPLES
+        ]
         self.rows = test[drawn.sort().values]
         self.reads = torch.from_numpy(policy.reads_features(self.limits))
         self.features = table.blocks(self.rows)

@@ -29,7 +29,7 @@ from knobwise.agents.evaluation.policy import choices_of
 from knobwise.agents.teacher.experts import Experts
 from knobwise.agents.teacher.outcomes import Prediction, pick
 from knobwise.agents.teacher.weights import HeldOutScores, weights_of_folds
-from knobwise.envs.bandit.budgets import LEAST_LATENCY_MS
+from knobwise.envs.bandit.budgets import MIN_LATENCY_MS
 from knobwise.envs.bandit.outcomes import outcomes_of
 from knobwise.envs.bandit.reward import expected_utility
 from knobwise.envs.tables.profile_table import ProfileTable, median_of
@@ -154,7 +154,7 @@ def quick_stack(experts: Experts, limits: Tensor) -> tuple[list[Tensor], Tensor]
         scores: of every configuration for every sample, out of fold, [B, n, C].
     """
     predictions = quick_predictions(experts)
-    limits = limits.clamp_min(LEAST_LATENCY_MS)
+    limits = limits.clamp_min(MIN_LATENCY_MS)
     held_out = HeldOutScores.of_predictions(predictions, experts.measured, limits)
     return weights_of_folds(held_out, experts.measured.folds)
 

@@ -375,7 +375,7 @@ def test_other_files_are_refused(tmp_path):
 def test_a_file_that_unpacks_to_much_is_refused(tmp_path, monkeypatch):
     """As any zip archive, a small one may."""
     np.savez_compressed(tmp_path / "large.npz", **arrays_by_hand(), more=np.zeros(10_000))
-    monkeypatch.setattr("knobwise.agents.deployed.arrays.MOST_BYTES", 50_000)
+    monkeypatch.setattr("knobwise.agents.deployed.arrays.MAX_BYTES", 50_000)
     with pytest.raises(ValueError, match=r"large\.npz.*unpacks"):
         NumpyController.load(tmp_path / "large.npz")
 

@@ -135,7 +135,7 @@ def test_losses_add_up_until_somebody_accepts_an_update(monkeypatch):
 
     def allow(loss):
         for module in (doubts, update_module):
-            monkeypatch.setattr(module, "MOST_LOSS", loss)
+            monkeypatch.setattr(module, "MAX_LOSS", loss)
 
     allow(1.0)
     first = update(agent, logged)

@@ -19,7 +19,7 @@ from knobwise.agents.serving.tracker import (
     CLIP,
     CLIPPED_SQUARE,
     FIRST_SPREAD,
-    MOST_OFFSET,
+    MAX_OFFSET,
     SHIFT_AFTER,
     SPREAD_GAIN,
     VALUE_SPREAD,
@@ -164,7 +164,7 @@ def test_whatever_is_measured_the_state_stays_finite_and_the_offsets_bounded(cel
     logging.disable(logging.NOTSET)
     assert tracker.answers + sum(tracker.ignored.values()) == len(cells)
     offset, scale = tracker.drift or (np.zeros(1), 1.0)
-    assert (np.abs(offset) <= 3 * MOST_OFFSET).all()
+    assert (np.abs(offset) <= 3 * MAX_OFFSET).all()
     assert 0.25 <= scale <= 3.0
     LatencyTracker(GRID).restore(json.loads(json.dumps(tracker.state())))  # which checks the rest
 

@@ -12,7 +12,7 @@ from knobwise.agents.evaluation.budgets import few_budgets
 from knobwise.envs import BudgetConfig, default_budgets
 from knobwise.envs.bandit import budgets
 from knobwise.envs.bandit.budgets import (
-    LEAST_LATENCY_MS,
+    MIN_LATENCY_MS,
     STRATEGIES,
     BudgetEncoding,
     BudgetSampler,
@@ -75,7 +75,7 @@ def test_budgets_are_positive_where_a_timer_said_zero(strategy, monkeypatch):
     table = of_latencies(torch.tensor([[0.0, 0.0], [0.0, 3.0]]))
     drawn = draw(table, torch.tensor([0, 1] * 50), strategy=strategy)
     assert drawn.isfinite().all()
-    assert drawn.min() >= LEAST_LATENCY_MS
+    assert drawn.min() >= MIN_LATENCY_MS
 
 
 def test_the_range_of_worths_and_those_that_are_judged_by_hand():
@@ -137,7 +137,7 @@ down."""
         # the largest of a few costs is none
         (torch.tensor([[1.0, 2.0, 4.0]]).expand(30, -1), [1, 2, 4]),
         (torch.tensor([[1.0, 50.0], [2.0, 50.0], [30.0, 50.0], [40.0, torch.nan]]), [40, 50]),
-        (torch.zeros(4, 2), [LEAST_LATENCY_MS]),
+        (torch.zeros(4, 2), [MIN_LATENCY_MS]),
     ],
 )
 def test_default_budgets_by_hand(latency_ms, wanted):
@@ -170,7 +170,7 @@ def test_default_budgets_are_distinct_feasible_and_below_time_outs(
 
 
 def test_in_logarithms_a_measured_zero_is_a_tenth_of_the_smallest_cost_whatever_the_unit():
-    least = math.log(LEAST_LATENCY_MS)
+    least = math.log(MIN_LATENCY_MS)
     close(log_ms(torch.tensor([0.0, 1.0, math.e])), [least, 0.0, 1.0])
     for unit in (1.0, 1e-5, 1e4):
         measured = unit * torch.tensor([0.0, 2.0, 20.0, math.nan])

@@ -214,7 +214,7 @@ def test_every_kind_of_controller_is_explained_by_its_own_decisions(kind, monkey
     budgets = torch.tensor([9.0, 15.0]) if kind == "mean" else default_budgets(table)
     sense = "mean" if kind == "mean" else "deadline"
     agent = deployed(table, POLICIES[kind], budgets, sense)
-    monkeypatch.setattr(explanation, "MOST", 15)
+    monkeypatch.setattr(explanation, "MAX_SAMPLES", 15)
     evaluator = EVALUATORS[sense](table, Split(rows[:40], rows[:0], rows[40:]), budgets)
     part = Explained(table, rows[40:], agent, *evaluator.explained_by(agent))
     assert len(part.rows) == len(part.rows.unique()) == 15
