@@ -29,7 +29,7 @@ from knobwise.envs.bandit.replay import ACTIONS
 from knobwise.envs.tables.profile_table import ProfileTable
 
 
-class _FromBlocks(nn.Module):
+class _FeatureEncoder(nn.Module):
     """Reads requests as they come.
 
     They have limits [*] or [*, 1], feature blocks [*, d], and where it is known what was profiled
@@ -59,7 +59,7 @@ class _FromBlocks(nn.Module):
         return controller(x, limit, None if mask is None else mask.bool())
 
 
-class _FromRows(nn.Module):
+class _TableEncoder(nn.Module):
     """Reads row numbers of a table and a limit; features are normalised once, for all rows.
 
     Rows beyond the table are copies of its samples: row i + k·N is one of sample i. In training
@@ -215,7 +215,7 @@ def make_critic(
     critic.network.head = ValueHead(config.networks_trained, config.hidden)
     critic.network.utility = None
     critic.to(controller.configurations.device)
-    rows = _FromRows(critic, table, members=True, noise=noise)
+    rows = _TableEncoder(critic, table, members=True, noise=noise)
     keys = ["row", controller.limit_key]
     return TensorDictModule(rows, in_keys=keys, out_keys=["state_value"])
 
@@ -271,10 +271,10 @@ def make_actor(
     limit = controller.limit_key
     # requests as they come, or rows of a table
     if table is None:
-        encoder: nn.Module = _FromBlocks(controller)
+        encoder: nn.Module = _FeatureEncoder(controller)
         keys = [limit, *controller.normaliser.sizes, "mask"]
     else:
-        encoder = _FromRows(controller, table, members, offsets, noise)
+        encoder = _TableEncoder(controller, table, members, offsets, noise)
         keys = ["row", limit]
     # requests → log-probs → actions
     encode = TensorDictModule(encoder, in_keys=keys, out_keys=["log_probs"])
