@@ -274,12 +274,12 @@ def some_configurations(table, kept):
     return replace(table, configurations=table.configurations[kept], **cells)
 
 
-def driven_apart(table, config, rows=None, sense="deadline", by=0.3):
+def driven_apart(table, config, rows=None, constraint="deadline", by=0.3):
     """A controller for the table (or some rows of it) that was not trained; all its weights
     differ."""
     torch.manual_seed(0)
     rows = torch.arange(table.num_samples) if rows is None else rows
-    controller = Controller.for_table(table, rows, config, sense).eval()
+    controller = Controller.for_table(table, rows, config, constraint).eval()
     for p in controller.parameters():
         p.data += by * torch.randn_like(p)
     return controller
@@ -306,15 +306,19 @@ BRIEF = OptimiserConfig(
 """A training of a second."""
 
 
-def trainer_on(table, policy=TAUGHT, sense="deadline", **settings):
+def trainer_on(table, policy=TAUGHT, constraint="deadline", **settings):
     """A training of a second, which has not begun."""
-    options = {"policy": policy, "optimiser": BRIEF, "budget": BudgetConfig(sense=sense)} | settings
+    options = {
+        "policy": policy,
+        "optimiser": BRIEF,
+        "budget": BudgetConfig(constraint=constraint),
+    } | settings
     return taught_trainer(table, table.split(), **options)
 
 
-def trained(table, policy=TAUGHT, sense="deadline", **settings):
+def trained(table, policy=TAUGHT, constraint="deadline", **settings):
     """A finished training."""
-    trainer = trainer_on(table, policy, sense, **settings)
+    trainer = trainer_on(table, policy, constraint, **settings)
     trainer.run()
     return trainer
 
@@ -354,10 +358,10 @@ def rows_of_networks(setup):
     return fitted if setup.networks == 1 else [*fitted, setup.fitted]
 
 
-def deployed(table, policy=TAUGHT, budgets_ms=None, sense="deadline", **settings):
+def deployed(table, policy=TAUGHT, budgets_ms=None, constraint="deadline", **settings):
     """What a short training deploys, with everything that is settled about it."""
     budgets_ms = default_budgets(table) if budgets_ms is None else budgets_ms
-    return deployed_by(trained(table, policy, sense, **settings).setup, budgets_ms)
+    return deployed_by(trained(table, policy, constraint, **settings).setup, budgets_ms)
 
 
 def member_of(controller, number):

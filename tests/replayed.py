@@ -89,11 +89,11 @@ def untrained(table, config=None, margins=None, deploy=None):
     return DeployedController(controller, None, settled_for(table, margins, deploy)).eval()
 
 
-def teacher_beside(table, controller, sense="deadline"):
+def teacher_beside(table, controller, constraint="deadline"):
     """A teacher of all samples that was not trained, whose weights differ."""
     samples, config = table.num_samples, controller.config
     everything = torch.ones(config.fold_networks, samples, dtype=torch.bool)
-    about = config, controller.normaliser, everything, sense
+    about = config, controller.normaliser, everything, constraint
     teacher = Teacher.for_table(table, torch.arange(samples), *about)
     for parameter in teacher.parameters():
         parameter.data += 0.05 * torch.randn_like(parameter)

@@ -19,7 +19,7 @@ class Ruled:
     def __init__(self, rule, mean=None):
         self.decider = self
         self.if_free = self
-        self.sense = "deadline" if mean is None else "mean"
+        self.constraint = "deadline" if mean is None else "mean"
         self._choose = getattr(rule, "choose", rule)
         self._mean = mean
 

@@ -80,7 +80,7 @@ class DeployedController(nn.Module):
         super().__init__()
         self.controller = controller
         self.knobs = controller.knobs
-        self.sense = controller.sense
+        self.constraint = controller.constraint
         self.teacher: Any = teacher
         """A `Teacher`, or None."""
         self.settled = settled or Settled()
@@ -186,7 +186,7 @@ class DeployedController(nn.Module):
         settled = self.settled
         by_knobs = controller.network.head.by_knobs
         limit = "budget_ms"
-        if controller.sense == "mean":
+        if controller.constraint == "mean":
             # before its worths are calibrated it decides under none
             limit = "mean" if settled.mean else ""
         # what is no array: settings and names, as JSON

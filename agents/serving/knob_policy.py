@@ -76,7 +76,7 @@ class KnobPolicy:
     def __init__(self, loaded: Loaded) -> None:
         self.loaded = loaded
         self.agent = loaded.controller
-        if self.agent.sense == "mean" and not self.agent.settled.mean:
+        if self.agent.constraint == "mean" and not self.agent.settled.mean:
             raise InputError(
                 "the worths for mean budgets are not calibrated yet; let the training finish"
             )
@@ -211,7 +211,7 @@ class KnobPolicy:
     ) -> str:
         """Return why a configuration was chosen."""
         if guard is not None and not guard["deployed"]:
-            static = "the static mix" if self.agent.sense == "mean" else "budget-aware static"
+            static = "the static mix" if self.agent.constraint == "mean" else "budget-aware static"
             return f"the guard lets {static} decide, which treats all inputs alike"
         reason = "the policy's most probable choice"
         if row["probability"] < expected[0]["probability"]:

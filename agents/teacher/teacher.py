@@ -42,12 +42,12 @@ class MemberPredictions(NamedTuple):
     Attributes:
         weights: of K members, float [K, 1, 1].
         members: their predictions, [K, n, C].
-        sense: of the budget, see `Controller`.
+        constraint: of the budget, see `Controller`.
     """
 
     weights: Tensor
     members: Prediction
-    sense: str
+    constraint: str
 
     def mean(self, values: Tensor) -> Tensor:
         """Return the weighted mean over the members: [K, n, C] → [n, C]."""
@@ -63,8 +63,8 @@ class MemberPredictions(NamedTuple):
 
         Where no configuration inside the mask is likely to be on time, a faster one is worth more.
         """
-        score = self.mean(self.members.score(limits, self.sense))
-        if self.sense != "deadline":
+        score = self.mean(self.members.score(limits, self.constraint))
+        if self.constraint != "deadline":
             return score
         likely = self.mean(self.members.meets(limits))
         if mask is not None:
@@ -104,7 +104,7 @@ class Teacher(nn.Module):
         normaliser: of the features.
         experts: beside the network.
         weights: float [1 + experts], the network's first.
-        sense: of the budget, see `Controller`.
+        constraint: of the budget, see `Controller`.
     """
 
     informed = True
@@ -119,14 +119,14 @@ class Teacher(nn.Module):
         normaliser: FeatureNormaliser,
         experts: Sequence[Expert] = (),
         weights: Tensor | None = None,
-        sense: str = "deadline",
+        constraint: str = "deadline",
     ) -> None:
         super().__init__()
         self.network = network
         self.normaliser = normaliser
         self.experts = nn.ModuleList(experts)
         self.register_buffer("weights", torch.ones(1) if weights is None else weights.float())
-        self.sense = sense
+        self.constraint = constraint
         # what was learned after training, see `knobwise update`, [C] each
         count = network.outcome_head.bias.shape[-1] // 3
         for name in LEARNED:
@@ -140,7 +140,7 @@ class Teacher(nn.Module):
         config: PolicyConfig,
         normaliser: FeatureNormaliser,
         member_rows: Tensor,
-        sense: str = "deadline",
+        constraint: str = "deadline",
     ) -> Teacher:
         """Return a fresh network without experts, at the means of these rows (int64 [n]).
 
@@ -152,7 +152,7 @@ class Teacher(nn.Module):
         bins = 0 < normaliser.width <= WIDEST
         network = OutcomeNetwork(normaliser.width, table.num_configurations, config, bins)
         network.start_from(x, table.accuracy[rows], table.latency_ms[rows], member_rows)
-        return cls(network, normaliser, sense=sense)
+        return cls(network, normaliser, constraint=constraint)
 
     @property
     def members(self) -> int:
@@ -175,7 +175,7 @@ class Teacher(nn.Module):
                 parts = (part.expand(1, len(x), -1) for part in expert(x))
                 predictions.append(Prediction(*parts))
         members = self._moved(concatenated(predictions))
-        return MemberPredictions(x.new_tensor(weights).reshape(-1, 1, 1), members, self.sense)
+        return MemberPredictions(x.new_tensor(weights).reshape(-1, 1, 1), members, self.constraint)
 
     def _moved(self, prediction: Prediction) -> Prediction:
         """Return a prediction with what was learned after training."""
@@ -267,7 +267,7 @@ class Teacher(nn.Module):
         network = OutcomeNetwork(normaliser.width, count, controller.config, bins)
         network.load_state_dict(state)
         experts = [Expert.restored(expert) for expert in plain["experts"]]
-        teacher = cls(network, normaliser, experts, plain["weights"], controller.sense)
+        teacher = cls(network, normaliser, experts, plain["weights"], controller.constraint)
         for name in LEARNED:
             getattr(teacher, name).copy_(plain["learned"][name])
         return teacher.eval()
@@ -315,11 +315,11 @@ def fit_teacher(
         experts: fitted on the same rows and features, for the same limits, in as many folds; None
             fits those of `config`.
     """
-    sense = network.sense
+    constraint = network.constraint
     normaliser = network.normaliser
     families = config.experts if normaliser.width else ()
     if experts is None:
-        budgets_ms = limits if sense == "deadline" else limits[:0]
+        budgets_ms = limits if constraint == "deadline" else limits[:0]
         settings = budgets_ms, families, seed, normaliser, network.members
         experts = Experts.fit(table, rows, *settings)
     fitted = experts.of_families(families)
@@ -328,17 +328,17 @@ def fit_teacher(
     # weights from predictions out of fold
     unseen = _held_out(network, table, rows, folds)
     predictions = [unseen, *(family.out_of_fold for family in fitted)]
-    known = HeldOutScores.of_predictions(predictions, measured, limits, sense)
+    known = HeldOutScores.of_predictions(predictions, measured, limits, constraint)
     weights, of_folds = _weights(known, measured)
     # the teacher of all samples
     all_experts = [family.expert for family in fitted]
-    teacher = Teacher(network.network, normaliser, all_experts, weights, sense)
+    teacher = Teacher(network.network, normaliser, all_experts, weights, constraint)
     # and one for each fold, with the parts that have not seen it
     teachers = []
     for member, of_fold in enumerate(of_folds):
         experts_of_fold = [family.of_folds[member] for family in fitted]
         inner = _of_member(network.network, member)
-        teachers.append(Teacher(inner, normaliser, experts_of_fold, of_fold, sense).eval())
+        teachers.append(Teacher(inner, normaliser, experts_of_fold, of_fold, constraint).eval())
     return FittedTeacher(teacher.eval(), teachers, rows, folds)
 
 

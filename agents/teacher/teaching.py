@@ -39,7 +39,7 @@ class Teaching:
         masks = torch.stack([torch.isin(setup.fitted, rows) for rows in setup.folds[0]])
         normaliser = setup.controller.normaliser
         self.teacher = Teacher.for_table(
-            setup.table, setup.fitted, setup.policy, normaliser, masks, setup.sense
+            setup.table, setup.fitted, setup.policy, normaliser, masks, setup.constraint
         )
         return self.teacher
 

@@ -41,14 +41,14 @@ class HeldOutScores(NamedTuple):
         predictions: Sequence[Prediction],
         measured: MeasuredRows,
         limits: Tensor,
-        sense: str = "deadline",
+        constraint: str = "deadline",
     ) -> HeldOutScores:
         """Score the predictions of K members for held-out samples under limits [B], and look up
-        the actual worth; see `Controller` for `sense`."""
-        scores = [prediction.score(limits.unsqueeze(1), sense) for prediction in predictions]
+        the actual worth; see `Controller` for `constraint`."""
+        scores = [prediction.score(limits.unsqueeze(1), constraint) for prediction in predictions]
         by_limit = limits[:, None, None]  # [B, 1, 1], beside outcomes [n, C]
         worth = (measured.accuracy - measured.latency_ms / by_limit).nan_to_num()
-        if sense == "deadline":
+        if constraint == "deadline":
             worth = expected_utility(measured.accuracy, measured.measurements_ms, by_limit)
         return cls(scores, worth, measured.mask)
 

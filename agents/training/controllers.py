@@ -101,11 +101,11 @@ class ControllerSetup:
         self.fold_seed = seed if fold_seed is None else fold_seed
         self.device = torch.device(device)
         self.networks = self.policy.networks_trained
-        self.sense = "deadline" if budget is None else budget.sense
-        self.priced = self.sense == "mean"
-        self.limit_key = LIMIT_KEYS[self.sense]
+        self.constraint = "deadline" if budget is None else budget.constraint
+        self.priced = self.constraint == "mean"
+        self.limit_key = LIMIT_KEYS[self.constraint]
         if self.priced:
-            reward = REWARDS[self.sense]
+            reward = REWARDS[self.constraint]
             budgets_ms = judged_worths(table)
         self.limits = default_budgets(table) if budgets_ms is None else budgets_ms
         # utility under budgets is judged, and the reward under prices
@@ -127,7 +127,7 @@ class ControllerSetup:
             network_rows = [*network_rows, self.fitted]
 
         # networks: fresh, or those of the checkpoint
-        controller = Controller.for_table(table, self.fitted, self.policy, self.sense)
+        controller = Controller.for_table(table, self.fitted, self.policy, self.constraint)
         self.start_sums: list[float] | None = None
         if start is not None:
             controller = started_from(str(init_from), start, controller)
@@ -309,7 +309,7 @@ def trainer_of(
             setup.held_out.policies(setup.held_out_log_probs), logged
         ),
         judged_by=setup.judged_by,
-        identity=(setup.policy, setup.sense, setup.start_sums),
+        identity=(setup.policy, setup.constraint, setup.start_sums),
         trained_on="on another profile or with another policy, or from other weights",
         provenance=provenance,
         setup=setup,

@@ -131,14 +131,14 @@ def worths_range(latencies_ms: Tensor) -> Tensor:
     return torch.stack([low, 30 * high])
 
 
-def limits_seen(table: ProfileTable, rows: Tensor, sense: str) -> Tensor:
+def limits_seen(table: ProfileTable, rows: Tensor, constraint: str) -> Tensor:
     """Return the limits that a network's encoding of them is standardised by.
 
     They are the profiled latencies of these rows (int64), [n]; under a mean budget the least and
     the greatest worth, [2].
     """
     latencies_ms = table.latency_ms[rows][table.mask[rows]]
-    return latencies_ms if sense == "deadline" else worths_range(latencies_ms)
+    return latencies_ms if constraint == "deadline" else worths_range(latencies_ms)
 
 
 def judged_worths(table: ProfileTable) -> Tensor:
@@ -251,7 +251,7 @@ command line needs a line in `experiments/settings/choices.py` beside it."""
 class BudgetSampler:
     """Draw budgets for samples of a table.
 
-    Under `sense="mean"` it draws worths instead.
+    Under `constraint="mean"` it draws worths instead.
 
     Args:
         table: the profile.
@@ -266,11 +266,11 @@ class BudgetSampler:
         self, table: ProfileTable, config: BudgetConfig, rows: Tensor | None = None
     ) -> None:
         self.config = config
-        one_of("budget.sense", config.sense, REWARDS)
+        one_of("budget.constraint", config.constraint, REWARDS)
         one_of("budget.strategy", config.strategy, STRATEGIES)
         rows = thinned(torch.arange(table.num_samples) if rows is None else rows)
         latencies_ms = table.latency_ms[rows][table.mask[rows]]
-        strategy = Worths if config.sense == "mean" else STRATEGIES[config.strategy]
+        strategy = Worths if config.constraint == "mean" else STRATEGIES[config.strategy]
         self._draw = strategy(table, config, latencies_ms)
 
     def __call__(self, rows: Tensor, generator: torch.Generator | None = None) -> Tensor:

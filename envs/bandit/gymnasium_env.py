@@ -30,8 +30,8 @@ class ConfigBanditEnv(gymnasium.Env[Observation, Any]):
 
     Description:
         A contextual bandit that replays a profile: no model runs, because every outcome was
-        measured before. Under a mean budget (`BudgetConfig(sense="mean")`) a request has no budget
-        of its own. It is limited by the worth of a right answer, in ms, and the reward is
+        measured before. Under a mean budget (`BudgetConfig(constraint="mean")`) a request has no
+        budget of its own. It is limited by the worth of a right answer, in ms, and the reward is
         accuracy − latency/worth.
 
     Action space:

@@ -100,7 +100,7 @@ class ConfigBanditVectorEnv(VectorEnv[Observation, NDArray[Any], NDArray[Any]]):
             name: torch.where(block.isnan(), block.nanmedian(0).values.nan_to_num(), block)
             for name, block in table.features.items()
         }
-        self.limit_key = LIMIT_KEYS[budget.sense]
+        self.limit_key = LIMIT_KEYS[budget.constraint]
         self.knob_keys = self._replay.knob_keys
         blocks: dict[str, Any] = {name: _box(block) for name, block in self._features.items()}
         blocks[self.limit_key] = spaces.Box(0.0, float(np.finfo(np.float32).max), ())
@@ -340,7 +340,7 @@ def oracle(rewards: RewardTable, rows: Tensor, limits: Tensor) -> Tensor:
     if rewards.repeats_ms is not None:
         measured = rewards.repeats_ms.index_select(0, rows)
     limits = limits.unsqueeze(1)
-    if rewards.kind.sense == "mean":
+    if rewards.kind.constraint == "mean":
         gain = accuracy - measured.nanmean(-1).nan_to_num(torch.inf) / limits
     else:
         count = rewards.count

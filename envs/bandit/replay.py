@@ -61,8 +61,8 @@ class Replay:
         cost_ms: the time that a decision and its features take; it is added to every latency.
 
     Raises:
-        InputError: a setting that does not exist, a reward that does not go with the sense of the
-            budget, or `action_keys="knobs"` with `action="configuration"`.
+        InputError: a setting that does not exist, a reward that does not go with the constraint of
+            the budget, or `action_keys="knobs"` with `action="configuration"`.
     """
 
     def __init__(

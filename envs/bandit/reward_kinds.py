@@ -33,8 +33,8 @@ class RewardKind:
     """For the help."""
     formula: Formula | None
     """None: the settings name the user's own function, see `RewardFunction`."""
-    sense: str = "deadline"
-    """The sense of the budget that it goes with."""
+    constraint: str = "deadline"
+    """The constraint of the budget that it goes with."""
     uses_complexity: bool = False
     """Without, complexity is 0."""
     judged_by: str = "utility"
@@ -103,7 +103,7 @@ KINDS = {
     "priced": RewardKind(
         "α·accuracy − latency/worth, under a mean budget only",
         priced,
-        sense="mean",
+        constraint="mean",
         judged_by="reward",
         taught=True,
     ),

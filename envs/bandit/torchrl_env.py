@@ -102,7 +102,7 @@ class ConfigBandit(SingleStepEnv):
         super().__init__(device=device, batch_size=batch_shape(batch_size))
         self.table = table
         self.contexts = ContextSampler(table, budget, rows, seed, balance)
-        self.limit_key = LIMIT_KEYS[budget.sense]
+        self.limit_key = LIMIT_KEYS[budget.constraint]
         self.lean = lean
         self.full_information = full_information
         self.replay = Replay(table, budget, reward, device=device, **options)
@@ -150,7 +150,7 @@ class ConfigBandit(SingleStepEnv):
 
     def _about(self) -> str:
         budget = self.contexts.budgets.config
-        limits = budget.strategy if budget.sense == "deadline" else budget.sense
+        limits = budget.strategy if budget.constraint == "deadline" else budget.constraint
         size = f"{self.table.num_samples} samples × {self.table.num_configurations} configurations"
         return f"{self.table.name!r}: {size}, budget {limits}, reward {self.rewards.config.kind}"
 

@@ -89,7 +89,7 @@ def evaluate_controller(loaded: Loaded, config: EvaluateRun) -> tuple[RunResults
     table = fitting_profile(config, loaded)
     policy = loaded.controller
     split = _split_for(loaded, table, config)
-    evaluator = EVALUATORS[policy.sense]
+    evaluator = EVALUATORS[policy.constraint]
     budgets_ms = evaluator.budgets_for(policy, table, split, config.budgets_ms)
     judged = evaluator(table, split, budgets_ms, RewardTable(table, config.reward))
     with threadpool_limits(1):
@@ -111,7 +111,7 @@ def fitting_profile(config: EvaluateRun | ExplainRun | ExportRun, loaded: Loaded
     checkpoint = config.checkpoint
     agent = loaded.controller
     with naming(checkpoint):
-        EVALUATORS[agent.sense].check_trained(agent)
+        EVALUATORS[agent.constraint].check_trained(agent)
     network = agent.controller
     if table.unit != network.unit:
         raise InputError(

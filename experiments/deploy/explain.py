@@ -112,7 +112,7 @@ def _other_choices(policy: KnobPolicy, table: ProfileTable, budget_ms: float) ->
     over the samples; None if it reads no features."""
     rows = torch.arange(table.num_samples)
     static: Any = policy.agent.decider.static or static_of(table, rows)
-    if policy.agent.sense == "mean":
+    if policy.agent.constraint == "mean":
         static = LookupTable(table, rows, 0.0)
     (choice,) = static.choose(
         {}, np.array([budget_ms]), np.ones((1, table.num_configurations), bool)

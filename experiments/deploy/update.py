@@ -69,7 +69,7 @@ def _update(config: UpdateRun, out: Path) -> None:
     loaded = load_checkpoint(checkpoint_at(config.checkpoint))
     agent = loaded.controller
     check_time("update", agent.controller.unit)
-    if agent.sense != "deadline" or agent.teacher is None:
+    if agent.constraint != "deadline" or agent.teacher is None:
         raise InputError(
             f"{config.checkpoint}: decides for mean budgets, or has no teacher whose expectations "
             "could move; train with policy=auto or policy=utility for deadlines"

@@ -47,13 +47,13 @@ CHOICES: dict[str, dict[str, Any]] = {
         "uniform": BudgetConfig(strategy="uniform"),
         "relative": BudgetConfig(strategy="relative"),
         "fixed": BudgetConfig(strategy="fixed"),
-        "mean": BudgetConfig(sense="mean"),
+        "mean": BudgetConfig(constraint="mean"),
     },
     "reward": {
         # no instances, as `function` is incomplete without reward.function
         name: asdict(RewardConfig()) | {"kind": name, **kind.settings}
         for name, kind in KINDS.items()
-        if kind.sense == "deadline"  # under a mean budget there is no choice
+        if kind.constraint == "deadline"  # under a mean budget there is no choice
     },
     "tracking": {
         mode: TrackingSettings(mode=mode) for mode in ("auto", "online", "offline", "disabled")

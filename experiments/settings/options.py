@@ -121,19 +121,19 @@ class TrainRun(Training):
                     f"reward={self.reward.kind}: experts learn the reward utility only; give "
                     "policy=utility"
                 )
-            if self.budget.sense != kind.sense:
+            if self.budget.constraint != kind.constraint:
                 raise InputError(
-                    f"reward={self.reward.kind}: is for deadlines; budget={self.budget.sense} has "
-                    "a reward of its own"
+                    f"reward={self.reward.kind}: is for deadlines; "
+                    f"budget={self.budget.constraint} has a reward of its own"
                 )
 
 
 def resolve(config: TrainRun) -> TrainRun:
     """Return the settings with what follows from the kind of budget: under a mean budget it has a
     reward of its own."""
-    if config.budget.sense == "deadline":
+    if config.budget.constraint == "deadline":
         return config
-    return replace(config, reward=REWARDS[config.budget.sense])
+    return replace(config, reward=REWARDS[config.budget.constraint])
 
 
 @dataclass

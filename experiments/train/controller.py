@@ -89,7 +89,7 @@ class ControllerExperiment(Experiment):
         self.split = divide(table, **asdict(config.split), number=number)
         # what everything but the trainers is fitted on
         self.fitted = self.split.fitted
-        self.evaluator = EVALUATORS[config.budget.sense]
+        self.evaluator = EVALUATORS[config.budget.constraint]
         self.evaluator.check(table, max(config.split.folds, config.split.repeats))
         # the budgets to judge at, float [B]
         self.budgets_ms = self.evaluator.budgets(table, self.split, config.budgets_ms)

@@ -223,7 +223,7 @@ def test_fit_takes_the_options_of_the_command_line(options, experts, capsys):
     else:
         assert list(agent.teacher.chosen()["settings"]) == experts
     mean = options.get("budget") == "mean"
-    assert agent.sense == ("mean" if mean else "deadline")
+    assert agent.constraint == ("mean" if mean else "deadline")
     assert bool(agent.settled.guard) == (experts is not None)
     assert len(policy.decide(table.features, 14.0, explain=True)) == 60
     budgets_ms = policy.judged["budgets_ms"]
@@ -372,7 +372,7 @@ def test_load_takes_a_finished_run(home):
 def test_what_holds_no_policy_is_refused(message, path, home):
     selector = Selector(SelectorConfig(width=8, heads=2), 4)
     save_checkpoint("s.pt", selector, small_beams()[0], {})
-    half = DeployedController(driven_apart(small_table(20), HEADS, sense="mean")).eval()
+    half = DeployedController(driven_apart(small_table(20), HEADS, constraint="mean")).eval()
     save_checkpoint("half.pt", half, small_table(20), {})
     Path("empty").mkdir()
     with input_error(message):

@@ -95,7 +95,7 @@ def test_worths_are_those_that_keep_the_budgets_on_what_was_held_out(features, c
     table = small_table(120, holes=0.2, features=features)
     budgets_ms = mean_budgets(table, table.split().fitted)
     optimiser = replace(BRIEF, pretrain_iterations=60)
-    trainer = trained(table, sense="mean", optimiser=optimiser, cost_ms=cost_ms)
+    trainer = trained(table, constraint="mean", optimiser=optimiser, cost_ms=cost_ms)
     agent = deployed_by(trainer.setup, budgets_ms)
     mean, rows = agent.settled.mean, trainer.setup.held_out.rows
     worths = torch.from_numpy(mean["worths"]).float()

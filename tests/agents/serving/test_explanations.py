@@ -31,8 +31,8 @@ MIX = StaticMix.of_table(TABLE, torch.arange(40), MEANS)
 @functools.cache
 def policy_of(kind):
     """`heads` alone; beside a `teacher`; in a `guard` too; or for `mean` budgets, in a guard."""
-    sense = "mean" if kind == "mean" else "deadline"
-    controller = driven_apart(TABLE, CONFIG, sense=sense)
+    constraint = "mean" if kind == "mean" else "deadline"
+    controller = driven_apart(TABLE, CONFIG, constraint=constraint)
     settled = settled_for(TABLE, MARGINS if kind == "guard" else None, DEPLOY)
     if kind == "mean":
         cells = torch.tensor([[1.0, 1.0, 0.0]]).expand(40, -1)
@@ -41,7 +41,7 @@ def policy_of(kind):
         settled.mean["budgets_ms"] = MEANS.double().numpy()
         settled.mean["worths"] = np.array([20.0, 1000.0, 50.0])
         settled.mean["deployed"] = np.array([row["deployed"] for row in settled.guard])
-    teacher = None if kind == "heads" else teacher_beside(TABLE, controller, sense)
+    teacher = None if kind == "heads" else teacher_beside(TABLE, controller, constraint)
     agent = DeployedController(controller, teacher, settled).eval()
     return KnobPolicy(Loaded(agent, "small", "", {}))
 

@@ -71,7 +71,7 @@ def test_a_graph_decides_as_a_controller_does_for_one_request_or_many(
 
 def test_what_has_no_graph_is_refused(monkeypatch):
     table = small_table(60)
-    agent = DeployedController(driven_apart(table, PolicyConfig(hidden=8), sense="mean"))
+    agent = DeployedController(driven_apart(table, PolicyConfig(hidden=8), constraint="mean"))
     with input_error("budget=quantiles"):
         Deployed(agent)
     monkeypatch.setitem(sys.modules, "onnxscript", None)

@@ -322,7 +322,7 @@ def test_what_cannot_work_is_refused_before_a_log_begins(wrapped, tmp_path):
         return row
 
     table = small_table(40, features=False)
-    mean = DeployedController(driven_apart(table, PolicyConfig(hidden=8), sense="mean"))
+    mean = DeployedController(driven_apart(table, PolicyConfig(hidden=8), constraint="mean"))
     refused = {
         "features=FUNCTION": {"features": None},
         "max_crops": {"call": too_few},

@@ -97,16 +97,16 @@ def agreement(student):
     return float(torch.cat(same).double().mean())
 
 
-@pytest.mark.parametrize("sense", ["deadline", "mean"])
-def test_the_more_it_imitates_the_more_it_agrees_with_its_teacher(sense):
+@pytest.mark.parametrize("constraint", ["deadline", "mean"])
+def test_the_more_it_imitates_the_more_it_agrees_with_its_teacher(constraint):
     policy = replace(TAUGHT, hidden=32)
     brief, long = (
         OptimiserConfig(10, n, 0, contexts=64, minibatch=64, pretrain_lr=0.01, evaluate_every=300)
         for n in (1, 300)
     )
-    assert agreement(trained(small_table(200), policy, sense, optimiser=brief)) < 0.2
+    assert agreement(trained(small_table(200), policy, constraint, optimiser=brief)) < 0.2
     # of twelve configurations, some of which are nearly as good
-    assert agreement(trained(small_table(200), policy, sense, optimiser=long)) > 0.55
+    assert agreement(trained(small_table(200), policy, constraint, optimiser=long)) > 0.55
 
 
 def test_the_loss_is_the_cross_entropy_to_the_policy_of_the_teacher():

@@ -25,14 +25,14 @@ TABLE, ROWS = small_table(90, holes=0.2), torch.arange(80)
 CONFIG = PolicyConfig(teacher=True, fold_networks=3, teacher_hidden=8, experts=FAST)
 
 
-def network_of(table, rows, sense="deadline"):
+def network_of(table, rows, constraint="deadline"):
     """A teacher without experts that was not trained, whose members differ."""
     mine = torch.ones(3, len(rows), dtype=torch.bool)
     for member, (_, hold) in enumerate(folds_of(table, rows, 0, 3)):
         mine[member, hold] = False
     torch.manual_seed(0)
     normaliser = FeatureNormaliser.fit(table, rows)
-    teacher = Teacher.for_table(table, rows, CONFIG, normaliser, mine, sense).eval()
+    teacher = Teacher.for_table(table, rows, CONFIG, normaliser, mine, constraint).eval()
     for p in teacher.parameters():
         p.data += 0.1 * torch.randn_like(p)
     return teacher
@@ -117,17 +117,19 @@ def test_it_is_fitted_whatever_the_table(name):
 # -- what it computes ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("sense", "limit"), [("deadline", 11.0), ("mean", 40.0)])
+@pytest.mark.parametrize(("constraint", "limit"), [("deadline", 11.0), ("mean", 40.0)])
 @torch.no_grad()
-def test_what_it_expects_is_the_weighted_mean_of_its_members(sense, limit):
+def test_what_it_expects_is_the_weighted_mean_of_its_members(constraint, limit):
     table, rows, (teacher, *_) = fitted("holes")
     x, experts = normal(teacher, table, rows), list(teacher.experts)
     weights = torch.tensor([0.2, 0.5, 0.0, 0.3] + [0.0] * (len(experts) - 3))
-    other = Teacher(teacher.network, teacher.normaliser, experts, weights, sense).eval()
+    other = Teacher(teacher.network, teacher.normaliser, experts, weights, constraint).eval()
     limits = torch.full((len(rows),), limit)
     members = teacher.network(x.expand(3, -1, -1)).predicted()
-    wanted = 0.2 * members.score(limits.expand(3, -1), sense).mean(0)
-    wanted += 0.5 * experts[0](x).score(limits, sense) + 0.3 * experts[2](x).score(limits, sense)
+    wanted = 0.2 * members.score(limits.expand(3, -1), constraint).mean(0)
+    wanted += 0.5 * experts[0](x).score(limits, constraint) + 0.3 * experts[2](x).score(
+        limits, constraint
+    )
     close(other.mixture(x).score(limits), wanted)
     close(other.teach(x, limits[:, None]).squeeze(1), wanted)
     mask = table.mask[rows]
@@ -201,13 +203,13 @@ def test_a_teacher_of_a_fold_does_not_know_its_fold():
     close(torch.stack(alone), network.network(x.expand(3, -1, -1)).accuracy_logits)
 
 
-@pytest.mark.parametrize("sense", ["deadline", "mean"])
-def test_the_weights_of_a_fold_have_not_seen_it(sense, monkeypatch):
-    limits = judged_worths(TABLE) if sense == "mean" else default_budgets(TABLE)
+@pytest.mark.parametrize("constraint", ["deadline", "mean"])
+def test_the_weights_of_a_fold_have_not_seen_it(constraint, monkeypatch):
+    limits = judged_worths(TABLE) if constraint == "mean" else default_budgets(TABLE)
     spy = Mock(wraps=stack_weights)
     for module in ("teacher", "weights"):
         monkeypatch.setattr(f"knobwise.agents.teacher.{module}.stack_weights", spy)
-    network = network_of(TABLE, ROWS, sense)
+    network = network_of(TABLE, ROWS, constraint)
     teacher, of_folds, *_ = fit_teacher(TABLE, ROWS, network, CONFIG, limits, 0)
     seen = [call.args[0] for call in spy.call_args_list]
     # what was got by all samples, and by those of the other folds
@@ -216,7 +218,7 @@ def test_the_weights_of_a_fold_have_not_seen_it(sense, monkeypatch):
     for part, held_out, fitted in zip([*parts, ROWS], seen, [*of_folds, teacher], strict=True):
         accuracy, latency_ms = TABLE.accuracy[part], TABLE.latency_ms[part]
         worth = accuracy * (latency_ms <= under)
-        if sense == "mean":
+        if constraint == "mean":
             worth = accuracy - latency_ms / under
         close(held_out.worth, worth.nan_to_num())
         close(fitted.weights, stack_weights(held_out).float())

@@ -39,9 +39,9 @@ WAYS = {
 SAMPLED = LossConfig(objective="sampled", group_size=3)
 
 
-def trainer(name="alone", samples=60, sense="deadline", **settings):
+def trainer(name="alone", samples=60, constraint="deadline", **settings):
     settings = {"loss": SAMPLED} | settings
-    return trainer_on(small_table(samples), WAYS[name], sense, **settings)
+    return trainer_on(small_table(samples), WAYS[name], constraint, **settings)
 
 
 def inputs_of(student):
@@ -62,10 +62,12 @@ def test_noise_has_its_size_where_a_feature_varies_and_is_0_elsewhere():
     close(noise.mean(0), torch.zeros(normaliser.width), within=0.01)
 
 
-@pytest.mark.parametrize("sense", ["deadline", "mean"])
+@pytest.mark.parametrize("constraint", ["deadline", "mean"])
 @pytest.mark.parametrize("name", WAYS)
-def test_half_of_what_is_learned_from_has_noise_and_stays_on_its_side_of_the_split(name, sense):
-    student = trainer(name, sense=sense)
+def test_half_of_what_is_learned_from_has_noise_and_stays_on_its_side_of_the_split(
+    name, constraint
+):
+    student = trainer(name, constraint=constraint)
     rows = torch.cat([batch["row"] for batch in batches_of(student)]).T
     for seen, fitted in zip(rows, rows_of_networks(student.setup), strict=True):
         assert set((seen % 60).tolist()) <= set(fitted.tolist())

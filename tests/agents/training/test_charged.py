@@ -40,10 +40,10 @@ def test_a_cost_is_as_if_every_measurement_took_that_much_longer(table, repeats,
     identical(table.latency_ms, before)
 
 
-@pytest.mark.parametrize("sense", ["deadline", "mean"])
-def test_training_learns_from_what_its_decisions_leave(sense):
+@pytest.mark.parametrize("constraint", ["deadline", "mean"])
+def test_training_learns_from_what_its_decisions_leave(constraint):
     table = small_table(60)
-    student = trainer_on(table, PolicyConfig(hidden=8), sense, cost_ms=2.0)
+    student = trainer_on(table, PolicyConfig(hidden=8), constraint, cost_ms=2.0)
     learned = student.env.rewards
     close(learned.latency_ms, table.latency_ms + 2)
     assert torch.equal(student.setup.held_out.free_rewards.latency_ms, table.latency_ms)

@@ -211,7 +211,7 @@ def test_what_the_start_has_seen_is_not_forgotten(starts):
         ({"policy": PolicyConfig(hidden=8)}, r"policy\.hidden"),
         ({"policy": PolicyConfig(hidden=16, layers=3)}, r"policy\.layers"),
         ({"policy": PolicyConfig(hidden=16, fold_networks=2)}, r"policy\.fold_networks"),
-        ({"budget": BudgetConfig(sense="mean")}, "worth_ms"),
+        ({"budget": BudgetConfig(constraint="mean")}, "worth_ms"),
         ({"table": small_table(60, features=False)}, "image_features"),
         ({"table": table_of([[0.0, 1.0]] * 20, [[1.0, 2.0]] * 20)}, "knobs"),
         ({"table": some_configurations(TABLE, slice(11))}, r"\(12, .*\(11, "),

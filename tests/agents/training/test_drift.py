@@ -77,9 +77,9 @@ def test_what_heads_are_told_of_it_by_hand():
     assert drift_values(torch.arange(65).unsqueeze(1), 0.3).shape == (0, 65)
 
 
-def trainer(table, sense="deadline"):
+def trainer(table, constraint="deadline"):
     loss = LossConfig(objective="sampled", group_size=3)
-    return trainer_on(table, DRIFTING, sense, loss=loss)
+    return trainer_on(table, DRIFTING, constraint, loss=loss)
 
 
 def test_grpo_learns_on_copies_of_its_own_samples_and_is_told_their_drift():

@@ -95,7 +95,7 @@ def test_a_finished_seed_trains_no_further_and_another_profile_is_refused(tmp_pa
     for other, settings in (
         (small_table(60, seed=1), {}),
         (table, {"policy": HEADS}),
-        (table, {"sense": "mean"}),
+        (table, {"constraint": "mean"}),
     ):
         with input_error("name="):
             trainer(other, **settings).resume(path)
@@ -257,7 +257,7 @@ def test_training_on_a_reward_function_is_judged_by_the_reward(tmp_path, monkeyp
 
 def test_under_a_mean_budget_worths_are_drawn_and_rewards_are_priced():
     lines, table = Lines(), small_table(60)
-    student = trainer(table, policy=HEADS, sense="mean", log=lines)
+    student = trainer(table, policy=HEADS, constraint="mean", log=lines)
 
     def priced(data):
         cell = data["row"], data["configuration"].squeeze(-1)

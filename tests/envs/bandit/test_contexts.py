@@ -92,7 +92,7 @@ def test_the_range_of_worths_and_those_that_are_judged_by_hand():
 
 def test_worths_are_drawn_evenly_in_logarithm():
     table = of_latencies(torch.arange(101.0)[:, None] + 1)
-    drawn = draw(table, ZEROS, sense="mean").log()
+    drawn = draw(table, ZEROS, constraint="mean").log()
     quarters = torch.histc(drawn, 4, math.log(4), math.log(30 * 98)) / len(drawn)
     close(quarters, [0.25] * 4, within=0.02)
     assert quarters.sum() == 1  # none is beyond the ends
@@ -101,7 +101,7 @@ def test_worths_are_drawn_evenly_in_logarithm():
 @pytest.mark.parametrize(
     ("settings", "fault"),
     [
-        ({"sense": "median"}, "budget.sense"),
+        ({"constraint": "median"}, "budget.constraint"),
         ({"strategy": "best"}, "budget.strategy"),
         *[
             ({"strategy": "fixed", "values_ms": values}, "values_ms")

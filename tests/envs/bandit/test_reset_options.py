@@ -55,7 +55,7 @@ def test_the_seed_fixes_what_is_not_chosen(strategy):
 
 
 def test_under_a_mean_budget_the_worth_is_chosen():
-    env = ConfigBanditEnv(TABLE, BudgetConfig(sense="mean"))
+    env = ConfigBanditEnv(TABLE, BudgetConfig(constraint="mean"))
     _, info = env.reset(options={"worth_ms": 40, "row": 2})
     assert info["worth_ms"] == 40
     _, reward, *_, info = env.step([0, 0, 0])

@@ -271,7 +271,7 @@ def test_what_is_missing_from_a_folder_is_left_out(tmp_path, missing):
 
 
 def test_mean_budgets_and_selectors_have_charts_of_their_own(tmp_path):
-    mean = compared(runs(tmp_path / "m", 2, sense="mean"))
+    mean = compared(runs(tmp_path / "m", 2, constraint="mean"))
     table = main_table(mean)
     names = ["size-0", "size-1", "static mix", "oracle (upper bound)"]
     assert [line[0].split("\n")[0] for line in table.rows] == names

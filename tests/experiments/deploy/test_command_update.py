@@ -127,7 +127,7 @@ def test_cells_that_cannot_be_used_are_refused_in_a_line(change, message, capsys
 
 def test_controllers_without_expectations_to_move_are_refused(capsys):
     table = small_table(40)
-    mean = deployed(table, budgets_ms=torch.tensor([9.0, 15.0]), sense="mean")
+    mean = deployed(table, budgets_ms=torch.tensor([9.0, 15.0]), constraint="mean")
     words = words_of("update profile=builtin checkpoint=other.pt out=nothing")
     for controller, message in ((untrained(table), "no teacher"), (mean, "mean budgets")):
         save_checkpoint("other.pt", controller, table, {})

@@ -327,6 +327,6 @@ def test_what_was_served_before_a_server_died_is_kept(case, monkeypatch, answers
 
 
 def test_a_controller_for_mean_budgets_is_refused(case):
-    network = driven_apart(case.table, CONFIG, case.fitted[:50], sense="mean")
+    network = driven_apart(case.table, CONFIG, case.fitted[:50], constraint="mean")
     with input_error("mean"):
         run(case._replace(controller=DeployedController(network)), SHORT)

@@ -212,10 +212,10 @@ def test_every_kind_of_controller_is_explained_by_its_own_decisions(kind, monkey
         table = replace(table, first_look_ms=look)
     rows = torch.arange(60)
     budgets = torch.tensor([9.0, 15.0]) if kind == "mean" else default_budgets(table)
-    sense = "mean" if kind == "mean" else "deadline"
-    agent = deployed(table, POLICIES[kind], budgets, sense)
+    constraint = "mean" if kind == "mean" else "deadline"
+    agent = deployed(table, POLICIES[kind], budgets, constraint)
     monkeypatch.setattr(explanation, "MAX_SAMPLES", 15)
-    evaluator = EVALUATORS[sense](table, Split(rows[:40], rows[:0], rows[40:]), budgets)
+    evaluator = EVALUATORS[constraint](table, Split(rows[:40], rows[:0], rows[40:]), budgets)
     part = Explained(table, rows[40:], agent, *evaluator.explained_by(agent))
     assert len(part.rows) == len(part.rows.unique()) == 15
     at = part.rows[:, None], part.chosen

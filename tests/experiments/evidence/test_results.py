@@ -423,7 +423,7 @@ def test_nothing_depends_on_the_unit():
     for table, scale in zip(in_two_units(), (1.0, SCALE), strict=True):
         # the tightest budget is that of the free ones, as little as a budget can be
         budgets = default_budgets(table)[1:], mean_budgets(table, rows), judged_worths(table)
-        controller = driven_apart(table, PolicyConfig(hidden=8), sense="mean", by=0.0)
+        controller = driven_apart(table, PolicyConfig(hidden=8), constraint="mean", by=0.0)
         worths = scale * torch.linspace(1, 900, 90)
         start = controller(controller.normaliser(table.features), worths)
         of_units.append([start, *(limits / scale for limits in budgets)])

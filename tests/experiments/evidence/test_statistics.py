@@ -266,9 +266,9 @@ def test_what_is_restricted_is_said(tmp_path):
 
 def test_under_mean_budgets_latency_is_charged_what_it_brings_the_static_mix(tmp_path):
     # the hull rises by 0.8 in 40 ms
-    first = write_run(tmp_path / "a", sense="mean")
+    first = write_run(tmp_path / "a", constraint="mean")
     for spent, change in ((0.0, 0.0), (5.0, -0.1)):
-        other = write_run(tmp_path / f"{spent}", sense="mean", spent=spent)
+        other = write_run(tmp_path / f"{spent}", constraint="mean", spent=spent)
         assert [one.difference for one in against(first, other)[0]] == pytest.approx([change] * 3)
 
 
