@@ -29,7 +29,7 @@ from timing import Bench, Way
 from torch import nn
 
 from knobwise.agents.calibration.calibrate import latency_of
-from knobwise.agents.calibration.deployed_controller import DeployedController, Settled
+from knobwise.agents.calibration.deployed_controller import Calibration, DeployedController
 from knobwise.agents.controller.controller import Controller
 from knobwise.agents.controller.features import FeatureNormaliser
 from knobwise.agents.controller.settings import PolicyConfig, hidden_for
@@ -66,8 +66,8 @@ def deployed_on(table: ProfileTable) -> DeployedController:
         {"budget_ms": budget, "margin": 0.97, "deployed": True} for budget in budgets_ms.tolist()
     ]
     latency = latency_of(table, rows, controller.normaliser)
-    settled = Settled(guard, static=static_of(table, rows).arrays(), latency=latency)
-    return DeployedController(controller, None, settled)
+    calibration = Calibration(guard, static=static_of(table, rows).arrays(), latency=latency)
+    return DeployedController(controller, None, calibration)
 
 
 def in_turn(decide: Callable[[Any, float], object], requests: Sequence[Any] = SAMPLES) -> Way:

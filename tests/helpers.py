@@ -359,7 +359,7 @@ def rows_of_networks(setup):
 
 
 def deployed(table, policy=TAUGHT, budgets_ms=None, constraint="deadline", **settings):
-    """What a short training deploys, with everything that is settled about it."""
+    """What a short training deploys, with everything that is calibrated for it."""
     budgets_ms = default_budgets(table) if budgets_ms is None else budgets_ms
     return deployed_by(trained(table, policy, constraint, **settings).setup, budgets_ms)
 

@@ -1,5 +1,5 @@
-"""After training: settle what is deployed beside a controller, on samples that it was not fitted
-on."""
+"""After training: calibrate what is deployed beside a controller, on samples that it was not
+fitted on."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from knobwise.agents.calibration.deployed_controller import Arrays, DeployedController, Settled
+from knobwise.agents.calibration.deployed_controller import Arrays, Calibration, DeployedController
 from knobwise.agents.calibration.guard import calibrate
 from knobwise.agents.calibration.prices import StaticMix, compared, outcomes_of, worths_for
 from knobwise.agents.controller.features import FeatureNormaliser
@@ -37,15 +37,15 @@ def deployed_by(setup: ControllerSetup, budgets_ms: Tensor) -> DeployedControlle
     """
     controller = copy.deepcopy(setup.controller).cpu()
     teacher = setup.teaching.fitted.teacher if setup.teaching else None
-    settled = Settled(latency=latency_of(setup.table, setup.fitted, controller.normaliser))
+    calibration = Calibration(latency=latency_of(setup.table, setup.fitted, controller.normaliser))
     if setup.priced:
-        _settle_mean_budgets(settled, setup, budgets_ms)
+        _calibrate_mean_budgets(calibration, setup, budgets_ms)
     elif setup.policy.guard and setup.judged_by == "utility":
-        _settle_guard(settled, setup, budgets_ms)
-    return DeployedController(controller, teacher, settled).eval()
+        _calibrate_guard(calibration, setup, budgets_ms)
+    return DeployedController(controller, teacher, calibration).eval()
 
 
-def _settle_guard(settled: Settled, setup: ControllerSetup, budgets_ms: Tensor) -> None:
+def _calibrate_guard(calibration: Calibration, setup: ControllerSetup, budgets_ms: Tensor) -> None:
     """Calibrate the guards on held-out samples, and keep the static policy that they fall back
     to."""
     table = setup.table
@@ -61,11 +61,11 @@ def _settle_guard(settled: Settled, setup: ControllerSetup, budgets_ms: Tensor) 
 
     level = setup.policy.level
     # once with the cost of a decision charged, once as if it were free
-    settled.guard = calibrate(*judged, decide, level, setup.cost_ms)
-    settled.guard_if_free = calibrate(*judged, decide, level)
+    calibration.guard = calibrate(*judged, decide, level, setup.cost_ms)
+    calibration.guard_if_free = calibrate(*judged, decide, level)
     if setup.teaching:
-        settled.guard_of_teacher = calibrate(*judged, teacher_decides, level, margins=(1.0,))
-    settled.static = static_of(table, setup.fitted).arrays()
+        calibration.guard_of_teacher = calibrate(*judged, teacher_decides, level, margins=(1.0,))
+    calibration.static = static_of(table, setup.fitted).arrays()
 
 
 def _choices(setup: ControllerSetup, policies: Sequence[Policy], limits: Tensor) -> Tensor:
@@ -103,7 +103,9 @@ def latency_of(table: ProfileTable, rows: Tensor, normaliser: FeatureNormaliser)
     return {name: np.asarray(values, np.float32) for name, values in arrays.items()}
 
 
-def _settle_mean_budgets(settled: Settled, setup: ControllerSetup, budgets_ms: Tensor) -> None:
+def _calibrate_mean_budgets(
+    calibration: Calibration, setup: ControllerSetup, budgets_ms: Tensor
+) -> None:
     """Find the worth for each mean budget, and the budgets where the static mix is better."""
     table = setup.table
     rows = setup.held_out.rows
@@ -121,9 +123,9 @@ def _settle_mean_budgets(settled: Settled, setup: ControllerSetup, budgets_ms: T
         for fit, hold in zip(*setup.folds, strict=True):
             mixed.append(StaticMix.of_table(table, fit, budgets_ms).expected(table, hold)[0])
         accuracy, latency_ms = outcomes_of(table, rows, chosen)
-        settled.guard = compared(accuracy, latency_ms + cost_ms, torch.cat(mixed), budgets_ms)
-        mean["deployed"] = np.array([row["deployed"] for row in settled.guard])
+        calibration.guard = compared(accuracy, latency_ms + cost_ms, torch.cat(mixed), budgets_ms)
+        mean["deployed"] = np.array([row["deployed"] for row in calibration.guard])
         # the mix that is deployed is fitted on all samples
         mix = StaticMix.of_table(table, setup.fitted, budgets_ms)
         mean |= {f"mix.{name}": values for name, values in mix.arrays().items()}
-    settled.mean = mean
+    calibration.mean = mean

@@ -28,12 +28,12 @@ from knobwise.common.files import written_whole
 
 Arrays = dict[str, Array]
 ARRAYS = ("static", "latency", "mean")
-"""Fields of `Settled` that hold arrays; the others hold rows of plain values."""
+"""Fields of `Calibration` that hold arrays; the others hold rows of plain values."""
 
 
 @dataclass
-class Settled:
-    """Everything that was settled on held-out samples, in plain values and arrays.
+class Calibration:
+    """Everything that was calibrated on held-out samples, in plain values and arrays.
 
     Attributes:
         guard: a row for each calibrated budget, see `knobwise.agents.calibration.guard.calibrate`,
@@ -68,14 +68,17 @@ class _Made(NamedTuple):
 
 
 class DeployedController(nn.Module):
-    """A controller, the teacher of it, and what was settled on held-out samples.
+    """A controller, its teacher, and what was calibrated on held-out samples.
 
     It decides in NumPy, by `decider`; the torch modules are there to be trained further, to be
     asked what they expect, and to be exported to other forms.
     """
 
     def __init__(
-        self, controller: Controller, teacher: Teacher | None = None, settled: Settled | None = None
+        self,
+        controller: Controller,
+        teacher: Teacher | None = None,
+        calibration: Calibration | None = None,
     ) -> None:
         super().__init__()
         self.controller = controller
@@ -83,21 +86,21 @@ class DeployedController(nn.Module):
         self.constraint = controller.constraint
         self.teacher: Any = teacher
         """A `Teacher`, or None."""
-        self.settled = settled or Settled()
+        self.calibration = calibration or Calibration()
 
     @property
     def if_free(self) -> NumpyController:
         """The controller that would decide if decisions and features cost nothing."""
-        settled = replace(self.settled, guard=self.settled.guard_if_free)
-        return DeployedController(self.controller, None, settled).decider
+        calibration = replace(self.calibration, guard=self.calibration.guard_if_free)
+        return DeployedController(self.controller, None, calibration).decider
 
     @property
     def guarded_teacher(self) -> Any:
         """The teacher, and static where its guard found that it was no better; None without one."""
-        rows = self.settled.guard_of_teacher
+        rows = self.calibration.guard_of_teacher
         if self.teacher is None or not rows:
             return self.teacher
-        guard = Guard(guards.arrays_of(rows), Static(self.settled.static))
+        guard = Guard(guards.arrays_of(rows), Static(self.calibration.static))
         return Guarded(self.teacher, guard)
 
     @property
@@ -183,12 +186,12 @@ class DeployedController(nn.Module):
         """Return the content of an exported file: every array by name, and `header`, JSON."""
         controller = self.controller
         normaliser = controller.normaliser
-        settled = self.settled
+        calibration = self.calibration
         by_knobs = controller.network.head.by_knobs
         limit = "budget_ms"
         if controller.constraint == "mean":
             # before its worths are calibrated it decides under none
-            limit = "mean" if settled.mean else ""
+            limit = "mean" if calibration.mean else ""
         # what is no array: settings and names, as JSON
         header = {
             "format": FORMAT,
@@ -204,7 +207,7 @@ class DeployedController(nn.Module):
             "columns": normaliser.columns,
             "limit": limit,
             "unit": controller.unit,
-            "guard": bool(settled.guard and settled.static),
+            "guard": bool(calibration.guard and calibration.static),
         }
         arrays = {"configurations": controller.configurations.cpu().numpy()}
         if len(controller.network.values):
@@ -215,12 +218,12 @@ class DeployedController(nn.Module):
         parts = {
             "normaliser": _numpy_of(normaliser.state_dict()),
             "network": _network_arrays(controller),
-            "latency": settled.latency or {"bias": zeros, "spread": zeros + 1},
-            "static": settled.static,
-            "mean": settled.mean,
+            "latency": calibration.latency or {"bias": zeros, "spread": zeros + 1},
+            "static": calibration.static,
+            "mean": calibration.mean,
         }
         if header["guard"]:
-            parts["guard"] = guards.arrays_of(settled.guard)
+            parts["guard"] = guards.arrays_of(calibration.guard)
         for part, named in parts.items():
             for name, values in named.items():
                 arrays[f"{part}.{name}"] = values
@@ -236,7 +239,7 @@ class DeployedController(nn.Module):
 
     def plain(self) -> dict[str, Any]:
         """Return tensors and plain values, for a checkpoint."""
-        plain: dict[str, Any] = vars(self.settled) | {
+        plain: dict[str, Any] = vars(self.calibration) | {
             "controller": self.controller.plain(),
             "teacher": self.teacher and self.teacher.plain(),
         }
@@ -261,10 +264,10 @@ class DeployedController(nn.Module):
         teacher = None
         if plain["teacher"]:
             teacher = Teacher.restored(plain["teacher"], controller)
-        settled = Settled(**{name: plain[name] for name in vars(Settled())})
+        calibration = Calibration(**{name: plain[name] for name in vars(Calibration())})
         for part in ARRAYS:
-            setattr(settled, part, _numpy_of(plain[part]))
-        deployed = cls(controller, teacher, settled).eval()
+            setattr(calibration, part, _numpy_of(plain[part]))
+        deployed = cls(controller, teacher, calibration).eval()
         _ = deployed.decider  # making it checks the controller
         return deployed
 

@@ -1,5 +1,5 @@
-"""What decides beside the network, as it was settled on held-out samples: budget-aware static, the
-guard that falls back to it, and the worths of mean budgets."""
+"""What decides beside the network, as it was calibrated on held-out samples: budget-aware
+static, the guard that falls back to it, and the values of a right answer under mean budgets."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ class Guard:
         """Return the ms that the policy plans with under limits [n]."""
         return limits * self.margin[self.groups(limits)]
 
-    def settled(self, chosen: Array, limits: Array, mask: Array | None) -> Array:
+    def with_fallback(self, chosen: Array, limits: Array, mask: Array | None) -> Array:
         """Replace choices [n] where static decides, inside the mask bool [n, C]."""
         deployed = self.deployed[self.groups(limits)]
         return np.where(deployed, chosen, self.static.choose({}, limits, mask))
@@ -181,7 +181,7 @@ class CalibratedMeanBudgets:
         """Return the worths of a right answer under budgets [n]."""
         return self.worths[self.groups(limits)]
 
-    def settled(self, chosen: Array, limits: Array, mask: Array | None) -> Array:
+    def with_fallback(self, chosen: Array, limits: Array, mask: Array | None) -> Array:
         """Replace choices [n] where the static mix decides; its two sides take turns. If the mask
         forbids a side, the other takes its turns; if both, the best that the budget affords."""
         group = self.groups(limits)

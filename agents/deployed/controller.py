@@ -263,7 +263,7 @@ class NumpyController:
                 scores = scores + random.gumbel(size=scores.shape)
             best = scores.argmax(1)
             if self.calibrated is not None:
-                best = self.calibrated.settled(best, limits[part], allowed)
+                best = self.calibrated.with_fallback(best, limits[part], allowed)
             chosen[part] = best
         return chosen
 

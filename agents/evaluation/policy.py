@@ -53,7 +53,7 @@ class Guarded:
 
     def choose(self, features: Arrays, limits: Array, mask: Array | None = None) -> Array:
         """Choose for n requests, see `Policy.choose`."""
-        return self.guard.settled(self.policy.choose(features, limits, mask), limits, mask)
+        return self.guard.with_fallback(self.policy.choose(features, limits, mask), limits, mask)
 
     def reads_features(self, limits: Array) -> Array:
         """Return where the policy itself decides, by limits [n]: bool [n]."""

@@ -193,13 +193,13 @@ def adapted(agent: DeployedController, offsets: Offsets, x: Tensor) -> DeployedC
     teacher.latency_variance += offsets.variance.float()
     # budgets, guards and static
     agent.controller.network.encoding.mean += overall
-    settled = agent.settled
-    for row in (*settled.guard, *settled.guard_if_free):
+    calibration = agent.calibration
+    for row in (*calibration.guard, *calibration.guard_if_free):
         row["budget_ms"] *= math.exp(overall)
     times = offsets.mean.exp().numpy()
-    settled.scale_static(times, np.ones_like(times))
+    calibration.scale_static(times, np.ones_like(times))
     # the latency model of the tracker
-    latency = settled.latency
+    latency = calibration.latency
     bias = latency["bias"] + offsets.mean.numpy()
     variance = latency["spread"] ** 2
     variance = np.maximum(variance + offsets.variance.numpy(), NARROWEST**2 * variance)
@@ -210,7 +210,7 @@ def adapted(agent: DeployedController, offsets: Offsets, x: Tensor) -> DeployedC
 
 def copied(agent: DeployedController) -> DeployedController:
     """Return a deep copy of a controller, in eval mode."""
-    parts = copy.deepcopy((agent.controller, agent.teacher, agent.settled))
+    parts = copy.deepcopy((agent.controller, agent.teacher, agent.calibration))
     return DeployedController(*parts).eval()
 
 

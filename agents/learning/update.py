@@ -283,6 +283,6 @@ def _with_accuracies(agent: DeployedController, logged: Logged) -> DeployedContr
     before = copy.deepcopy(agent.teacher)
     agent.teacher.accuracy_logits += logits.float()
     effect = agent.teacher.moments(x).accuracy.mean(0) / before.moments(x).accuracy.mean(0)
-    agent.settled.scale_static(np.ones(len(logits)), effect.double().numpy())
+    agent.calibration.scale_static(np.ones(len(logits)), effect.double().numpy())
     teach_again(agent, before, x)
     return agent

@@ -76,7 +76,7 @@ class KnobPolicy:
     def __init__(self, loaded: Loaded) -> None:
         self.loaded = loaded
         self.agent = loaded.controller
-        if self.agent.constraint == "mean" and not self.agent.settled.mean:
+        if self.agent.constraint == "mean" and not self.agent.calibration.mean:
             raise InputError(
                 "the worths for mean budgets are not calibrated yet; let the training finish"
             )
@@ -192,9 +192,9 @@ class KnobPolicy:
         # the row of the guard; the mean offset acts on the budget, as `NumpyController` has it
         guard: GuardRow | None = None
         decider = self.agent.decider
-        if self.agent.settled.guard and decider.calibrated is not None:
+        if self.agent.calibration.guard and decider.calibrated is not None:
             (group,) = decider.calibrated.groups(limits * decider.factor(drift))
-            guard = self.agent.settled.guard[group].copy()
+            guard = self.agent.calibration.guard[group].copy()
         budget = float(limits[0])
         return Explanation(
             decision=dict(decided["configuration"]),

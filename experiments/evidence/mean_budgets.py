@@ -168,7 +168,7 @@ class MeanBudgets(OnTable):
     @staticmethod
     def check_trained(controller: DeployedController) -> None:
         """Raise InputError for a controller that does not know the worths of its budgets yet."""
-        if not controller.settled.mean:
+        if not controller.calibration.mean:
             raise InputError("its worths were not calibrated yet; let its training end")
 
     @staticmethod
@@ -245,5 +245,5 @@ class MeanBudgets(OnTable):
 
     def explained_by(self, controller: DeployedController) -> tuple[Tensor, Policy, Tensor | None]:
         """See `Deadlines.explained_by`."""
-        prices = 1 / torch.from_numpy(controller.settled.mean["worths"])
+        prices = 1 / torch.from_numpy(controller.calibration.mean["worths"])
         return self.budgets_ms, LookupTable(self.table, self.split.fitted, 0.0), prices

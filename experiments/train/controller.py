@@ -194,7 +194,7 @@ class ControllerExperiment(Experiment):
         )
 
     def completed(self, trainer: Trainer) -> Loaded:
-        """Return the controller that a finished training deploys, settled on held-out samples."""
+        """Return the controller that a finished training deploys, after its calibration."""
         # a finished training that was resumed holds its last weights, not its best
         trainer.agent.load_state_dict(trainer.state.best.state)
         with threadpool_limits(self.config.threads):
@@ -356,7 +356,7 @@ def before_grpo(loaded: Loaded) -> Any:
     agent = loaded.controller
     controller = copy.deepcopy(agent.controller)
     controller.load_state_dict(state)
-    return DeployedController(controller, agent.teacher, agent.settled)
+    return DeployedController(controller, agent.teacher, agent.calibration)
 
 
 def copy_policy(folder: Path) -> None:

@@ -224,7 +224,7 @@ def test_fit_takes_the_options_of_the_command_line(options, experts, capsys):
         assert list(agent.teacher.chosen()["settings"]) == experts
     mean = options.get("budget") == "mean"
     assert agent.constraint == ("mean" if mean else "deadline")
-    assert bool(agent.settled.guard) == (experts is not None)
+    assert bool(agent.calibration.guard) == (experts is not None)
     assert len(policy.decide(table.features, 14.0, explain=True)) == 60
     budgets_ms = policy.judged["budgets_ms"]
     assert budgets_ms == list(options.get("budgets_ms", budgets_ms))

@@ -97,12 +97,12 @@ def test_worths_are_those_that_keep_the_budgets_on_what_was_held_out(features, c
     optimiser = replace(BRIEF, pretrain_iterations=60)
     trainer = trained(table, constraint="mean", optimiser=optimiser, cost_ms=cost_ms)
     agent = deployed_by(trainer.setup, budgets_ms)
-    mean, rows = agent.settled.mean, trainer.setup.held_out.rows
+    mean, rows = agent.calibration.mean, trainer.setup.held_out.rows
     worths = torch.from_numpy(mean["worths"]).float()
     chosen = torch.stack([trainer.setup.held_out_log_probs(worth).argmax(1) for worth in worths], 1)
     assert table.mask[rows].gather(1, chosen).all()
     accuracy, spent = (values.mean(0) for values in outcomes_of(table, rows, chosen))
-    guard = pl.DataFrame(agent.settled.guard)
+    guard = pl.DataFrame(agent.calibration.guard)
     assert guard["latency_ms_mean"].to_list() == pytest.approx((spent + cost_ms).tolist())
     assert guard["accuracy_policy"].to_list() == pytest.approx(accuracy.tolist())
     kept = spent + cost_ms <= budgets_ms * (1 + 1e-9)

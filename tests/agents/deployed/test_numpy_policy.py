@@ -137,11 +137,11 @@ def test_a_side_of_the_mix_that_a_mask_forbids_is_replaced():
     own = np.zeros(5, np.int64)
     for share, wanted in ((0.0, [1, 3, 1, 2, 0]), (1.0, [3, 3, 1, 2, 0])):
         mean = mean_budgets(share)
-        assert mean.settled(own, np.full(5, 12.0), mask).tolist() == wanted
+        assert mean.with_fallback(own, np.full(5, 12.0), mask).tolist() == wanted
         # at 9 ms nothing but configuration 0 is affordable
         mean.deployed[:] = False
         only = np.array([[False, False, True, True]])
-        assert mean.settled(own[:1], np.array([9.0]), only).tolist() == [2]
+        assert mean.with_fallback(own[:1], np.array([9.0]), only).tolist() == [2]
 
 
 def test_a_mean_budget_must_be_calibrated():

@@ -320,7 +320,7 @@ def test_a_guard_counts_the_look_and_falls_back_without_it():
     budgets = default_budgets(paid)
     agent = deployed(paid, PolicyConfig(hidden=8))
     reads = reads_features(agent, budgets.numpy())
-    assert reads.tolist() == [row["deployed"] for row in agent.settled.guard]
+    assert reads.tolist() == [row["deployed"] for row in agent.calibration.guard]
     assert not reads[-1]
     static = static_of(table, table.split().train)
     took, wanted = (

@@ -53,10 +53,10 @@ def test_a_policy_that_costs_more_than_every_budget_gives_way_to_static_and_its_
     table = small_table(120)
     trainer = trained(table, cost_ms=1e3)
     deployed = deployed_by(trainer.setup, trainer.setup.limits)
-    rows = deployed.settled.guard_of_teacher
+    rows = deployed.calibration.guard_of_teacher
     # its own cost makes the policy late at every budget; the teacher pays nothing
     assert trainer.state.best.score == 0
-    for row in deployed.settled.guard:
+    for row in deployed.calibration.guard:
         assert (row["deployed"], row["gain"]) == (False, -row["utility_static"])
     assert max(row["gain"] + row["utility_static"] for row in rows) > 0
     assert [row["margin"] for row in rows] == [1.0] * 5
@@ -70,4 +70,4 @@ def test_a_policy_that_costs_more_than_every_budget_gives_way_to_static_and_its_
         request = arrays(table), np.full(120, limit)
         assert np.array_equal(teacher.choose(*request), policy.choose(*request))
     restored = DeployedController.restored(deployed.plain())
-    assert restored.settled.guard_of_teacher == rows
+    assert restored.calibration.guard_of_teacher == rows

@@ -252,7 +252,7 @@ def test_training_on_a_reward_function_is_judged_by_the_reward(tmp_path, monkeyp
     latency_ms = student.table.latency_ms[rows, torch.stack(chosen, 1)]
     assert student.state.best.score == pytest.approx(-float(latency_ms.mean()), rel=1e-5)
     # the guard compares utilities, which are not what it was trained for
-    assert deployed_by(student.setup, student.setup.limits).settled.guard == []
+    assert deployed_by(student.setup, student.setup.limits).calibration.guard == []
 
 
 def test_under_a_mean_budget_worths_are_drawn_and_rewards_are_priced():

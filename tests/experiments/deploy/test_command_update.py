@@ -179,7 +179,7 @@ def test_a_log_gives_versions_of_which_the_better_serves_and_rollback_goes_back(
     assert "no version before" in mistake(back, capsys)
     # a log of another controller is refused, with the reason
     network = driven_apart(table, agent.controller.config)
-    other = DeployedController(network, agent.teacher, agent.settled).eval()
+    other = DeployedController(network, agent.teacher, agent.calibration).eval()
     save_checkpoint("else.pt", other, table, {})
     assert main([*words[:2], "out=else", "checkpoint=else.pt"]) == 2
     assert "760 set aside: of another controller" in capsys.readouterr().out

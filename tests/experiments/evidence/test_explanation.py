@@ -221,7 +221,7 @@ def test_every_kind_of_controller_is_explained_by_its_own_decisions(kind, monkey
     at = part.rows[:, None], part.chosen
     accuracy, latency_ms = table.accuracy[at].double(), table.latency_ms[at]
     if kind == "mean":
-        wanted = accuracy - latency_ms / torch.from_numpy(agent.settled.mean["worths"])
+        wanted = accuracy - latency_ms / torch.from_numpy(agent.calibration.mean["worths"])
     else:
         late = latency_ms - look[at] * ~part.reads > budgets
         wanted = accuracy.masked_fill(late, 0)
