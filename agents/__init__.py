@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from knobwise.agents.calibration.deployed_controller import (
         DeployedController as DeployedController,
     )
-    from knobwise.agents.calibration.taught import taught_trainer as taught_trainer
+    from knobwise.agents.calibration.training import distillation_trainer as distillation_trainer
     from knobwise.agents.controller.actor import make_actor as make_actor
     from knobwise.agents.controller.controller import Controller as Controller
     from knobwise.agents.controller.settings import PolicyConfig as PolicyConfig
@@ -40,7 +40,7 @@ MODULES = {
     "OptimiserConfig": "training.settings",
     "PolicyConfig": "controller.settings",
     "controller_trainer": "training.controllers",
-    "taught_trainer": "calibration.taught",
+    "distillation_trainer": "calibration.training",
     "Trainer": "training.trainer",
     "Stage": "training.stage",
     "Selector": "selector.selector",

@@ -16,7 +16,7 @@ import time
 import torch
 from timing import Bench
 
-from knobwise.agents.calibration.taught import taught_trainer
+from knobwise.agents.calibration.training import distillation_trainer
 from knobwise.agents.controller.settings import PolicyConfig
 from knobwise.agents.evaluation.baselines import static_of
 from knobwise.agents.evaluation.evaluation import judge
@@ -55,7 +55,7 @@ def train_on(count: int) -> tuple[float, float]:
     budgets_ms = default_budgets(table)
     optimiser = OptimiserConfig(pretrain_iterations=50, iterations=20)
     policy = PolicyConfig(hidden=32)
-    taught_trainer(
+    distillation_trainer(
         table, split, policy=policy, optimiser=optimiser, seed=0, budgets_ms=budgets_ms
     ).run()
     judge(static_of(table, split.train), table, split.test, budgets_ms)

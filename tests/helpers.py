@@ -9,7 +9,7 @@ import torch
 from tensordict import TensorDictBase
 from torch.nn.functional import one_hot
 
-from knobwise.agents import Controller, OptimiserConfig, PolicyConfig, taught_trainer
+from knobwise.agents import Controller, OptimiserConfig, PolicyConfig, distillation_trainer
 from knobwise.agents.calibration.calibrate import deployed_by
 from knobwise.common.errors import InputError
 from knobwise.envs import BeamTable, BudgetConfig, ProfileTable, default_budgets
@@ -285,7 +285,7 @@ def driven_apart(table, config, rows=None, constraint="deadline", by=0.3):
     return controller
 
 
-TAUGHT = PolicyConfig(
+WITH_TEACHER = PolicyConfig(
     teacher=True,
     fold_networks=2,
     experts=("ridge",),
@@ -306,17 +306,17 @@ BRIEF = OptimiserConfig(
 """A training of a second."""
 
 
-def trainer_on(table, policy=TAUGHT, constraint="deadline", **settings):
+def trainer_on(table, policy=WITH_TEACHER, constraint="deadline", **settings):
     """A training of a second, which has not begun."""
     options = {
         "policy": policy,
         "optimiser": BRIEF,
         "budget": BudgetConfig(constraint=constraint),
     } | settings
-    return taught_trainer(table, table.split(), **options)
+    return distillation_trainer(table, table.split(), **options)
 
 
-def trained(table, policy=TAUGHT, constraint="deadline", **settings):
+def trained(table, policy=WITH_TEACHER, constraint="deadline", **settings):
     """A finished training."""
     trainer = trainer_on(table, policy, constraint, **settings)
     trainer.run()
@@ -358,7 +358,7 @@ def rows_of_networks(setup):
     return fitted if setup.networks == 1 else [*fitted, setup.fitted]
 
 
-def deployed(table, policy=TAUGHT, budgets_ms=None, constraint="deadline", **settings):
+def deployed(table, policy=WITH_TEACHER, budgets_ms=None, constraint="deadline", **settings):
     """What a short training deploys, with everything that is calibrated for it."""
     budgets_ms = default_budgets(table) if budgets_ms is None else budgets_ms
     return deployed_by(trained(table, policy, constraint, **settings).setup, budgets_ms)

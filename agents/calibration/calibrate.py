@@ -36,7 +36,7 @@ def deployed_by(setup: ControllerSetup, budgets_ms: Tensor) -> DeployedControlle
             those that the worths are found for.
     """
     controller = copy.deepcopy(setup.controller).cpu()
-    teacher = setup.teaching.fitted.teacher if setup.teaching else None
+    teacher = setup.distiller.fitted.teacher if setup.distiller else None
     calibration = Calibration(latency=latency_of(setup.table, setup.fitted, controller.normaliser))
     if setup.priced:
         _calibrate_mean_budgets(calibration, setup, budgets_ms)
@@ -57,13 +57,13 @@ def _calibrate_guard(calibration: Calibration, setup: ControllerSetup, budgets_m
         return setup.held_out_log_probs(torch.tensor(limit_ms)).argmax(-1).cpu()
 
     def teacher_decides(limit_ms: float) -> Tensor:
-        return _choices(setup, setup.teaching.fitted.of_folds, torch.tensor([limit_ms]))[:, 0]
+        return _choices(setup, setup.distiller.fitted.of_folds, torch.tensor([limit_ms]))[:, 0]
 
     level = setup.policy.level
     # once with the cost of a decision charged, once as if it were free
     calibration.guard = calibrate(*judged, decide, level, setup.cost_ms)
     calibration.guard_if_free = calibrate(*judged, decide, level)
-    if setup.teaching:
+    if setup.distiller:
         calibration.guard_of_teacher = calibrate(*judged, teacher_decides, level, margins=(1.0,))
     calibration.static = static_of(table, setup.fitted).arrays()
 

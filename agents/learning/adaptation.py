@@ -175,7 +175,7 @@ def adapted(agent: DeployedController, offsets: Offsets, x: Tensor) -> DeployedC
     """Return a copy of a controller for deadlines that allows for offsets of the log-latency.
 
     Its teacher expects e^offset times the latency of each configuration and is less sure of it, and
-    its heads are taught again. The guard and the encoding of budgets move by the mean offset.
+    its heads are distilled again. The guard and the encoding of budgets move by the mean offset.
 
     Args:
         agent: the controller; it is not changed.
@@ -185,7 +185,7 @@ def adapted(agent: DeployedController, offsets: Offsets, x: Tensor) -> DeployedC
     agent = copied(agent)
     teacher = agent.teacher
     before = copy.deepcopy(teacher)
-    # an offset that all configurations share only moves the budgets, so nothing has to be taught
+    # an offset that all configurations share only moves the budgets, so nothing has to be distilled
     overall = float(offsets.mean.mean())
     before.latency_offset += overall
     # the teacher
@@ -204,7 +204,7 @@ def adapted(agent: DeployedController, offsets: Offsets, x: Tensor) -> DeployedC
     variance = latency["spread"] ** 2
     variance = np.maximum(variance + offsets.variance.numpy(), NARROWEST**2 * variance)
     latency |= {"bias": bias.astype("f4"), "spread": np.sqrt(variance).astype("f4")}
-    teach_again(agent, before, x)
+    distil_again(agent, before, x)
     return agent
 
 
@@ -214,7 +214,7 @@ def copied(agent: DeployedController) -> DeployedController:
     return DeployedController(*parts).eval()
 
 
-# when heads are taught again
+# when heads are distilled again
 STEPS = 200
 """Steps of AdamW in each of two parts."""
 CONTEXTS = 256
@@ -222,11 +222,11 @@ CONTEXTS = 256
 LR = 1e-3
 """Largest learning rate."""
 MIN_CHANGE = 1e-3
-"""If no configuration's worth changes by more than this, the heads are not taught again."""
+"""If no configuration's expected utility changes by more than this, the heads stay as they are."""
 
 
-def teach_again(agent: DeployedController, before: Teacher, x: Tensor) -> None:
-    """Teach the deployed heads what their teacher expects now, if that differs from `before`.
+def distil_again(agent: DeployedController, before: Teacher, x: Tensor) -> None:
+    """Distil into the deployed heads what their teacher expects now, if that differs from `before`.
 
     1. As in training they imitate the teacher: cross-entropy to its softmax(sharpness·utility).
     2. They maximise the utility that it expects, with an entropy bonus: the KL divergence from the
@@ -251,11 +251,11 @@ def teach_again(agent: DeployedController, before: Teacher, x: Tensor) -> None:
     limits = torch.exp(low + (high - low) * share)
     shape = (len(requests), 1)
     offsets = drawn_drift(controller.configurations, controller.config.drift, shape, generator)
-    worths = teacher.teach(requests, limits, offsets)
-    change = worths - before.teach(requests, limits, offsets)
+    utility = teacher.expected_utility(requests, limits, offsets)
+    change = utility - before.expected_utility(requests, limits, offsets)
     if change.std(-1).max() < MIN_CHANGE:
         return
-    target = (controller.config.sharpness * worths.squeeze(1)).log_softmax(-1)
+    target = (controller.config.sharpness * utility.squeeze(1)).log_softmax(-1)
     heads = controller.alone().requires_grad_(True)
     parameters = list(heads.network.parameters())
     for imitates in (True, False):
@@ -276,5 +276,5 @@ def teach_again(agent: DeployedController, before: Teacher, x: Tensor) -> None:
             schedule.step()
     # the deployed network is the last of those side by side
     networks = controller.network.parameters()
-    for all_networks, taught in zip(networks, parameters, strict=True):
-        all_networks.data[-1:] = taught.data
+    for all_networks, distilled in zip(networks, parameters, strict=True):
+        all_networks.data[-1:] = distilled.data

@@ -31,9 +31,9 @@ from knobwise.agents.learning.adaptation import (
     Scales,
     adapted,
     copied,
+    distil_again,
     fit_offsets,
     posterior,
-    teach_again,
 )
 from knobwise.agents.learning.doubts import FEW, MAX_LOSS, doubted_labels, doubted_times
 from knobwise.agents.learning.logged import Logged, of_choices
@@ -159,9 +159,9 @@ def _loss(agent: DeployedController, logged: Logged, old: Tensor, new: Tensor) -
 def learn(agent: DeployedController, logged: Logged) -> dict[str, DeployedController]:
     """Let a controller learn from a log; return it after each step that the log allows."""
     after = {LATENCIES: adapted(agent, _latency_offsets(agent, logged), _features(agent, logged))}
-    lessons = logged[logged.seen & logged.labelled]
-    if len(lessons) >= FEW:
-        after[ACCURACIES] = _with_accuracies(after[LATENCIES], lessons)
+    labelled = logged[logged.seen & logged.labelled]
+    if len(labelled) >= FEW:
+        after[ACCURACIES] = _with_accuracies(after[LATENCIES], labelled)
     return after
 
 
@@ -274,8 +274,8 @@ def _accuracy_offsets(agent: DeployedController, logged: Logged) -> Tensor:
 def _with_accuracies(agent: DeployedController, logged: Logged) -> DeployedController:
     """Return a copy of a controller that allows for offsets of the accuracies' logits.
 
-    Its teacher adds the offsets, its heads are taught again, and static's accuracies change by the
-    mean effect on logged requests.
+    Its teacher adds the offsets, its heads are distilled again, and static's accuracies change by
+    the mean effect on logged requests.
     """
     logits = _accuracy_offsets(agent, logged)
     agent = copied(agent)
@@ -284,5 +284,5 @@ def _with_accuracies(agent: DeployedController, logged: Logged) -> DeployedContr
     agent.teacher.accuracy_logits += logits.float()
     effect = agent.teacher.moments(x).accuracy.mean(0) / before.moments(x).accuracy.mean(0)
     agent.calibration.scale_static(np.ones(len(logits)), effect.double().numpy())
-    teach_again(agent, before, x)
+    distil_again(agent, before, x)
     return agent

@@ -197,9 +197,9 @@ class Experts(NamedTuple):
             return cls(measured, normaliser, [])
         x = padded(normaliser.of_rows(table, rows)).double().numpy()
         # the centres and the filled holes must not come from held-out rows
-        lessons = []
+        by_fold = []
         for fit, hold in division:
-            lessons.append((hold, Targets(table, rows[torch.from_numpy(fit)], x[fit])))
+            by_fold.append((hold, Targets(table, rows[torch.from_numpy(fit)], x[fit])))
         # those of all rows, for the final fit
         targets = Targets(table, rows, x)
         fitted = []
@@ -207,7 +207,7 @@ class Experts(NamedTuple):
             for done, name in enumerate(families, 1):
                 # without features there is only padding to learn from
                 settings = FAMILIES[name].settings if normaliser.width else ()
-                fitted.append(_fit(name, measured, targets, lessons, settings, seed))
+                fitted.append(_fit(name, measured, targets, by_fold, settings, seed))
                 tick(done, name.replace("_", " "))
         return cls(measured, normaliser, fitted)
 
@@ -241,13 +241,13 @@ def _fit(
     name: str,
     measured: MeasuredRows,
     targets: Targets,
-    lessons: Sequence[tuple[Rows, Targets]],
+    by_fold: Sequence[tuple[Rows, Targets]],
     settings: Sequence[Any],
     seed: int,
 ) -> FittedExpert:
     """Fit a family, with these settings and a constant to choose from.
 
-    `lessons` are of each fold the positions that are held out, and the targets of the others.
+    `by_fold` are of each fold the positions that are held out, and the targets of the others.
     """
     # float64 to fit on, float32 to predict from
     x = torch.from_numpy(targets.x).float()
@@ -261,8 +261,8 @@ def _fit(
     held_out = torch.zeros(len(settings) + 1, *targets.values.shape)
     of_folds: list[list[Regressor]] = []
     fitting = Parallel(n_jobs=-1, prefer="threads", return_as="generator")
-    results = fitting(itertools.starmap(delayed(fitted), lessons))
-    for (hold, _), models in zip(lessons, results, strict=True):
+    results = fitting(itertools.starmap(delayed(fitted), by_fold))
+    for (hold, _), models in zip(by_fold, results, strict=True):
         for setting, model in enumerate(models):
             held_out[setting, hold] = model(x[hold])
         of_folds.append(models)

@@ -73,7 +73,7 @@ class Regression(ControllerStage):
             self.teacher.load_state_dict(self.with_bins)
 
     def minibatches(self, buffer: ReplayBuffer) -> Iterator[TensorDictBase]:
-        """Draw rows of the networks' samples, [n, M], in the place of collected contexts."""
+        """Draw rows of the networks' samples, [n, M], instead of collected contexts."""
         networks = self.setup.networks
         for count in sizes_of_minibatches(self.settings.contexts, self.settings.minibatch):
             rows = self.setup.env.contexts.draw_rows(count * networks).to(self.setup.device)
@@ -111,7 +111,7 @@ class Distillation(ControllerStage):
     """The heads imitate what the teacher expects of requests.
 
     Args:
-        lessons: makes the lessons, float [M, R, V, …], when they are first drawn.
+        targets: makes the distillation targets, float [M, R, V, …], when they are first drawn.
     """
 
     name = "imitation"
@@ -119,14 +119,14 @@ class Distillation(ControllerStage):
     dropout = True
     collects = False
 
-    def __init__(self, setup: ControllerSetup, lessons: Callable[[], TensorDict]) -> None:
+    def __init__(self, setup: ControllerSetup, targets: Callable[[], TensorDict]) -> None:
         super().__init__(
             setup,
             setup.controller,
             iterations=setup.settings.pretrain_iterations,
             lr=setup.settings.pretrain_lr,
         )
-        self.lessons = lessons
+        self.targets = targets
 
     def start(self, trainer: Trainer) -> None:
         """Load the best teacher; from here on the heads are judged and kept."""
@@ -135,24 +135,24 @@ class Distillation(ControllerStage):
         trainer.state.best = Best()
 
     def minibatches(self, buffer: ReplayBuffer) -> Iterator[TensorDictBase]:
-        """Draw random lessons for each network, [M, n], in the place of collected contexts."""
-        lessons = self.lessons()
-        members, requests, limits = lessons.shape
+        """Draw random targets for each network, [M, n], instead of collected contexts."""
+        targets = self.targets()
+        members, requests, limits = targets.shape
         for count in sizes_of_minibatches(self.settings.contexts, self.settings.minibatch):
             request = torch.randint(requests, (members, count))
             limit = torch.randint(limits, (members, count))
-            drawn = lessons[torch.arange(members).unsqueeze(1), request, limit]
+            drawn = targets[torch.arange(members).unsqueeze(1), request, limit]
             yield drawn.to(self.setup.device)
 
     def loss(self, minibatch: TensorDictBase) -> TensorDictBase:
-        """Return the heads' cross-entropy to the teacher on lessons.
+        """Return the heads' cross-entropy to the teacher, a scalar.
 
-        The target is softmax(sharpness · the teacher's expected worths).
+        The target is softmax(sharpness · the utility that the teacher expects).
         """
         inputs = minibatch["x"], minibatch["limit"], None, minibatch.get("by_value", None)
         log_probs = self.setup.controller.network(*inputs)
         temperature = 1 / self.setup.policy.sharpness
-        loss = reward_weighted_cross_entropy(log_probs, minibatch["worth"], temperature)
+        loss = reward_weighted_cross_entropy(log_probs, minibatch["utility"], temperature)
         return TensorDict({"loss_imitation": loss.mean()})
 
 

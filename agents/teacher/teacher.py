@@ -194,8 +194,9 @@ class Teacher(nn.Module):
         )
 
     @torch.no_grad()
-    def teach(self, x: Tensor, limits: Tensor, offsets: Tensor | None = None) -> Tensor:
-        """Return the worths that the heads learn to imitate, for several limits of each request.
+    def expected_utility(self, x: Tensor, limits: Tensor, offsets: Tensor | None = None) -> Tensor:
+        """Return the utility that is expected of every configuration, for several limits of each
+        request. The heads learn to imitate it.
 
         Args:
             x: normalised features [n, width].
@@ -203,7 +204,7 @@ class Teacher(nn.Module):
             offsets: of ln ms, [n, V, C]; None for no drift.
 
         Returns:
-            worths, float [n, V, C].
+            Float [n, V, C]; under a mean budget accuracy − latency/limit.
         """
         parts = []
         for rows, still in self._mixtures(x):

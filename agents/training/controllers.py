@@ -57,8 +57,8 @@ class ControllerSetup:
             inputs are standardised by (`started_from`); None for fresh weights. Samples that it was
             trained on count as seen.
         fold_seed: seed of the folds; None for `seed`.
-        teaching: what teaches the controller; its `make` is called with this right after the
-            networks are there. None for nothing.
+        distiller: makes the teacher of the controller; its `make` is called with this right after
+            the networks are there. None for nothing.
 
     Attributes:
         networks: M, the number of networks side by side.
@@ -89,7 +89,7 @@ class ControllerSetup:
         fold_seed: int | None = None,
         seed: int = 0,
         device: str = "cpu",
-        teaching: Any = None,
+        distiller: Any = None,
     ) -> None:
         self.table = table
         self.split = split
@@ -133,9 +133,9 @@ class ControllerSetup:
             controller = started_from(str(init_from), start, controller)
             self.start_sums = weight_sums(controller.state_dict())
         self.controller = controller
-        self.teaching = teaching
-        if teaching is not None:
-            teaching.make(self).to(self.device).eval()
+        self.distiller = distiller
+        if distiller is not None:
+            distiller.make(self).to(self.device).eval()
         controller.to(self.device).eval()
         self.reference = copy.deepcopy(controller).requires_grad_(False)
 
@@ -273,7 +273,7 @@ def controller_trainer(
 ) -> Trainer:
     """Return the training of a controller that learns from rewards alone: RCE, then GRPO or PPO.
 
-    With a teacher (`policy.teacher`) it is `knobwise.agents.calibration.taught.taught_trainer`.
+    With a teacher (`policy.teacher`) it is `agents.calibration.training.distillation_trainer`.
 
     Args:
         table, split, settings: see `ControllerSetup`.

@@ -39,7 +39,7 @@ class RewardKind:
     """Without, complexity is 0."""
     judged_by: str = "utility"
     """By what the best weights are chosen: `utility`, or the `reward` itself."""
-    taught: bool = False
+    learned_by_teacher: bool = False
     """Whether the teacher learns it. Otherwise the teacher learns utility, which is where training
     by this reward then starts."""
     settings: Mapping[str, Any] = field(default_factory=dict)
@@ -97,7 +97,7 @@ KINDS = {
     "utility": RewardKind(
         "α·accuracy if the budget is met, else −`miss`",
         utility,
-        taught=True,
+        learned_by_teacher=True,
         settings={"miss": 0.2},
     ),
     "priced": RewardKind(
@@ -105,7 +105,7 @@ KINDS = {
         priced,
         constraint="mean",
         judged_by="reward",
-        taught=True,
+        learned_by_teacher=True,
     ),
     "function": RewardKind("what `function` returns", None, judged_by="reward"),
 }

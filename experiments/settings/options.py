@@ -114,7 +114,7 @@ class TrainRun(Training):
         super().__post_init__()
         at_least("threads", self.threads, 1)
         kind = KINDS[self.reward.kind]
-        if kind.judged_by == "reward" and not kind.taught:
+        if kind.judged_by == "reward" and not kind.learned_by_teacher:
             # the aim is another one than utility
             if self.policy.experts:
                 raise InputError(

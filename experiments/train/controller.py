@@ -17,7 +17,7 @@ from threadpoolctl import threadpool_limits
 from knobwise.agents import deployed as policy_package
 from knobwise.agents.calibration.calibrate import deployed_by
 from knobwise.agents.calibration.deployed_controller import DeployedController
-from knobwise.agents.calibration.taught import taught_trainer
+from knobwise.agents.calibration.training import distillation_trainer
 from knobwise.agents.controller.features import FeatureNormaliser
 from knobwise.agents.controller.settings import hidden_for
 from knobwise.agents.evaluation.budgets import few_budgets
@@ -108,7 +108,7 @@ class ControllerExperiment(Experiment):
             )
         kind = KINDS[self.config.reward.kind]
         setup = self.trainers[0].setup
-        if setup.teaching is not None and not kind.taught:
+        if setup.distiller is not None and not kind.learned_by_teacher:
             self.notes.append(
                 f"reward={self.config.reward.kind}: the teacher learns utility, and only GRPO "
                 "this reward, held to what was taught by loss.kl_to_ref_coeff "
@@ -129,7 +129,7 @@ class ControllerExperiment(Experiment):
         settings = {name: getattr(config, name) for name in names}
         if not config.policy.project:  # experts read all features
             settings["experts"] = lambda: self.experts
-        return taught_trainer(
+        return distillation_trainer(
             self.table,
             self.split,
             seed=seed,

@@ -25,8 +25,8 @@ from knobwise.agents import (
     DeployedController,
     OptimiserConfig,
     PolicyConfig,
+    distillation_trainer,
     judge,
-    taught_trainer,
 )
 from knobwise.agents.evaluation.baselines import static_of
 from knobwise.agents.learning.logged import read_log
@@ -147,7 +147,7 @@ def mapped(path):
         report("budgets")
         optimiser = OptimiserConfig(pretrain_iterations=50, iterations=20)
         options = {"policy": PolicyConfig(hidden=32), "optimiser": optimiser, "seed": 0}
-        controller = taught_trainer(large, split, budgets_ms=budgets, **options).run()
+        controller = distillation_trainer(large, split, budgets_ms=budgets, **options).run()
         agent = DeployedController(controller)
         report("trained")
         static = static_of(large, split.train)

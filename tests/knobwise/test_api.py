@@ -16,7 +16,7 @@ import pytest
 import torch
 from commands import TABLE, launch, write_table
 from helpers import (
-    TAUGHT,
+    WITH_TEACHER,
     close,
     deployed,
     driven_apart,
@@ -45,10 +45,10 @@ MEAN_MS = 12.0
 """The budget that the policies for mean budgets are calibrated for."""
 KINDS = {
     "heads": HEADS,
-    "taught": replace(TAUGHT, experts=("ridge", "knn")),
-    "unguarded": replace(TAUGHT, experts=(), guard=False),
-    "no features": replace(TAUGHT, experts=()),
-    "mean": replace(TAUGHT, experts=(), guard=False),
+    "taught": replace(WITH_TEACHER, experts=("ridge", "knn")),
+    "unguarded": replace(WITH_TEACHER, experts=(), guard=False),
+    "no features": replace(WITH_TEACHER, experts=()),
+    "mean": replace(WITH_TEACHER, experts=(), guard=False),
 }
 
 

@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from helpers import TAUGHT, close, deployed, driven_apart, input_error, small_table
+from helpers import WITH_TEACHER, close, deployed, driven_apart, input_error, small_table
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tensordict import TensorDict
@@ -27,7 +27,7 @@ def agent_of(kind):
     if kind == "guarded":
         return table, deployed(table)
     if kind == "mean budgets":
-        return table, deployed(table, TAUGHT, mean_budgets(table, torch.arange(60)), "mean")
+        return table, deployed(table, WITH_TEACHER, mean_budgets(table, torch.arange(60)), "mean")
     members = 2 if kind == "several networks" else 1
     controller = driven_apart(table, PolicyConfig(hidden=8, fold_networks=members))
     return table, DeployedController(controller)

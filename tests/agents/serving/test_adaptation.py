@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from helpers import (
-    TAUGHT,
+    WITH_TEACHER,
     arrays,
     driven_apart,
     equal_states,
@@ -124,7 +124,7 @@ def test_profiles_without_enough_in_common_are_refused():
 def taught(features=True):
     """Whose teacher has experts, and whose networks are driven apart."""
     table = small_table(90, features=features)
-    config = replace(TAUGHT, fold_networks=3, experts=("ridge", "knn"), layers=1, drift=0.3)
+    config = replace(WITH_TEACHER, fold_networks=3, experts=("ridge", "knn"), layers=1, drift=0.3)
     controller = driven_apart(table, config)
     network = teacher_beside(table, controller)
     about = network, config, default_budgets(table), 0
@@ -228,7 +228,7 @@ def test_the_heads_learn_what_the_teacher_expects_now():
     overall, *_ = moved(agent, table, offsets.mean(), 0.0)
     ends = default_budgets(table).double() * float(offsets.mean().exp())
     budgets = torch.linspace(float(ends[0]), float(ends[-1]), 60)
-    worths = other.teacher.teach(x[:1], budgets.unsqueeze(0))[0].clamp_min(0)
+    worths = other.teacher.expected_utility(x[:1], budgets.unsqueeze(0))[0].clamp_min(0)
     assert float(worths.amax(1).min()) > 0.1  # some configuration is on time
     lost = []
     for each in (other, overall):

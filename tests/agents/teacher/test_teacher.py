@@ -131,7 +131,7 @@ def test_what_it_expects_is_the_weighted_mean_of_its_members(constraint, limit):
         limits, constraint
     )
     close(other.mixture(x).score(limits), wanted)
-    close(other.teach(x, limits[:, None]).squeeze(1), wanted)
+    close(other.expected_utility(x, limits[:, None]).squeeze(1), wanted)
     mask = table.mask[rows]
     for allowed, best in ((None, wanted), (mask.numpy(), wanted.masked_fill(~mask, -torch.inf))):
         chosen = other.choose(arrays(table, rows), limits.numpy(), allowed)

@@ -8,7 +8,7 @@ import torch
 from commands import same, stopped_and_resumed
 from helpers import (
     BRIEF,
-    TAUGHT,
+    WITH_TEACHER,
     arrays,
     batches_of,
     close,
@@ -32,8 +32,8 @@ ALONE = PolicyConfig(hidden=8, dropout=0.0, augment=0.2)
 WAYS = {
     "alone": ALONE,
     "folds": replace(ALONE, fold_networks=2),
-    "taught": replace(TAUGHT, augment=0.2),
-    "drifting": replace(TAUGHT, experts=(), drift=0.4, augment=0.2),
+    "taught": replace(WITH_TEACHER, augment=0.2),
+    "drifting": replace(WITH_TEACHER, experts=(), drift=0.4, augment=0.2),
     "projected": replace(ALONE, project=4),
 }
 SAMPLED = LossConfig(objective="sampled", group_size=3)
@@ -130,8 +130,8 @@ def test_the_teacher_and_its_lessons_see_noise_too():
     noisy = trainer("taught")
     for student in (plain, noisy):
         student.run()
-    # every other request of a lesson has noise; the draws before it are the same
-    off = noisy.setup.teaching.lessons["x"][0, :, 0] - plain.setup.teaching.lessons["x"][0, :, 0]
+    # every other request has noise; the draws before it are the same
+    off = noisy.setup.distiller.targets["x"][0, :, 0] - plain.setup.distiller.targets["x"][0, :, 0]
     assert float(off[::2].std()) == pytest.approx(0.2, rel=0.15)
     close(off[1::2], torch.zeros_like(off[1::2]))
     # the teacher's regression reads features with noise beside the outcomes of the sample
@@ -140,7 +140,7 @@ def test_the_teacher_and_its_lessons_see_noise_too():
     drawn = next(regression.minibatches(noisy.buffer))
     batch = drawn[:20].set("row", rows)
     seen = []
-    network = noisy.setup.teaching.teacher.network
+    network = noisy.setup.distiller.teacher.network
     hook = network.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
     regression.loss(batch)
     hook.remove()

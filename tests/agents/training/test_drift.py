@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from helpers import (
-    TAUGHT,
+    WITH_TEACHER,
     arrays,
     batches_of,
     close,
@@ -25,7 +25,7 @@ from knobwise.envs.tables.drift import COPIES, copies_of, drawn_drift
 from knobwise.losses.settings import LossConfig
 
 GRID = small_table(12).configurations
-DRIFTING = replace(TAUGHT, experts=(), drift=0.4)
+DRIFTING = replace(WITH_TEACHER, experts=(), drift=0.4)
 
 
 def generator():
@@ -119,12 +119,12 @@ def test_heads_imitate_what_the_teacher_makes_of_a_drift(monkeypatch):
 
     monkeypatch.setattr(distillation, "drawn_drift", noted)
     student.run()
-    names = "x", "limit", "worth", "by_value"
-    x, limits, worths, told = (student.setup.teaching.lessons[name][-1, :40] for name in names)
+    names = "x", "limit", "utility", "by_value"
+    x, limits, worths, told = (student.setup.distiller.targets[name][-1, :40] for name in names)
     offsets = drawn[-1][:40]
     close(told, drift_inputs(offsets, student.setup.controller.network.values))
     with torch.no_grad():
-        still = student.setup.teaching.fitted.teacher.mixture(x[:, 0])
+        still = student.setup.distiller.fitted.teacher.mixture(x[:, 0])
         wanted = []
         for limit, offset in zip(limits.T, offsets.unbind(1), strict=True):
             moved = still.members._replace(log_latency=still.members.log_latency + offset)

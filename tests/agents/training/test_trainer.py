@@ -39,8 +39,8 @@ from knobwise.losses.settings import LossConfig
 UTILITY = RewardConfig(kind="utility")
 SHORT = replace(BRIEF, teacher_iterations=8, iterations=12, minibatch=16, epochs=2)
 HEADS = PolicyConfig(fold_networks=3, hidden=16)
-TAUGHT = PolicyConfig(teacher=True, fold_networks=3, hidden=16, teacher_hidden=16)
-POLICIES = {"one": PolicyConfig(hidden=32), "folds": HEADS, "taught": TAUGHT}
+WITH_TEACHER = PolicyConfig(teacher=True, fold_networks=3, hidden=16, teacher_hidden=16)
+POLICIES = {"one": PolicyConfig(hidden=32), "folds": HEADS, "taught": WITH_TEACHER}
 
 
 def trainer(table, folder=None, **settings):
@@ -120,7 +120,7 @@ def test_the_first_step_of_grpo_is_on_policy_although_there_is_dropout(name):
 
 def test_a_stage_past_its_peak_gives_way_to_the_next():
     optimiser = replace(SHORT, teacher_iterations=32, pretrain_iterations=20, patience=2)
-    student = trainer(small_table(80), optimiser=optimiser, policy=TAUGHT)
+    student = trainer(small_table(80), optimiser=optimiser, policy=WITH_TEACHER)
     student.stages[2].patience = 2
     # without bins, at 0, 4 … 28, the patience of a teacher is 6; with bins at 36, 40 … 60
     scores = [0.1, 0.9, 0.4, 0.3, *[0.2] * 4, 0.35, *[0.3] * 6]
@@ -144,7 +144,7 @@ def test_a_stop_after_a_stage_that_ended_early_ends_as_without_it(tmp_path):
     optimiser = replace(SHORT, teacher_iterations=40, pretrain_iterations=16)
 
     def impatient(folder):
-        student = trainer(small_table(80), folder, optimiser=optimiser, policy=TAUGHT)
+        student = trainer(small_table(80), folder, optimiser=optimiser, policy=WITH_TEACHER)
         for stage in student.stages[:-2]:
             stage.patience = 1
         return student
@@ -185,10 +185,10 @@ def test_grpo_starts_from_the_end_of_the_warm_up(name):
 
 
 def test_imitation_starts_from_the_best_teacher_and_leaves_it_alone():
-    student = trainer(small_table(80), policy=TAUGHT)
+    student = trainer(small_table(80), policy=WITH_TEACHER)
     # at 0, 4 … 36: the teacher was best at 12
     scored(student, 0.1, 0.2, 0.3, 0.5, 0.4, 0.1, 0.2, 0.1, 0.3, 0.2)
-    kept = watch(student, lambda _: copy.deepcopy(student.setup.teaching.teacher))
+    kept = watch(student, lambda _: copy.deepcopy(student.setup.distiller.teacher))
     agent = student.run()
     best = kept[12]
     assert not equal_states(kept[15], best)
@@ -196,7 +196,7 @@ def test_imitation_starts_from_the_best_teacher_and_leaves_it_alone():
         assert equal_states(teacher, best)
     # and from there on the heads are judged, whose best was of GRPO
     assert student.state.best.iteration == 32
-    assert equal_states(student.setup.teaching.fitted.teacher.network, best.network)
+    assert equal_states(student.setup.distiller.fitted.teacher.network, best.network)
 
 
 @pytest.mark.parametrize("bent", [True, False])
@@ -222,14 +222,14 @@ def test_heads_are_taught_by_the_better_of_two_regressions_with_bins_and_without
 def test_wide_tables_are_not_tried_with_bins():
     feature = torch.randn(30, WIDEST + 1, generator=torch.Generator().manual_seed(0))
     table = table_of(torch.ones(30, 2), torch.full((30, 2), 5.0), feature)
-    student = trainer(table, policy=TAUGHT)
+    student = trainer(table, policy=WITH_TEACHER)
     assert [stage.name for stage in student.stages] == ["regression", "imitation", "GRPO"]
-    assert student.setup.teaching.teacher.network.edges.numel() == 0
+    assert student.setup.distiller.teacher.network.edges.numel() == 0
 
 
 def test_without_a_warm_up_there_is_no_teacher():
     optimiser = replace(SHORT, pretrain_iterations=0)
-    student = trainer(small_table(60), policy=TAUGHT, optimiser=optimiser)
+    student = trainer(small_table(60), policy=WITH_TEACHER, optimiser=optimiser)
     agent = student.run()
     assert student.total == 12
     assert isinstance(agent, Controller)
@@ -245,7 +245,7 @@ def test_training_on_a_reward_function_is_judged_by_the_reward(tmp_path, monkeyp
     code = "f = lambda accuracy, latency_ms, budget_ms, knobs: -latency_ms"
     Path("aim_of_speed.py").write_text(code)
     reward = RewardConfig(kind="function", function="aim_of_speed:f")
-    student = trainer(small_table(60), tmp_path, reward=reward, policy=TAUGHT)
+    student = trainer(small_table(60), tmp_path, reward=reward, policy=WITH_TEACHER)
     student.run()
     rows = student.setup.held_out.rows[:, None]
     chosen = [student.setup.held_out_log_probs(limit).argmax(-1) for limit in student.setup.limits]
@@ -357,7 +357,9 @@ def test_networks_are_judged_on_what_was_held_out_of_them_by_hand(name):
                 chosen = alone.choose(arrays(table, hold), limits.numpy(), mask.numpy())
             else:
                 x = student.setup.rows.all_features[hold].expand(3, -1, -1)
-                scores = student.setup.teaching.teacher.network(x).predicted().score(limits)[number]
+                scores = (
+                    student.setup.distiller.teacher.network(x).predicted().score(limits)[number]
+                )
                 chosen = scores.masked_fill(~mask, -torch.inf).argmax(1)
             at = hold, chosen
             utilities += (table.accuracy[at] * (table.latency_ms[at] <= budget)).tolist()
@@ -397,10 +399,10 @@ def test_what_was_measured_of_a_fold_changes_every_network_but_that_of_the_fold(
         # the second, and not the last, which learns from all
         assert equal_states(*pair) == (number == 1)
         if name == "taught":
-            worths = (student.setup.teaching.lessons["worth"][number] for student in students)
+            worths = (student.setup.distiller.targets["utility"][number] for student in students)
             assert torch.equal(*worths) == (number == 1)
     if name == "taught":
-        assert torch.equal(*(student.setup.teaching.lessons["x"] for student in students))
+        assert torch.equal(*(student.setup.distiller.targets["x"] for student in students))
 
 
 # -- the rest --------------------------------------------------------------------------------------
@@ -432,7 +434,7 @@ def test_validation_is_on_the_budgets_asked_for_and_the_kl_is_logged_also_when_i
 
 def test_the_random_state_of_the_caller_is_left_alone():
     before = torch.get_rng_state()
-    trainer(small_table(60, features=False), policy=TAUGHT).run()
+    trainer(small_table(60, features=False), policy=WITH_TEACHER).run()
     assert torch.equal(torch.get_rng_state(), before)
 
 

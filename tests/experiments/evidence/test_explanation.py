@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from helpers import TAUGHT, close, deployed, small_table, table_of
+from helpers import WITH_TEACHER, close, deployed, small_table, table_of
 from ruled import Ruled
 from scipy.stats import spearmanr
 
@@ -196,11 +196,11 @@ def test_the_best_and_the_worst_decisions_are_those_that_gain_and_lose_most():
 # -- real policies ---------------------------------------------------------------------------------
 
 POLICIES = {
-    "taught": TAUGHT,
+    "taught": WITH_TEACHER,
     "independent": PolicyConfig(hidden=8, guard=False),
-    "no features": replace(TAUGHT, experts=()),
-    "mean": replace(TAUGHT, experts=(), guard=False),
-    "first look": TAUGHT,
+    "no features": replace(WITH_TEACHER, experts=()),
+    "mean": replace(WITH_TEACHER, experts=(), guard=False),
+    "first look": WITH_TEACHER,
 }
 
 

@@ -13,7 +13,16 @@ import polars as pl
 import pytest
 import torch
 from commands import OPTIMISER, TABLE, launch, mistake, words_of, write_table
-from helpers import TAUGHT, Always, arrays, close, deployed, driven_apart, small_table, table_of
+from helpers import (
+    WITH_TEACHER,
+    Always,
+    arrays,
+    close,
+    deployed,
+    driven_apart,
+    small_table,
+    table_of,
+)
 from ruled import Ruled, ruled_at_means
 
 from knobwise.__main__ import main
@@ -66,7 +75,7 @@ def loaded(controller, **extra):
 @pytest.fixture(scope="module")
 def taught():
     """Return what a short training with a teacher deploys."""
-    return deployed(SMALL, replace(TAUGHT, level=0.8))
+    return deployed(SMALL, replace(WITH_TEACHER, level=0.8))
 
 
 @pytest.fixture(scope="module")
@@ -372,7 +381,7 @@ def test_predicted_probabilities_are_those_of_the_choices_under_what_is_left_of_
 def test_only_the_controller_is_charged_and_timed():
     table, rows = replace(SMALL, features_ms=3.0), torch.arange(60)
     baselines = [static_of(table, rows), Oracle(table, rows)]
-    policy = deployed(SMALL, replace(TAUGHT, guard=False))
+    policy = deployed(SMALL, replace(WITH_TEACHER, guard=False))
     results, decisions = judged(table, [policy], baselines, BUDGETS)
     means = {policy: row for (policy, budget), row in at_budgets(results).items() if not budget}
     learned = means.pop("controller")
