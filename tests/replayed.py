@@ -115,8 +115,8 @@ def _knows_means(samples):
     encoding = controller.network.encoding
     low, high = (float(encoding.mean + z * encoding.scale) for z in (-3, 4))
     limits = torch.linspace(low, high, 128).exp()
-    worths = teacher.expected_utility(torch.zeros(1, width), limits.unsqueeze(0))[0]
-    target = (SMALL.sharpness * worths).softmax(-1)
+    utility = teacher.expected_utility(torch.zeros(1, width), limits.unsqueeze(0))[0]
+    target = (SMALL.sharpness * utility).softmax(-1)
     x = torch.zeros(len(limits), width)
     controller.network.layers[0].weight.data[:, :width] = 0
     optimiser = torch.optim.Adam(controller.network.parameters(), lr=0.02)

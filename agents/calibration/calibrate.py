@@ -12,7 +12,7 @@ from torch import Tensor
 
 from knobwise.agents.calibration.deployed_controller import Arrays, Calibration, DeployedController
 from knobwise.agents.calibration.guard import calibrate
-from knobwise.agents.calibration.prices import StaticMix, compared, outcomes_of, worths_for
+from knobwise.agents.calibration.prices import StaticMix, calibrated_values, compared, outcomes_of
 from knobwise.agents.controller.features import FeatureNormaliser
 from knobwise.agents.evaluation.baselines import static_of
 from knobwise.agents.evaluation.policy import Policy, choices_of, requests_of
@@ -33,7 +33,7 @@ def deployed_by(setup: ControllerSetup, budgets_ms: Tensor) -> DeployedControlle
     Args:
         setup: that of the finished training, with the best weights.
         budgets_ms: float [B], the budgets that the guard is calibrated for; under a mean budget
-            those that the worths are found for.
+            those that prices are found for.
     """
     controller = copy.deepcopy(setup.controller).cpu()
     teacher = setup.distiller.fitted.teacher if setup.distiller else None
@@ -106,17 +106,17 @@ def latency_of(table: ProfileTable, rows: Tensor, normaliser: FeatureNormaliser)
 def _calibrate_mean_budgets(
     calibration: Calibration, setup: ControllerSetup, budgets_ms: Tensor
 ) -> None:
-    """Find the worth for each mean budget, and the budgets where the static mix is better."""
+    """Find the price for each mean budget, and the budgets where the static mix is better."""
     table = setup.table
     rows = setup.held_out.rows
     cost_ms = setup.cost_ms
 
-    def decide(worth: Tensor) -> Tensor:
-        return setup.held_out_log_probs(worth.float()).argmax(-1).cpu()
+    def decide(value_ms: Tensor) -> Tensor:
+        return setup.held_out_log_probs(value_ms.float()).argmax(-1).cpu()
 
-    worths, chosen = worths_for(decide, table, rows, budgets_ms - cost_ms)
-    mean: Arrays = {"budgets_ms": budgets_ms.double().numpy(), "worths": worths.numpy()}
-    mean["deployed"] = np.ones(len(worths), bool)
+    values_ms, chosen = calibrated_values(decide, table, rows, budgets_ms - cost_ms)
+    mean: Arrays = {"budgets_ms": budgets_ms.double().numpy(), "worths": values_ms.numpy()}
+    mean["deployed"] = np.ones(len(values_ms), bool)
     if setup.policy.guard:
         # the mix for held-out samples is fitted on the others
         mixed = []

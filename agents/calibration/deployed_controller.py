@@ -173,14 +173,14 @@ class DeployedController(nn.Module):
             limits = np.full(len(mask), mean.budgets_ms[group])
             return self.decider.log_probs(features, limits, mask).argmax(1)
 
-        columns = mean.budgets_ms, mean.worths, mean.deployed
-        budgets_ms, worths, deployed = map(torch.from_numpy, columns)
+        columns = mean.budgets_ms, mean.values_ms, mean.deployed
+        budgets_ms, values_ms, deployed = map(torch.from_numpy, columns)
         mix = None
         if mean.mix:
             averages = mean.mix["mean_accuracy"], mean.mix["mean_cost"]
             accuracy, cost = map(torch.from_numpy, averages)
             mix = StaticMix(accuracy, cost, budgets_ms)
-        return MeanBudgetPolicy("controller", decide, budgets_ms, worths, deployed, mix)
+        return MeanBudgetPolicy("controller", decide, budgets_ms, values_ms, deployed, mix)
 
     def arrays(self) -> Arrays:
         """Return the content of an exported file: every array by name, and `header`, JSON."""
@@ -190,7 +190,7 @@ class DeployedController(nn.Module):
         by_knobs = controller.network.head.by_knobs
         limit = "budget_ms"
         if controller.constraint == "mean":
-            # before its worths are calibrated it decides under none
+            # before its prices are calibrated it decides under none
             limit = "mean" if calibration.mean else ""
         # what is no array: settings and names, as JSON
         header = {

@@ -53,7 +53,7 @@ fitted on."""
 
 class GuardRow(TypedDict):
     """What was found at one budget on held-out samples. Under deadlines there is a level to keep;
-    a mean budget is kept by a worth instead."""
+    a mean budget is kept by a price instead."""
 
     budget_ms: float
     deployed: bool

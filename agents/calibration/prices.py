@@ -24,7 +24,7 @@ from knobwise.agents.teacher.experts import Experts, FittedExpert
 from knobwise.agents.teacher.outcomes import pick
 from knobwise.agents.teacher.regressors import FAMILIES
 from knobwise.common.paired import is_better, standard_error
-from knobwise.envs.bandit.budgets import DEFAULT_QUANTILES, worths_range
+from knobwise.envs.bandit.budgets import DEFAULT_QUANTILES, value_range
 from knobwise.envs.tables.profile_table import ProfileTable, Split
 
 ROUNDING = 1e-9
@@ -309,8 +309,8 @@ def outcomes_of(table: ProfileTable, rows: Tensor, chosen: Tensor) -> tuple[Tens
 
 # -- policies under mean budgets -------------------------------------------------------------------
 
-WORTHS = 400
-"""Worths of a right answer that are tried for a policy whose predictions are not known."""
+VALUES = 400
+"""Prices that are tried for a policy whose predictions are not known."""
 Features = dict[str, Array]
 
 
@@ -320,13 +320,14 @@ EVERYWHERE = torch.tensor(True)
 
 @dataclass
 class MeanBudgetPolicy:
-    """A policy that decides at a worth, calibrated for B mean budgets.
+    """A policy that decides at a price of time, calibrated for B mean budgets.
 
     Args:
         name: of the policy.
         decide: takes feature blocks [n, d], the index of a budget and the mask bool [n, C], and
             gives configurations int64 [n].
-        budgets_ms, worths: float [B].
+        budgets_ms: float [B].
+        values_ms: float [B], 1/price: the ms that a right answer may cost at each budget.
         deployed: bool [B], or a single one for all budgets.
         mix: decides where the policy does not.
     """
@@ -334,7 +335,7 @@ class MeanBudgetPolicy:
     name: str
     decide: Callable[[Features, int, Array], Array]
     budgets_ms: Tensor
-    worths: Tensor
+    values_ms: Tensor
     deployed: Tensor = EVERYWHERE
     mix: StaticMix | None = None
 
@@ -357,28 +358,28 @@ class MeanBudgetPolicy:
         return Mixture(*(mine.where(self.deployed, other) for mine, other in sides))
 
 
-def worths_for(
+def calibrated_values(
     decide: Callable[[Tensor], Tensor], table: ProfileTable, rows: Tensor, budgets_ms: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Find the worth at which a policy is most accurate within each mean budget, among `WORTHS` of
-    them. A worth is the time in ms that a right answer may cost.
+    """Find the price of time at which a policy is most accurate within each mean budget, among
+    `VALUES` of them. A value is 1/price: the ms that a right answer may cost.
 
     Args:
-        decide: takes a worth in ms, and gives configurations int64 [n] for `rows`, by networks that
+        decide: takes a value in ms, and gives configurations int64 [n] for `rows`, by networks that
             were not fitted on them.
         rows: int64 [n].
         budgets_ms: float [B].
 
     Returns:
-        worths float64 [B], and the choices at them, int64 [n, B]. For a budget that no worth keeps,
-        the worth with the lowest mean latency.
+        values float64 [B], and the choices at them, int64 [n, B]. For a budget that no value keeps,
+        the value with the lowest mean latency.
     """
-    low, high = worths_range(table.latency_ms[rows][table.mask[rows]]).double().log()
-    tried = torch.linspace(float(low), float(high), WORTHS, dtype=torch.float64).exp()
-    choices = torch.stack([decide(worth) for worth in tried], 1)
+    low, high = value_range(table.latency_ms[rows][table.mask[rows]]).double().log()
+    tried = torch.linspace(float(low), float(high), VALUES, dtype=torch.float64).exp()
+    choices = torch.stack([decide(value) for value in tried], 1)
     accuracy, cost = (values.mean(0) for values in outcomes_of(table, rows, choices))
     keeps = cost <= budgets_ms.double().unsqueeze(1) * (1 + 1e-12)
-    # [B, worths] → [B]
+    # [B, values] → [B]
     best = accuracy.where(keeps, -torch.inf).argmax(1)
     index = best.where(keeps.any(1), cost.argmin())
     return tried[index], choices[:, index]
@@ -412,7 +413,7 @@ def compared(accuracy: Tensor, cost: Tensor, mixed: Tensor, budgets_ms: Tensor) 
         }
         row["reason"] = verdict(row, "the static mix")
         if not kept:
-            lowest = f"no worth brings the mean this low, the lowest is {spent:.4g}"
+            lowest = f"no price brings the mean this low, the lowest is {spent:.4g}"
             row["reason"] = f"fell back to the static mix: {lowest}"
         rows.append(row)
     return rows

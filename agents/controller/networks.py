@@ -3,7 +3,7 @@
 `KnobNetwork` is the policy: normalised features and a limit in, log-probs of every configuration
 out.
 
-A limit is the request's budget in ms, or under a mean budget the worth of a right answer in ms
+A limit is the request's budget in ms, or under a mean budget the value of a right answer in ms
 (1/λ).
 """
 

@@ -192,7 +192,7 @@ class NumpyController:
 
     def _planned(self, budget_ms: float, drift: Drift) -> tuple[int | None, float]:
         """Return the configuration that is chosen for any features, or None; and the limit in ms
-        that the network reads: the part of a budget that is planned with, or a worth."""
+        that the network reads: the part of a budget that is planned with, or 1/price."""
         if type(budget_ms) is not float:
             budget_ms = as_limit(budget_ms)
         if not 0 < budget_ms < MAX_MS:

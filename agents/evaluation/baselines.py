@@ -251,7 +251,7 @@ def make_baselines(
 class StaticPerDataset:
     """Budget-aware static, fitted on each data set for itself.
 
-    It shows the worth of recognising the data set without looking at the request. A data set
+    It shows what it brings to recognise the data set without looking at the request. A data set
     without samples to fit on gets static fitted on all rows.
 
     Like the oracle it can only choose for exactly the rows `test` (int64 [n]), in their order.

@@ -25,7 +25,7 @@ class Policy(Protocol):
         Args:
             features: block name → float [n, d]; may be empty.
             limits: float [n], the requests' budgets in ms; for a policy that knows no budgets the
-                worths of a right answer, the ms that it may cost.
+                values of a right answer, the ms that it may cost.
             mask: bool [n, C], the configurations that may be chosen, at least one for each request;
                 None for all.
 

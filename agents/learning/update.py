@@ -152,8 +152,8 @@ def _loss(agent: DeployedController, logged: Logged, old: Tensor, new: Tensor) -
     profile = copied(agent)
     # without what labels have taught it
     profile.teacher.accuracy_logits.zero_()
-    worth = _expected_utility(profile, logged)
-    return float((of_choices(worth, old) - of_choices(worth, new)).double().mean())
+    utility = _expected_utility(profile, logged)
+    return float((of_choices(utility, old) - of_choices(utility, new)).double().mean())
 
 
 def learn(agent: DeployedController, logged: Logged) -> dict[str, DeployedController]:

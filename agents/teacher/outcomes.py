@@ -41,8 +41,8 @@ class Prediction(NamedTuple):
         """Score every configuration under limits: [*] → [*, C].
 
         Under a deadline b the score is the expected utility Â·Φ((ln b − μ)/σ): feasibility is soft,
-        without a cut-off. Under a mean budget a limit is a worth w, the ms that a right answer may
-        cost, and the score is Â − L̂/w.
+        without a cut-off. Under a mean budget a limit is w = 1/price, the ms that a right
+        answer may cost, and the score is Â − L̂/w.
         """
         accuracy = self.accuracy.clamp(1e-3, 1.0)
         if constraint == "deadline":

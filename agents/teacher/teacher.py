@@ -59,7 +59,7 @@ class MemberPredictions(NamedTuple):
         return self.mean(self.members.log_latency)
 
     def score(self, limits: Tensor, mask: Tensor | None = None) -> Tensor:
-        """Return the worth of every configuration under limits [n], [n, C].
+        """Return the utility of every configuration under limits [n], [n, C].
 
         Where no configuration inside the mask is likely to be on time, a faster one is worth more.
         """
@@ -311,7 +311,7 @@ def fit_teacher(
         rows: int64 [n], what the network's members were fitted on in folds (`folds_of` with the
             same seed).
         network: a teacher without experts, of at least two members.
-        limits: float [B] that worth is averaged over, see `Controller`.
+        limits: float [B] that utility is averaged over, see `Controller`.
         seed: of folds and trees.
         experts: fitted on the same rows and features, for the same limits, in as many folds; None
             fits those of `config`.

@@ -27,7 +27,7 @@ from knobwise.agents.training.settings import OptimiserConfig
 from knobwise.agents.training.state import Provenance
 from knobwise.agents.training.trainer import Trainer
 from knobwise.common.errors import InputError
-from knobwise.envs.bandit.budgets import default_budgets, judged_worths
+from knobwise.envs.bandit.budgets import default_budgets, judged_values
 from knobwise.envs.bandit.contexts import LIMIT_KEYS
 from knobwise.envs.bandit.reward_kinds import KINDS
 from knobwise.envs.bandit.settings import REWARDS, BalanceConfig, BudgetConfig, RewardConfig
@@ -51,7 +51,7 @@ class ControllerSetup:
             `test` is not used.
         reward: the reward; under a mean budget it is always `priced`.
         budgets_ms: float [B], the budgets of validation; None for the default budgets. Under a
-            mean budget, validation uses worths instead.
+            mean budget, validation uses values of a right answer instead.
         cost_ms: the time that a decision and its features take, which the reward charges.
         init_from: a checkpoint whose heads training starts from, with the statistics that its
             inputs are standardised by (`started_from`); None for fresh weights. Samples that it was
@@ -64,7 +64,7 @@ class ControllerSetup:
         networks: M, the number of networks side by side.
         folds: the rows that each fold's network is fitted on, and those that it is judged on.
         fitted: int64 [n], the rows that the deployed network is fitted on.
-        limits: float [B], the judged budgets in ms, or worths.
+        limits: float [B], the judged budgets in ms, or values of a right answer.
         controller, reference: the networks that learn, and a copy for the KL.
         actor, critic: the policy that draws, and for PPO its value network.
         env: where contexts and rewards come from.
@@ -106,7 +106,7 @@ class ControllerSetup:
         self.limit_key = LIMIT_KEYS[self.constraint]
         if self.priced:
             reward = REWARDS[self.constraint]
-            budgets_ms = judged_worths(table)
+            budgets_ms = judged_values(table)
         self.limits = default_budgets(table) if budgets_ms is None else budgets_ms
         # utility under budgets is judged, and the reward under prices
         self.judged_by = "utility"

@@ -59,7 +59,7 @@ class HeldOut:
         table: the profile.
         rows: the rows held out of each fold, int64 [n] each.
         networks: M.
-        limits: float [B], the judged budgets in ms, or under prices worths.
+        limits: float [B], the judged budgets in ms, or under prices 1/price.
         rewards: the rewards of training.
         judged_by: `utility` or `reward`, the outcome that is the score.
         cost_ms: the time of a decision, which budgets pay for.

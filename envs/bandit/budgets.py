@@ -117,10 +117,10 @@ def _quantile(values: Tensor, shares: Tensor) -> Tensor:
     return torch.lerp(ordered[low], ordered[high], (position - low).to(ordered.dtype))
 
 
-def worths_range(latencies_ms: Tensor) -> Tensor:
-    """Return the least and the greatest worth of a right answer to consider, float32 [2], in ms.
+def value_range(latencies_ms: Tensor) -> Tensor:
+    """Return the least and the greatest value of a right answer to consider, float32 [2], in ms.
 
-    The price of time under a mean budget is λ = 1/worth. The least worth is the 3 % quantile of the
+    The price of time under a mean budget is λ = 1/value. The least value is the 3 % quantile of the
     latencies above 0, where only what is nearly free pays. The greatest is thirty times their 97 %
     quantile, where a gain of some 3 points pays for the slowest.
     """
@@ -135,18 +135,18 @@ def limits_seen(table: ProfileTable, rows: Tensor, constraint: str) -> Tensor:
     """Return the limits that a network's encoding of them is standardised by.
 
     They are the profiled latencies of these rows (int64), [n]; under a mean budget the least and
-    the greatest worth, [2].
+    the greatest value, [2].
     """
     latencies_ms = table.latency_ms[rows][table.mask[rows]]
-    return latencies_ms if constraint == "deadline" else worths_range(latencies_ms)
+    return latencies_ms if constraint == "deadline" else value_range(latencies_ms)
 
 
-def judged_worths(table: ProfileTable) -> Tensor:
-    """Return five worths in ms by which a policy for mean budgets is validated, float32 [5].
+def judged_values(table: ProfileTable) -> Tensor:
+    """Return five values of a right answer, in ms, float32 [5], that validate mean budgets.
 
-    They are evenly spaced in logarithm inside `worths_range`.
+    They are evenly spaced in logarithm inside `value_range`.
     """
-    low, high = worths_range(table.latency_ms[table.mask]).log().tolist()
+    low, high = value_range(table.latency_ms[table.mask]).log().tolist()
     return torch.linspace(low, high, 7)[1:-1].exp()
 
 
@@ -227,11 +227,11 @@ class Relative(Strategy):
         return self.numbers[drawn] * latency_ms
 
 
-class Worths(Strategy):
-    """Under a mean budget: worths, evenly on a log scale."""
+class AnswerValues(Strategy):
+    """Under a mean budget: values of a right answer (1/price), evenly on a log scale."""
 
     def prepared(self, config: BudgetConfig, latencies_ms: Tensor) -> Tensor:
-        return worths_range(latencies_ms).log()
+        return value_range(latencies_ms).log()
 
     def __call__(self, rows: Tensor, generator: torch.Generator | None) -> Tensor:
         low, high = self.numbers
@@ -251,7 +251,7 @@ command line needs a line in `experiments/settings/choices.py` beside it."""
 class BudgetSampler:
     """Draw budgets for samples of a table.
 
-    Under `constraint="mean"` it draws worths instead.
+    Under `constraint="mean"` it draws values of a right answer instead.
 
     Args:
         table: the profile.
@@ -270,7 +270,7 @@ class BudgetSampler:
         one_of("budget.strategy", config.strategy, STRATEGIES)
         rows = thinned(torch.arange(table.num_samples) if rows is None else rows)
         latencies_ms = table.latency_ms[rows][table.mask[rows]]
-        strategy = Worths if config.constraint == "mean" else STRATEGIES[config.strategy]
+        strategy = AnswerValues if config.constraint == "mean" else STRATEGIES[config.strategy]
         self._draw = strategy(table, config, latencies_ms)
 
     def __call__(self, rows: Tensor, generator: torch.Generator | None = None) -> Tensor:

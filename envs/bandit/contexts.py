@@ -158,7 +158,7 @@ def chosen_context(
     """Read the options of `reset`, by which a person chooses `count` contexts.
 
     The options are `row` or `sample_id` (with `dataset`, where data sets share ids), and
-    `budget_ms`, or under a mean budget `worth_ms`. A single row, budget or worth holds for every
+    `budget_ms`, or under a mean budget `worth_ms`. A single row, budget or value holds for every
     context; else there is one for each.
 
     Returns:

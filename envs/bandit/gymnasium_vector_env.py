@@ -321,13 +321,13 @@ def oracle(rewards: RewardTable, rows: Tensor, limits: Tensor) -> Tensor:
     """Find the best profiled configuration of each sample, int64 [n].
 
     It has the highest utility, and of equal ones the lowest latency; under the reward `priced` it
-    has the highest accuracy − latency/worth instead. Of several measurements of a cell the mean
+    has the highest accuracy − latency/value instead. Of several measurements of a cell the mean
     counts.
 
     Args:
         rewards: of the table.
         rows: int64 [n], the samples.
-        limits: float [n], budgets in ms; under `priced` the worth of a right answer in ms.
+        limits: float [n], budgets in ms; under `priced` the value of a right answer in ms.
     """
     # an unprofiled cell counts as infinitely late: it gains nothing, and of the cells that gain
     # nothing it is the slowest

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 class RewardKind:
     """A kind of reward.
 
-    A formula takes accuracy, latency in ms, budget in ms (under a mean budget the worth of a right
+    A formula takes accuracy, latency in ms, budget in ms (under a mean budget the value of a right
     answer), complexity in [0, 1], and the settings. Its tensors are float and broadcast; it returns
     the rewards of all decisions, NaN where accuracy or latency is, and changes no argument.
     """
@@ -61,7 +61,7 @@ def utility(
 def priced(
     accuracy: Tensor, latency_ms: Tensor, budget_ms: Tensor, _: Tensor | float, config: RewardConfig
 ) -> Tensor:
-    """Compute α·accuracy − latency/worth; the budget is the worth of a right answer, in ms."""
+    """Compute α·accuracy − latency/value; the budget is the value of a right answer, in ms."""
     return config.alpha * accuracy - latency_ms / budget_ms
 
 
@@ -101,7 +101,7 @@ KINDS = {
         settings={"miss": 0.2},
     ),
     "priced": RewardKind(
-        "α·accuracy − latency/worth, under a mean budget only",
+        "α·accuracy − λ·latency, under a mean budget only",
         priced,
         constraint="mean",
         judged_by="reward",

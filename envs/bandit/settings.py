@@ -22,9 +22,9 @@ class BudgetConfig:
     """The budgets for `fixed`, in ms."""
     constraint: str = "deadline"
     """`deadline`: every request has its own budget; `mean`: the average over the requests must not
-    exceed it. A policy is then conditioned on the worth of a right answer, the ms that it may cost
-    (1/λ, λ the price of time). Training draws worths evenly on a log scale, and rewards accuracy −
-    latency/worth. The worth that gives a mean latency is calibrated on held-out samples."""
+    exceed it. A policy is then conditioned on the value of a right answer, the ms that it may cost
+    (1/λ, λ the price of time). Training draws these evenly on a log scale, and rewards accuracy −
+    λ·latency. The λ that gives a mean latency is calibrated on held-out samples."""
 
 
 @dataclass

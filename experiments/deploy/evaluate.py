@@ -105,7 +105,7 @@ def fitting_profile(config: EvaluateRun | ExplainRun | ExportRun, loaded: Loaded
 
     Raises:
         InputError: its configurations, features or unit are not those that the controller was
-            trained with, or the controller has no worths.
+            trained with, or the controller has no prices.
     """
     table = read_profile(config.profile, loaded)
     checkpoint = config.checkpoint

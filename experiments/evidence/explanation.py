@@ -98,8 +98,8 @@ class Explained:
         blocks = {name: block.numpy() for name, block in features.items()}
         return choices_of(self.policy, blocks, self.limits, self.mask)
 
-    def worth(self, chosen: Tensor, reads: Tensor) -> Tensor:
-        """Return the worth of choices, float64 [n, B].
+    def utility(self, chosen: Tensor, reads: Tensor) -> Tensor:
+        """Return the utility of choices, float64 [n, B].
 
         Args:
             chosen: int64 [n, B].
@@ -267,7 +267,7 @@ def with_more_time(explained: Explained) -> dict[str, float] | None:
 
 
 def importance(explained: Explained) -> list[Importance]:
-    """Return how much worth the policy loses when features are shuffled among the samples.
+    """Return how much utility the policy loses when features are shuffled among the samples.
 
     Each feature block is shuffled, and each column of a narrow block; all places of a text are
     shuffled together. scikit-learn's
@@ -280,10 +280,10 @@ def importance(explained: Explained) -> list[Importance]:
         its name if columns have names; null for a block), `lost` and its `ci95`.
     """
     generator = torch.Generator().manual_seed(SEED)
-    intact = explained.worth(explained.chosen, explained.reads).mean(1)
+    intact = explained.utility(explained.chosen, explained.reads).mean(1)
 
     def lost(name: str, places: slice, repeats: int = REPEATS) -> NDArray[np.float64]:
-        """Shuffle some columns of a block, and return the worth that each sample loses, [n].
+        """Shuffle some columns of a block, and return the utility that each sample loses, [n].
 
         It is the mean over shuffles and budgets.
         """
@@ -294,7 +294,7 @@ def importance(explained: Explained) -> list[Importance]:
             shuffled = block.clone()
             shuffled[:, places] = block[order, places]
             chosen = explained.decided(explained.features | {name: shuffled})
-            losses += intact - explained.worth(chosen, explained.reads).mean(1)
+            losses += intact - explained.utility(chosen, explained.reads).mean(1)
         return (losses / repeats).numpy()
 
     blocks = []
@@ -416,13 +416,13 @@ def _rules(
 
 
 def best_and_worst(explained: Explained, questions: Mapping[str, str]) -> BestAndWorst:
-    """Return the `best` and the `worst` decisions, by the worth that they `gain` over static.
+    """Return the `best` and the `worst` decisions, by the utility that they `gain` over static.
 
     There is at most one for each sample. Of equal gains those come first whose sample gains most
     (or loses most) over all budgets.
     """
-    policy = explained.worth(explained.chosen, explained.reads)
-    static = explained.worth(explained.static, explained.reads & False)  # it reads no features
+    policy = explained.utility(explained.chosen, explained.reads)
+    static = explained.utility(explained.static, explained.reads & False)  # it reads no features
     gains = (policy - static).numpy()
     lists: BestAndWorst = {"best": [], "worst": []}
     for decisions, signed in ((lists["best"], gains), (lists["worst"], -gains)):

@@ -167,9 +167,9 @@ class MeanBudgets(OnTable):
 
     @staticmethod
     def check_trained(controller: DeployedController) -> None:
-        """Raise InputError for a controller that does not know the worths of its budgets yet."""
+        """Raise InputError for a controller that does not know the prices of its budgets yet."""
         if not controller.calibration.mean:
-            raise InputError("its worths were not calibrated yet; let its training end")
+            raise InputError("its prices were not calibrated yet; let its training end")
 
     @staticmethod
     def deadlines(budgets_ms: Tensor) -> Tensor:
@@ -217,9 +217,11 @@ class MeanBudgets(OnTable):
         results |= {"sense": "mean", "static_hull": self.reference.hull()}
         prices = {}
         for name, of_seeds in policies.items():
-            worths = [policy.worths for policy in of_seeds.values() if hasattr(policy, "worths")]
-            if worths:
-                prices[name] = (1 / torch.stack(worths)).mean(0).tolist()
+            values_ms = [
+                policy.values_ms for policy in of_seeds.values() if hasattr(policy, "values_ms")
+            ]
+            if values_ms:
+                prices[name] = (1 / torch.stack(values_ms)).mean(0).tolist()
         for row in (*results["rows"], *results.get("by_dataset", [])):
             row |= {"price": None, "worth_ms": None}
             # a price belongs to a budget, so a mean over the budgets has none

@@ -85,7 +85,7 @@ class TrainRun(Training):
     """The limit in training: a deadline for each request; with mean, a limit on the mean over
     requests."""
     reward: RewardConfig = field(default_factory=lambda: replace(TRAINING_REWARD))
-    """The reward in training. Under budget=mean it is always accuracy − latency/worth."""
+    """The reward in training. Under budget=mean it is always accuracy − λ·latency."""
     balance: BalanceConfig = field(default_factory=BalanceConfig)
     """How often each sample is drawn in training."""
     policy: PolicyConfig = field(default_factory=lambda: replace(AUTO))
@@ -99,7 +99,7 @@ class TrainRun(Training):
     budgets_ms: list[float] | None = None
     """Budgets to judge at, in ms, or in the unit of costs that are no times; None for five
     quantiles of the table's latencies (under budget=mean, of the configurations' mean latencies).
-    Under budget=mean, worths are calibrated for these budgets only."""
+    Under budget=mean, prices are calibrated for these budgets only."""
     baselines: bool = True
     """Compare with every simple policy; false compares with budget-aware static and the oracle
     only."""
@@ -201,7 +201,7 @@ class EvaluateRun:
     `train`."""
     budgets_ms: list[float] | None = None
     """Budgets to judge at, in ms; None for five quantiles of the table's latencies. A controller
-    for mean budgets is judged at those that its worths were calibrated for."""
+    for mean budgets is judged at those that its prices were calibrated for."""
     reward: RewardConfig = field(default_factory=lambda: replace(TRAINING_REWARD))
     """The reward that the column `reward` shows."""
     baselines: bool = True

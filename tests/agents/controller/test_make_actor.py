@@ -55,7 +55,7 @@ def test_any_controller_of_a_checkpoint_becomes_a_policy(kind, tmp_path):
     assert table.mask.gather(1, inner.index(drawn["action"])).all()
     assert drawn["action_log_prob"].isfinite().all()
     assert len(drawn["action"].unique(dim=1)[0]) > 1
-    # the network inside: neither the guard nor calibrated worths play a part
+    # the network inside: neither the guard nor calibrated values play a part
     x = inner.normaliser(table.features, 60)
     greedy = inner(x, data[inner.limit_key], table.mask).argmax(-1)
     out = policy(data)

@@ -99,8 +99,8 @@ def test_the_steps_of_static_are_what_it_chooses(seed, holes, shape):
     # by the definition
     mean_ms = np.nanmean(latency, 0)
     for budget, chosen in zip(budgets, of_masks, strict=True):
-        worth = np.nansum(accuracy * (latency <= budget), 0) / (~hole).sum(0)
-        best = np.isclose(worth, worth.max())
+        utility = np.nansum(accuracy * (latency <= budget), 0) / (~hole).sum(0)
+        best = np.isclose(utility, utility.max())
         assert best[chosen]
         assert mean_ms[chosen] == pytest.approx(mean_ms[best].min())
 

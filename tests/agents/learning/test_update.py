@@ -61,12 +61,12 @@ def learned(agent):
 def utility(controller, table):
     """The mean utility of all samples under three budgets."""
     rows = torch.arange(table.num_samples)
-    worth = 0.0
+    utility = 0.0
     for budget in (8.0, 12.0, 18.0):
         chosen = controller.choose(arrays(table), np.full(len(rows), budget))
         met = table.latency_ms[rows, chosen] <= budget
-        worth += float((table.accuracy[rows, chosen] * met).mean()) / 3
-    return worth
+        utility += float((table.accuracy[rows, chosen] * met).mean()) / 3
+    return utility
 
 
 def test_latencies_that_drifted_are_learned_and_the_new_controller_takes_over():

@@ -228,13 +228,13 @@ def test_the_heads_learn_what_the_teacher_expects_now():
     overall, *_ = moved(agent, table, offsets.mean(), 0.0)
     ends = default_budgets(table).double() * float(offsets.mean().exp())
     budgets = torch.linspace(float(ends[0]), float(ends[-1]), 60)
-    worths = other.teacher.expected_utility(x[:1], budgets.unsqueeze(0))[0].clamp_min(0)
-    assert float(worths.amax(1).min()) > 0.1  # some configuration is on time
+    expected = other.teacher.expected_utility(x[:1], budgets.unsqueeze(0))[0].clamp_min(0)
+    assert float(expected.amax(1).min()) > 0.1  # some configuration is on time
     lost = []
     for each in (other, overall):
         decided = [chosen(each, table, budget)[0] for budget in budgets.tolist()]
-        worth = worths[torch.arange(60), torch.tensor(decided)]
-        lost.append(float((worths.amax(1) - worth).mean()))
+        utility = expected[torch.arange(60), torch.tensor(decided)]
+        lost.append(float((expected.amax(1) - utility).mean()))
     taught_again, budget_alone = lost
     assert budget_alone > 0.1
     assert taught_again < budget_alone / 3  # a sum over knobs does not say everything

@@ -101,7 +101,7 @@ def test_of_mean_budgets_those_that_are_calibrated_are_listed():
         assert configuration in chosen[round(budget, 4)]
     with input_error("drift"):
         policy.decide(blocks, 9.0, drift=(0.1, 1.0))
-    # what is expected is at the worth of the budget, 1000 ms
+    # what is expected is at the value of the budget, 1000 ms
     for row in explanation.expected:
         assert row.keys() == {"configuration", "probability", "accuracy", "latency_ms", "utility"}
         assert row["utility"] == pytest.approx(row["accuracy"] - row["latency_ms"] / 1000, abs=1e-5)

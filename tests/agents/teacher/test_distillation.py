@@ -68,14 +68,14 @@ def test_each_pupil_learns_from_its_teacher_about_requests_of_its_own_samples():
     targets = student.setup.distiller.targets
     teacher, of_folds, rows, folds = student.setup.distiller.fitted
     assert "by_value" not in targets  # no drift
-    x, limits, worths = targets["x"][:, :, 0], targets["limit"], targets["utility"]
+    x, limits, utility = targets["x"][:, :, 0], targets["limit"], targets["utility"]
     assert limits.shape == (*x.shape[:2], LIMITS)
     drawn = torch.cat([*student.stages[-2].minibatches(student.buffer)], 1)
     shapes = [drawn[name].shape for name in ("x", "limit", "utility")]
     assert shapes == [(3, 256, 1), (3, 256), (3, 256, 12)]
     normal = student.setup.rows.all_features[:, 0]
     for pupil, taught_by in enumerate([*of_folds, teacher]):
-        close(worths[pupil, :50], taught_by.expected_utility(x[pupil, :50], limits[pupil, :50]))
+        close(utility[pupil, :50], taught_by.expected_utility(x[pupil, :50], limits[pupil, :50]))
         assert torch.isin(drawn["limit"][pupil], limits[pupil]).all()
         # of each sample that it is fitted on, and of no other
         own = set(rows.tolist())

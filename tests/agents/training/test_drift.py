@@ -120,7 +120,7 @@ def test_heads_imitate_what_the_teacher_makes_of_a_drift(monkeypatch):
     monkeypatch.setattr(distillation, "drawn_drift", noted)
     student.run()
     names = "x", "limit", "utility", "by_value"
-    x, limits, worths, told = (student.setup.distiller.targets[name][-1, :40] for name in names)
+    x, limits, utility, told = (student.setup.distiller.targets[name][-1, :40] for name in names)
     offsets = drawn[-1][:40]
     close(told, drift_inputs(offsets, student.setup.controller.network.values))
     with torch.no_grad():
@@ -130,8 +130,8 @@ def test_heads_imitate_what_the_teacher_makes_of_a_drift(monkeypatch):
             moved = still.members._replace(log_latency=still.members.log_latency + offset)
             wanted.append(still._replace(members=moved).score(limit))
     # but where nothing is likely to be on time
-    hopeful = (worths.amax(-1) > 0.02) & (worths.amin(-1) >= 0)
-    close(worths[hopeful], torch.stack(wanted, 1)[hopeful])
+    hopeful = (utility.amax(-1) > 0.02) & (utility.amin(-1) >= 0)
+    close(utility[hopeful], torch.stack(wanted, 1)[hopeful])
     drawn = next(student.stages[-2].minibatches(student.buffer))
     assert drawn["by_value"].shape == (3, 32, told.shape[-1])
 

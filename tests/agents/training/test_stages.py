@@ -63,11 +63,11 @@ def policy():
 def trainer_of(*stages, log=None, settings=SETTINGS):
     """They learn one policy, which is judged by the utility that it expects of all samples."""
     agent = stages[0].module
-    worth = (TABLE.accuracy * (TABLE.latency_ms <= 12)).mean(0)
+    utility = (TABLE.accuracy * (TABLE.latency_ms <= 12)).mean(0)
 
     @torch.no_grad()
     def validate(logged):
-        score = float(agent.weight[:, 0].softmax(-1) @ worth)
+        score = float(agent.weight[:, 0].softmax(-1) @ utility)
         return Validation(score, {"Utility": score} if logged else {})
 
     with seeded(0, "cpu"):

@@ -32,7 +32,7 @@ from knobwise.agents.teacher.network import BEYOND, WIDEST
 from knobwise.agents.training.settings import OptimiserConfig
 from knobwise.agents.training.stage import Validation
 from knobwise.agents.training.trainer import Best
-from knobwise.envs.bandit.budgets import judged_worths
+from knobwise.envs.bandit.budgets import judged_values
 from knobwise.envs.bandit.settings import RewardConfig
 from knobwise.losses.settings import LossConfig
 
@@ -267,9 +267,9 @@ def test_under_a_mean_budget_worths_are_drawn_and_rewards_are_priced():
     watch(student, priced)
     best = DeployedController(student.run())
     assert best.controller.limit_key == "worth_ms"
-    assert torch.equal(student.setup.limits, judged_worths(table))
+    assert torch.equal(student.setup.limits, judged_values(table))
     assert not lines.values("Train/Budget_Violation_Rate")
-    choices = [best.choose(arrays(table), np.full(60, worth)) for worth in (1.0, 1e4)]
+    choices = [best.choose(arrays(table), np.full(60, value)) for value in (1.0, 1e4)]
     little, much = (table.latency_ms[range(60), chosen].mean() for chosen in choices)
     assert little < much
 
@@ -399,8 +399,8 @@ def test_what_was_measured_of_a_fold_changes_every_network_but_that_of_the_fold(
         # the second, and not the last, which learns from all
         assert equal_states(*pair) == (number == 1)
         if name == "taught":
-            worths = (student.setup.distiller.targets["utility"][number] for student in students)
-            assert torch.equal(*worths) == (number == 1)
+            targets = (student.setup.distiller.targets["utility"][number] for student in students)
+            assert torch.equal(*targets) == (number == 1)
     if name == "taught":
         assert torch.equal(*(student.setup.distiller.targets["x"] for student in students))
 

@@ -16,10 +16,10 @@ from knobwise.envs.bandit.budgets import (
     STRATEGIES,
     BudgetEncoding,
     BudgetSampler,
-    judged_worths,
+    judged_values,
     log_measured,
     log_ms,
-    worths_range,
+    value_range,
 )
 from knobwise.envs.bandit.contexts import ContextSampler
 
@@ -80,14 +80,14 @@ def test_budgets_are_positive_where_a_timer_said_zero(strategy, monkeypatch):
 
 def test_the_range_of_worths_and_those_that_are_judged_by_hand():
     latency = torch.arange(101.0) + 1  # 3 % and 97 % quantiles: 4 and 98
-    assert worths_range(latency).tolist() == pytest.approx([4, 30 * 98])
+    assert value_range(latency).tolist() == pytest.approx([4, 30 * 98])
     # five, evenly apart in logarithm, the ends left out
     step = (30 * 98 / 4) ** (1 / 6)
-    judged = judged_worths(of_latencies(latency[:, None])).tolist()
+    judged = judged_values(of_latencies(latency[:, None])).tolist()
     assert judged == pytest.approx([4 * step**k for k in range(1, 6)], rel=1e-4)
     # what costs nothing is left out
-    identical(worths_range(torch.cat([latency, torch.zeros(50)])), worths_range(latency))
-    identical(worths_range(torch.zeros(4)), [1, 30])
+    identical(value_range(torch.cat([latency, torch.zeros(50)])), value_range(latency))
+    identical(value_range(torch.zeros(4)), [1, 30])
 
 
 def test_worths_are_drawn_evenly_in_logarithm():

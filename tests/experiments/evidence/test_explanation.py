@@ -225,7 +225,7 @@ def test_every_kind_of_controller_is_explained_by_its_own_decisions(kind, monkey
     else:
         late = latency_ms - look[at] * ~part.reads > budgets
         wanted = accuracy.masked_fill(late, 0)
-    close(part.worth(part.chosen, part.reads), wanted, within=1e-12)
+    close(part.utility(part.chosen, part.reads), wanted, within=1e-12)
     entry = explain_policy(part, {})
     assert entry == explain_policy(part, {})
     assert (entry["importance"] == []) == (kind == "no features")

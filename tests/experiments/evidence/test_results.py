@@ -32,7 +32,7 @@ from knobwise.agents.controller.settings import PolicyConfig
 from knobwise.agents.evaluation.baselines import Oracle, static_of
 from knobwise.agents.teacher.regressors import FAMILIES
 from knobwise.agents.training.checkpoint import Loaded
-from knobwise.envs.bandit.budgets import default_budgets, judged_worths
+from knobwise.envs.bandit.budgets import default_budgets, judged_values
 from knobwise.envs.readers.long_table import long_frame
 from knobwise.envs.tables.profile_table import Split
 from knobwise.experiments.evidence.controllers import (
@@ -214,12 +214,15 @@ def test_rows_of_deadlines_by_hand():
     assert second["utility"] == pytest.approx(0.5 / 3)
 
 
-def at_means(budgets, worths, seeds, **guard):
+def at_means(budgets, values_ms, seeds, **guard):
     """Return the results of a controller that takes the dearest configuration for whom a right
     answer is worth 100 ms, else the middle one."""
-    budgets, worths = torch.tensor(budgets), torch.tensor(worths)
+    budgets, values_ms = torch.tensor(budgets), torch.tensor(values_ms)
     learned = ruled_at_means(
-        lambda features, worths, mask: np.where(worths >= 100, 2, 1), budgets, worths, **guard
+        lambda features, values_ms, mask: np.where(values_ms >= 100, 2, 1),
+        budgets,
+        values_ms,
+        **guard,
     )
     evaluator = MeanBudgets(by_hand(), Split(FITTED, FITTED[:0], TEST), budgets)
     about = evaluator, [learned] * len(seeds), seeds, evaluator.references()
@@ -334,8 +337,8 @@ def test_a_run_under_mean_budgets_that_was_stopped_before_its_worths_goes_on(
 ):
     words = [*MEAN, "seeds=[0]", "name=x"]
     with monkeypatch.context() as patch:
-        worths = "knobwise.agents.calibration.calibrate.worths_for"
-        patch.setattr(worths, Mock(side_effect=KeyboardInterrupt))
+        calibrated = "knobwise.agents.calibration.calibrate.calibrated_values"
+        patch.setattr(calibrated, Mock(side_effect=KeyboardInterrupt))
         assert main(words) == 130
     evaluate = ["evaluate", *TABLE, "checkpoint=runs/mean_budget/x/checkpoints/seed0/best.pt"]
     assert "best.pt" in mistake(evaluate, capsys)
@@ -431,10 +434,10 @@ def test_nothing_depends_on_the_unit():
     of_units = []
     for table, scale in zip(in_two_units(), (1.0, SCALE), strict=True):
         # the tightest budget is that of the free ones, as little as a budget can be
-        budgets = default_budgets(table)[1:], mean_budgets(table, rows), judged_worths(table)
+        budgets = default_budgets(table)[1:], mean_budgets(table, rows), judged_values(table)
         controller = driven_apart(table, PolicyConfig(hidden=8), constraint="mean", by=0.0)
-        worths = scale * torch.linspace(1, 900, 90)
-        start = controller(controller.normaliser(table.features), worths)
+        values_ms = scale * torch.linspace(1, 900, 90)
+        start = controller(controller.normaliser(table.features), values_ms)
         of_units.append([start, *(limits / scale for limits in budgets)])
     torch.testing.assert_close(*of_units, atol=2e-3, rtol=1e-3)
 

@@ -57,9 +57,9 @@ def judged_at_means():
     accuracy = [[0.0, 1.0]] * 6 + [[1.0, 0.0]] * 2
     latency = [[1.0, 3.0]] * 6 + [[1.0, 5.0]] * 2
     table, rows = table_of(accuracy, latency, datasets=tuple("aaaaaabb")), torch.arange(8)
-    budgets, worths = torch.tensor([[2.0, 4.0], [5.0, 9.0]])
-    learned = ruled_at_means(Always(1), budgets, worths)
-    other = ruled_at_means(Always(0), budgets, worths).under_mean_budgets()
+    budgets, values_ms = torch.tensor([[2.0, 4.0], [5.0, 9.0]])
+    learned = ruled_at_means(Always(1), budgets, values_ms)
+    other = ruled_at_means(Always(0), budgets, values_ms).under_mean_budgets()
     other.name = "knn"
     evaluator = MeanBudgets(table, Split(rows, rows[:0], rows), budgets)
     first, second, last = evaluator.references()
