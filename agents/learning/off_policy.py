@@ -36,7 +36,7 @@ CONFIDENCE = 0.95
 """Confidence of the lower bound of a gain."""
 
 
-class Judgement(NamedTuple):
+class Estimate(NamedTuple):
     """A comparison of a new and an old controller on labelled requests that neither was fitted
     on."""
 
@@ -91,7 +91,7 @@ def decisions(controller: NumpyController, logged: Logged) -> Tensor:
     return chosen
 
 
-def judge(logged: Logged, expected: Tensor, old: Tensor, new: Tensor) -> Judgement:
+def judge(logged: Logged, expected: Tensor, old: Tensor, new: Tensor) -> Estimate:
     """Compare the choices of two controllers on n labelled requests of a log.
 
     Args:
@@ -114,7 +114,7 @@ def judge(logged: Logged, expected: Tensor, old: Tensor, new: Tensor) -> Judgeme
     bound = lower_bound(gain, float(variance / len(old)) ** 0.5, CONFIDENCE)
     different = int(differs.sum())
     better = different >= MIN_DIFFERENT and bound > 0
-    return Judgement(len(old), different, gain, bound, better)
+    return Estimate(len(old), different, gain, bound, better)
 
 
 def _evidence(logged: Logged, choices: Tensor, differs: Tensor, expected: Tensor) -> Tensor:

@@ -124,8 +124,8 @@ def test_the_guard_of_the_nearest_budget_is_quoted(place, reason):
         most_probable.append(each.decision == first["configuration"])
         if place != -1:
             best = max(row["utility"] for row in each.expected)
-            doubts = each.reason.endswith("expects more of another")
-            assert doubts == (first["utility"] < best - 1e-6)
+            more = each.reason.endswith("expects more of another")
+            assert more == (first["utility"] < best - 1e-6)
     assert all(most_probable) == (place != -1)
     for kind in ("heads", "teacher"):
         assert policy_of(kind).decide(TABLE.blocks(0), 9.0, explain=True).guard is None

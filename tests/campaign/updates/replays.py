@@ -40,7 +40,7 @@ def replay(kind, seed, accepts=True):
     with patch.object(adaptation, "STEPS", STEPS), patch.object(update_module, "FOLDS", FOLDS):
         result = update(served().agent, log.logged())
         accepted = result
-        if accepts and any(result.doubts.values()):
+        if accepts and any(result.objections.values()):
             accepted = update(served().agent, log.logged(), accept=True)
     changes = [change_of(each, log.world) for each in (result, accepted)]
     return Replay(result.better, changes[0], accepted.better, changes[1], result)

@@ -1,9 +1,9 @@
-"""Reasons not to believe a log. A step of an update that gives one takes over only if a person
-accepts it.
+"""Objections to a log, which may be wrong. A step of an update that meets one takes over only if a
+person accepts it.
 
 Wrong labels that look just like a real loss of accuracy cannot be told from one. So labels may move
 decisions only as far as costs next to nothing if they are wrong and the profile is right. Times are
-doubted where a configuration's differ much from what those of all others imply for it, and where
+objected to where a configuration's differ much from what those of all others imply for it, and where
 their gain has passed.
 """
 
@@ -30,7 +30,7 @@ MAX_RATIO = 2.0
 """The largest factor between a configuration's times and what those of others imply for it."""
 
 
-def doubted_times(
+def objections_to_times(
     names: Sequence[Mapping[str, Any]], configurations: Tensor, choice: Tensor, ratios: Tensor
 ) -> list[str]:
     """Return a line for each configuration whose times contradict those of the others.
@@ -56,7 +56,7 @@ def doubted_times(
     return reasons
 
 
-def doubted_labels(
+def objections_to_labels(
     names: Sequence[Mapping[str, Any]], logged: Logged, accuracy: Tensor, loss: float
 ) -> list[str]:
     """Return why a change that rests on labels is doubtful; an empty list if it is not.
