@@ -364,7 +364,7 @@ def deployed(table, policy=WITH_TEACHER, budgets_ms=None, constraint="deadline",
     return deployed_by(trained(table, policy, constraint, **settings).setup, budgets_ms)
 
 
-def member_of(controller, number):
+def network_alone(controller, number):
     """One of the networks side by side as a controller of its own, in eval mode."""
     plain = controller.plain()
     plain["policy"] |= {"teacher": False, "experts": (), "fold_networks": 1}

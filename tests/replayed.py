@@ -121,9 +121,9 @@ def _knows_means(samples):
     controller.network.layers[0].weight.data[:, :width] = 0
     optimiser = torch.optim.Adam(controller.network.parameters(), lr=0.02)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimiser, STEPS)
-    members = SMALL.networks_trained
+    networks = SMALL.networks_trained
     for _ in range(STEPS):
-        logits = controller.network(x.expand(members, -1, -1), limits.expand(members, -1))
+        logits = controller.network(x.expand(networks, -1, -1), limits.expand(networks, -1))
         loss = -(target * logits).sum(-1).mean()
         optimiser.zero_grad()
         loss.backward()

@@ -66,8 +66,8 @@ class _TableEncoder(nn.Module):
     `offsets` [rows, C] say how the machines of copies drift, and `noise` [*, width] is added to
     their features, the same for a row at every visit.
 
-    With `members` contexts [*] belong to the networks in turn, in a flat batch number i to network
-    i mod M, as in training; without, all are for the network that is deployed.
+    With `all_networks` contexts [*] belong to the networks in turn, in a flat batch number i to
+    network i mod M, as in training; without, all are for the network that is deployed.
     """
 
     all_features: Tensor
@@ -79,13 +79,13 @@ class _TableEncoder(nn.Module):
         self,
         controller: Controller,
         table: ProfileTable,
-        members: bool,
+        all_networks: bool,
         offsets: Tensor | None = None,
         noise: Tensor | None = None,
     ) -> None:
         super().__init__()
         self.controller = controller
-        self.members = controller.config.networks_trained if members else 0
+        self.networks = controller.config.networks_trained if all_networks else 0
         device = controller.configurations.device
         by_value = None
         if offsets is not None:
@@ -124,14 +124,14 @@ class _TableEncoder(nn.Module):
         """Return log-probs [*, C] of controllers with the inputs of this one, looked up once."""
         shape = row.shape
         limit = limit.float()
-        if self.members:
+        if self.networks:
             # every M-th context for the same network; rows are smaller than what they stand for
-            row, limit = (x.reshape(-1, self.members).T.contiguous() for x in (row, limit))
+            row, limit = (x.reshape(-1, self.networks).T.contiguous() for x in (row, limit))
         # [*] → [*, width]
         x = self.features_of(row)
         mask = None if self.complete else self.mask[row % len(self.mask)]
         # the network that is deployed
-        if not self.members:
+        if not self.networks:
             return [controller(x, limit, mask) for controller in controllers]
         # the networks in training
         by_value = None
@@ -215,7 +215,7 @@ def make_critic(
     critic.network.head = ValueHead(config.networks_trained, config.hidden)
     critic.network.utility = None
     critic.to(controller.configurations.device)
-    rows = _TableEncoder(critic, table, members=True, noise=noise)
+    rows = _TableEncoder(critic, table, all_networks=True, noise=noise)
     keys = ["row", controller.limit_key]
     return TensorDictModule(rows, in_keys=keys, out_keys=["state_value"])
 
@@ -227,7 +227,7 @@ def make_actor(
     *,
     action: str = "knobs",
     separate: bool = False,
-    members: bool = False,
+    all_networks: bool = False,
     offsets: Tensor | None = None,
     noise: Tensor | None = None,
 ) -> Actor:
@@ -274,7 +274,7 @@ def make_actor(
         encoder: nn.Module = _FeatureEncoder(controller)
         keys = [limit, *controller.normaliser.sizes, "mask"]
     else:
-        encoder = _TableEncoder(controller, table, members, offsets, noise)
+        encoder = _TableEncoder(controller, table, all_networks, offsets, noise)
         keys = ["row", limit]
     # requests → log-probs → actions
     encode = TensorDictModule(encoder, in_keys=keys, out_keys=["log_probs"])

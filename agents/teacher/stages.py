@@ -82,7 +82,7 @@ class Regression(ControllerStage):
     def loss(self, minibatch: TensorDictBase) -> TensorDictBase:
         """Return the regression's loss on the measurements of the drawn samples."""
         rewards = self.setup.env.rewards
-        row = minibatch["row"][:, : self.teacher.members].T  # [M, n]
+        row = minibatch["row"][:, : self.teacher.networks].T  # [M, n]
         predicted = self.teacher.network(self.setup.rows.features_of(row))
         row = row % self.setup.table.num_samples  # row i + k·N is a copy of sample i
         measured = (rewards.accuracy, self.log_latency, self.variance)
@@ -99,7 +99,7 @@ class Regression(ControllerStage):
     def _log_probs(self, limit: Tensor) -> Tensor:
         """Return log-probs like those of `HeldOut.log_probs`, but by the teacher's networks."""
         setup = self.setup
-        rows = setup.held_out.by_network[:, : self.teacher.members].T
+        rows = setup.held_out.by_network[:, : self.teacher.networks].T
         predicted = self.teacher.network(setup.rows.all_features[rows]).predicted()
         scores = setup.policy.sharpness * predicted.score(limit.to(setup.device), setup.constraint)
         mask = setup.table.mask[rows].to(setup.device)
@@ -137,11 +137,11 @@ class Distillation(ControllerStage):
     def minibatches(self, buffer: ReplayBuffer) -> Iterator[TensorDictBase]:
         """Draw random targets for each network, [M, n], instead of collected contexts."""
         targets = self.targets()
-        members, requests, limits = targets.shape
+        networks, requests, limits = targets.shape
         for count in sizes_of_minibatches(self.settings.contexts, self.settings.minibatch):
-            request = torch.randint(requests, (members, count))
-            limit = torch.randint(limits, (members, count))
-            drawn = targets[torch.arange(members).unsqueeze(1), request, limit]
+            request = torch.randint(requests, (networks, count))
+            limit = torch.randint(limits, (networks, count))
+            drawn = targets[torch.arange(networks).unsqueeze(1), request, limit]
             yield drawn.to(self.setup.device)
 
     def loss(self, minibatch: TensorDictBase) -> TensorDictBase:

@@ -96,11 +96,11 @@ def concatenated(predictions: Sequence[Prediction]) -> Prediction:
 
 
 class Teacher(nn.Module):
-    """Predicts outcomes by a network of M members and by experts; its own decisions are those of a
+    """Predicts outcomes by M networks side by side and by experts; its own decisions are those of a
     `Policy`.
 
     Args:
-        network: of M members, which count alike.
+        network: M networks side by side, which count alike.
         normaliser: of the features.
         experts: beside the network.
         weights: float [1 + experts], the network's first.
@@ -139,23 +139,23 @@ class Teacher(nn.Module):
         rows: Tensor,
         config: PolicyConfig,
         normaliser: FeatureNormaliser,
-        member_rows: Tensor,
+        network_rows: Tensor,
         constraint: str = "deadline",
     ) -> Teacher:
         """Return a fresh network without experts, at the means of these rows (int64 [n]).
 
-        Each member is fitted on `member_rows`, bool [M, n].
+        Each network is fitted on `network_rows`, bool [M, n].
         """
-        member_rows = thinned(member_rows.T).T
+        network_rows = thinned(network_rows.T).T
         rows = thinned(rows)
         x = normaliser.of_rows(table, rows)
         bins = 0 < normaliser.width <= WIDEST
         network = OutcomeNetwork(normaliser.width, table.num_configurations, config, bins)
-        network.start_from(x, table.accuracy[rows], table.latency_ms[rows], member_rows)
+        network.start_from(x, table.accuracy[rows], table.latency_ms[rows], network_rows)
         return cls(network, normaliser, constraint=constraint)
 
     @property
-    def members(self) -> int:
+    def networks(self) -> int:
         """The number of networks side by side."""
         return len(self.network.outcome_head.bias)
 
@@ -165,9 +165,9 @@ class Teacher(nn.Module):
         weights = []
         predictions = []
         if share > 0:
-            # the network's members count alike
-            weights += [share / self.members] * self.members
-            predictions.append(self.network(x.expand(self.members, -1, -1)).predicted())
+            # the networks count alike
+            weights += [share / self.networks] * self.networks
+            predictions.append(self.network(x.expand(self.networks, -1, -1)).predicted())
         for weight, expert in zip(of_experts, self.experts, strict=True):
             if weight > 0:
                 weights.append(weight)
@@ -308,9 +308,9 @@ def fit_teacher(
     A member that is worth more alone than with the others, by more than chance, decides alone.
 
     Args:
-        rows: int64 [n], what the network's members were fitted on in folds (`folds_of` with the
+        rows: int64 [n], what the networks were fitted on in folds (`folds_of` with the
             same seed).
-        network: a teacher without experts, of at least two members.
+        network: a teacher without experts, of at least two networks.
         limits: float [B] that utility is averaged over, see `Controller`.
         seed: of folds and trees.
         experts: fitted on the same rows and features, for the same limits, in as many folds; None
@@ -321,7 +321,7 @@ def fit_teacher(
     families = config.experts if normaliser.width else ()
     if experts is None:
         budgets_ms = limits if constraint == "deadline" else limits[:0]
-        settings = budgets_ms, families, seed, normaliser, network.members
+        settings = budgets_ms, families, seed, normaliser, network.networks
         experts = Experts.fit(table, rows, *settings)
     fitted = experts.of_families(families)
     measured = experts.measured
@@ -336,10 +336,12 @@ def fit_teacher(
     teacher = Teacher(network.network, normaliser, all_experts, weights, constraint)
     # and one for each fold, with the parts that have not seen it
     teachers = []
-    for member, of_fold in enumerate(of_folds):
-        experts_of_fold = [family.of_folds[member] for family in fitted]
-        inner = _of_member(network.network, member)
-        teachers.append(Teacher(inner, normaliser, experts_of_fold, of_fold, constraint).eval())
+    for fold, weights_of_fold in enumerate(of_folds):
+        experts_of_fold = [family.of_folds[fold] for family in fitted]
+        inner = _network_alone(network.network, fold)
+        teachers.append(
+            Teacher(inner, normaliser, experts_of_fold, weights_of_fold, constraint).eval()
+        )
     return FittedTeacher(teacher.eval(), teachers, rows, folds)
 
 
@@ -348,11 +350,11 @@ def _held_out(
 ) -> Prediction:
     """Predict the outcomes of each sample by the network that was not fitted on it, [n, C]."""
     x = teacher.normaliser.of_rows(table, rows)
-    # each sample was held out of one member
+    # each sample was held out of one network
     unseen_by = torch.empty(len(rows), dtype=torch.int64)
-    for member, held in enumerate(folds):
-        unseen_by[held] = member
-    predicted = teacher.network(x.expand(teacher.members, -1, -1)).predicted()
+    for fold, held in enumerate(folds):
+        unseen_by[held] = fold
+    predicted = teacher.network(x.expand(teacher.networks, -1, -1)).predicted()
     return Prediction(*(part[unseen_by, torch.arange(len(rows))] for part in predicted))
 
 
@@ -367,10 +369,10 @@ def _weights(known: HeldOutScores, measured: MeasuredRows) -> tuple[Tensor, list
     return alone, [alone] * len(of_folds)
 
 
-def _of_member(network: OutcomeNetwork, member: int) -> OutcomeNetwork:
-    """Return one member of a network alone."""
+def _network_alone(network: OutcomeNetwork, index: int) -> OutcomeNetwork:
+    """Return one of the M networks side by side, alone."""
     alone = copy.deepcopy(network)
-    # every parameter has the members first
+    # every parameter has the networks first
     for parameter in alone.parameters():
-        parameter.data = parameter.data[[member]]
+        parameter.data = parameter.data[[index]]
     return alone

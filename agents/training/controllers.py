@@ -153,7 +153,7 @@ class ControllerSetup:
             generator = torch.Generator().manual_seed(seed)
             noise = controller.normaliser.noise(self.augment, max(count, 1), generator)
         self.actor = make_actor(
-            controller, table, self.group_size, members=True, offsets=offsets, noise=noise
+            controller, table, self.group_size, all_networks=True, offsets=offsets, noise=noise
         ).to(self.device)
         self.critic: Any = None
         if self.loss.objective == "ppo":

@@ -31,21 +31,21 @@ PRICED_METRICS = ("Reward", "Accuracy", "Latency", "Loss")
 
 
 def divided(
-    table: ProfileTable, split: Split, members: int, seed: int
+    table: ProfileTable, split: Split, fold_networks: int, seed: int
 ) -> tuple[list[Tensor], list[Tensor]]:
     """Return the rows that each fold's network is fitted on, and those it is judged on.
 
     Raises:
-        InputError: there are fewer samples (or images) than members.
+        InputError: there are fewer samples (or images) than networks.
     """
-    if members == 1:
+    if fold_networks == 1:
         return [split.train], [thinned(split.validation, MAX_JUDGED)]
     rows = split.fitted
-    folds = folds_of(table, rows, seed, members)
-    if len(folds) < members:
+    folds = folds_of(table, rows, seed, fold_networks)
+    if len(folds) < fold_networks:
         raise InputError(
-            f"policy.fold_networks={members}: profile {table.name!r} has only {len(folds)} "
-            "samples (or images) outside its test part; use fewer members"
+            f"policy.fold_networks={fold_networks}: profile {table.name!r} has only {len(folds)} "
+            "samples (or images) outside its test part; use fewer networks"
         )
     fitted, held_out = zip(*folds, strict=True)
     judged = [thinned(rows[hold], MAX_JUDGED) for hold in held_out]

@@ -109,7 +109,7 @@ def test_it_is_fitted_whatever_the_table(name):
     for each in (teacher, *of_folds):
         assert tuple(expert.name for expert in each.experts) == expected
         assert list(each.chosen()["weights"]) == ["network", *expected]
-    assert [each.members for each in (teacher, *of_folds)] == [3, 1, 1, 1]
+    assert [each.networks for each in (teacher, *of_folds)] == [3, 1, 1, 1]
     assert torch.equal(fitted_rows, rows)
     assert torch.cat(folds).sort().values.equal(torch.arange(len(rows)))
 

@@ -15,7 +15,7 @@ from helpers import (
     close,
     equal_states,
     input_error,
-    member_of,
+    network_alone,
     small_table,
     table_of,
     trainer_on,
@@ -349,7 +349,7 @@ def test_networks_are_judged_on_what_was_held_out_of_them_by_hand(name):
         p.add_(0.3 * torch.randn_like(p))
     utilities = []
     for number, hold in enumerate(student.setup.folds[1]):
-        alone = DeployedController(member_of(student.setup.controller, number))
+        alone = DeployedController(network_alone(student.setup.controller, number))
         mask = table.mask[hold]
         for budget in student.setup.limits:
             limits = budget.expand(len(hold))
@@ -395,7 +395,7 @@ def test_what_was_measured_of_a_fold_changes_every_network_but_that_of_the_fold(
         student.collector.shutdown()
         students.append(student)
     for number in range(4):
-        pair = (member_of(student.setup.controller, number) for student in students)
+        pair = (network_alone(student.setup.controller, number) for student in students)
         # the second, and not the last, which learns from all
         assert equal_states(*pair) == (number == 1)
         if name == "taught":
