@@ -29,7 +29,12 @@ def main(
 
     shape = {"batch_size": contexts, "group_size": group_size}
     env = ConfigBandit(
-        table, **shape, rows=split.train, action_keys="knobs", lean=True, full_information=True
+        table,
+        **shape,
+        rows=split.train,
+        action_keys="knobs",
+        observe_features=False,
+        full_information=True,
     )
     agent = DeployedController(Controller.for_table(table, split.train, PolicyConfig()))
     policy = make_actor(agent, table, group_size=group_size, separate=True)

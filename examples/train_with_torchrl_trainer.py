@@ -20,7 +20,7 @@ def main(iterations: int = 300, contexts: int = 256, group_size: int = 16) -> tu
     split = table.split()
     budgets_ms = default_budgets(table)
     env = ConfigBandit(
-        table, batch_size=contexts, group_size=group_size, rows=split.train, lean=True
+        table, batch_size=contexts, group_size=group_size, rows=split.train, observe_features=False
     )
     controller = Controller.for_table(table, split.train, PolicyConfig())
     policy = make_actor(controller, table, group_size=group_size)

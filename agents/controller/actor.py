@@ -242,9 +242,9 @@ def make_actor(
     `get_dist(tensordict)`. For contexts [P] the distribution gives `log_prob(action)` [P, G] for
     actions int64 [P, G, K], or of a `CompositeDistribution` [P, G] for each key; `entropy()` [P];
     and for `loss=exact` and RCE `log_probs` [P, C], −inf where a configuration must not be chosen.
-    In a collector it reads `row` int64 [P] and `budget_ms` float [P], or without `lean=True` the
-    feature blocks [P, d] and `mask` bool [P, C]; it writes `action`, or the knobs' own keys
-    int64 [P, G] each, and `action_log_prob` [P, G].
+    In a collector it reads `row` int64 [P] and `budget_ms` float [P], or unless
+    `observe_features=False` the feature blocks [P, d] and `mask` bool [P, C]; it writes `action`,
+    or the knobs' own keys int64 [P, G] each, and `action_log_prob` [P, G].
 
     Args:
         table: when given, the policy reads `row` and the limit (`budget_ms` or `worth_ms`),

@@ -99,7 +99,11 @@ class SelectorSetup:
         self.agent = self._actor(start).to(self.device).eval()
         self.reference = self._actor(reference).to(self.device).eval().requires_grad_(False)
         self.agent.selector.stage = stage
-        about: dict[str, Any] = {"unprofiled": "error", "lean": True, "group_size": "all"}
+        about: dict[str, Any] = {
+            "unprofiled": "error",
+            "observe_features": False,
+            "group_size": "all",
+        }
         about |= {"reward": reward, "groups": groups, "seed": seed, "device": self.device}
         if live:
             about |= {"group_size": self.loss.group_size, "shots": shots}

@@ -171,7 +171,7 @@ class ControllerSetup:
             seed=seed,
             unprofiled="error",
             action="configuration",
-            lean=True,
+            observe_features=False,
             cost_ms=cost_ms,
             device=self.device,
         )

@@ -76,7 +76,7 @@ def trainer_of(*stages, log=None, settings=SETTINGS):
             batch_size=32,
             group_size=1,
             action="configuration",
-            lean=True,
+            observe_features=False,
             unprofiled="error",
             seed=0,
         )
