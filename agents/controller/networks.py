@@ -48,23 +48,23 @@ class KnobHeads(nn.Module):
     a sum over knobs says little, and there is one head over the configurations.
 
     Attributes:
-        places: float32 [values of all knobs, C], which values make up a configuration; None for one
-            head over the configurations.
+        one_hot: float32 [values of all knobs, C], 1 for the values that make up a configuration;
+            None for one head over the configurations.
     """
 
-    places: Tensor | None
+    one_hot: Tensor | None
 
     def __init__(self, hidden: int, configurations: Tensor, networks: int = 1) -> None:
         super().__init__()
         count = len(configurations)
         self.by_knobs = 2 * count > int((configurations.amax(0) + 1).prod())
-        places = None
+        one_hot = None
         if self.by_knobs:
             values = [functional.one_hot(column) for column in configurations.T]
-            places = torch.cat(values, 1).T.float().contiguous()
-        self.register_buffer("places", places, persistent=False)
+            one_hot = torch.cat(values, 1).T.float().contiguous()
+        self.register_buffer("one_hot", one_hot, persistent=False)
         # one logit for each knob value, or for each configuration
-        outputs = count if places is None else len(places)
+        outputs = count if one_hot is None else len(one_hot)
         self.logits = StackedLinear(networks, hidden, outputs)
 
     def forward(
@@ -76,8 +76,8 @@ class KnobHeads(nn.Module):
         """
         logits = self.logits(hidden)
         # a configuration's logit is the sum over its knob values
-        if self.places is not None:
-            logits = logits @ self.places
+        if self.one_hot is not None:
+            logits = logits @ self.one_hot
         if further is not None:
             logits = logits + further
         if mask is not None:

@@ -73,16 +73,16 @@ class Static:
         count, samples = self.sorted_ms.shape
         # configurations from the fastest to the slowest on average; all cells of one after another
         order = np.argsort(self.latency_ms, kind="stable")
-        place = np.concatenate([[0], np.repeat(np.arange(count), samples)])
+        configuration = np.concatenate([[0], np.repeat(np.arange(count), samples)])
         time = np.concatenate([[-np.inf], self.sorted_ms[order].ravel()])
         utility = np.concatenate([[0.0], self.running[order, 1:].ravel()])
         # cells from the worst to the best, among equals the slower first, and the rank of each
-        ranked = np.lexsort((-place, utility))
+        ranked = np.lexsort((-configuration, utility))
         rank = np.argsort(ranked)
         # cells by time, but those that were not measured, which take forever
         by_time = np.argsort(time, kind="stable")
         by_time = by_time[time[by_time] < np.inf]
-        chosen = order[place[ranked[np.maximum.accumulate(rank[by_time])]]]
+        chosen = order[configuration[ranked[np.maximum.accumulate(rank[by_time])]]]
         time = time[by_time]
         # the last cell of each latency, which includes the others
         last = np.append(time[1:] != time[:-1], True)

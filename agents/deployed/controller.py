@@ -28,7 +28,7 @@ from .arrays import (
     short,
 )
 from .calibrated import CalibratedMeanBudgets, Guard, Static
-from .network import Heads, Normaliser, places_of
+from .network import Heads, Normaliser, one_hot_of
 
 FORMAT = "knobwise.NumpyController/4"
 AT_ONCE = 2048
@@ -81,8 +81,8 @@ class NumpyController:
         self._tiny = np.full(sum(self._widths), 1e-30, np.float32)  # no product is too large
         self._normaliser = Normaliser(below(arrays, "normaliser."), self.header["clip"])
         by_knobs = self.header["heads"] == "knobs"
-        places = places_of(self.configurations) if by_knobs else None
-        self._heads = Heads(below(arrays, "network."), self.header, self._normaliser, places)
+        one_hot = one_hot_of(self.configurations) if by_knobs else None
+        self._heads = Heads(below(arrays, "network."), self.header, self._normaliser, one_hot)
         self._values = arrays.get("values")
         # the latency that the tracker compares with what answers take; no decision reads it
         latency = below(arrays, "latency.")

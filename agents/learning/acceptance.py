@@ -3,8 +3,8 @@ person accepts it.
 
 Wrong labels that look just like a real loss of accuracy cannot be told from one. So labels may move
 decisions only as far as costs next to nothing if they are wrong and the profile is right. Times
-meet an objection where a configuration's differ much from what those of all others imply for it, and
-where their gain has passed.
+meet an objection where a configuration's differ much from what those of all others imply for it,
+and where their gain has passed.
 """
 
 from __future__ import annotations

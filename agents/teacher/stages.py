@@ -104,7 +104,7 @@ class Regression(ControllerStage):
         scores = setup.policy.sharpness * predicted.score(limit.to(setup.device), setup.constraint)
         mask = setup.table.mask[rows].to(setup.device)
         scores = scores.masked_fill(~mask, -torch.inf).transpose(0, 1)  # [longest, M, C]
-        return scores[setup.held_out.places].log_softmax(-1)
+        return scores[setup.held_out.positions].log_softmax(-1)
 
 
 class Distillation(ControllerStage):

@@ -59,7 +59,7 @@ class HeldOut:
         table: the profile.
         rows: the rows held out of each fold, int64 [n] each.
         networks: M.
-        limits: float [B], the judged budgets in ms, or under prices 1/price.
+        limits: float [B], the judged budgets in ms, or 1/price under mean budgets.
         rewards: the rewards of training.
         judged_by: `utility` or `reward`, the outcome that is the score.
         cost_ms: the time of a decision, which budgets pay for.
@@ -67,7 +67,7 @@ class HeldOut:
     Attributes:
         rows: int64 [n], all held-out samples, fold by fold.
         by_network: int64 [longest, M], the samples held out of each network, filled up by row 0.
-        places: the places of `rows` in `by_network`, int64 [n] twice: row and column.
+        positions: of `rows` in `by_network`, int64 [n] twice: row and column.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class HeldOut:
         self.rows = torch.cat([*rows])
         columns = pad_sequence([*rows], padding_value=-1)
         network, position = (columns.T >= 0).nonzero(as_tuple=True)
-        self.places = position, network
+        self.positions = position, network
         # the network of all samples is not judged: its column is a filler
         self.by_network = functional.pad(columns.clamp_min(0), (0, networks - len(rows)))
         # judging takes the cost of a decision off the budgets, so rewards do not charge it
@@ -108,7 +108,7 @@ class HeldOut:
         inputs = {row_key: rows, limit_key: limit.expand(len(rows))}
         contexts = TensorDict(inputs, [len(rows)], device=self.rewards.accuracy.device)
         log_probs = actor.get_dist(contexts).log_probs
-        return log_probs.unflatten(0, self.by_network.shape)[self.places]
+        return log_probs.unflatten(0, self.by_network.shape)[self.positions]
 
     def policies(self, log_probs: Callable[[Tensor], Tensor]) -> Tensor:
         """Return the log-probs that a function gives for each judged limit, [B, n, C]."""

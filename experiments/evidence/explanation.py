@@ -269,7 +269,7 @@ def with_more_time(explained: Explained) -> dict[str, float] | None:
 def importance(explained: Explained) -> list[Importance]:
     """Return how much utility the policy loses when features are shuffled among the samples.
 
-    Each feature block is shuffled, and each column of a narrow block; all places of a text are
+    Each feature block is shuffled, and each column of a narrow block; all columns of a text are
     shuffled together. scikit-learn's
     `permutation_importance` shuffles single columns and averages over samples; here the rows of a
     block stay together, and the interval is over samples. All columns are shuffled once, to find
@@ -282,7 +282,7 @@ def importance(explained: Explained) -> list[Importance]:
     generator = torch.Generator().manual_seed(SEED)
     intact = explained.utility(explained.chosen, explained.reads).mean(1)
 
-    def lost(name: str, places: slice, repeats: int = REPEATS) -> NDArray[np.float64]:
+    def lost(name: str, where: slice, repeats: int = REPEATS) -> NDArray[np.float64]:
         """Shuffle some columns of a block, and return the utility that each sample loses, [n].
 
         It is the mean over shuffles and budgets.
@@ -292,7 +292,7 @@ def importance(explained: Explained) -> list[Importance]:
         for _ in range(repeats):
             order = torch.randperm(len(intact), generator=generator)
             shuffled = block.clone()
-            shuffled[:, places] = block[order, places]
+            shuffled[:, where] = block[order, where]
             chosen = explained.decided(explained.features | {name: shuffled})
             losses += intact - explained.utility(chosen, explained.reads).mean(1)
         return (losses / repeats).numpy()
@@ -312,8 +312,8 @@ def importance(explained: Explained) -> list[Importance]:
     if len(single_columns) > TOP:
         single_columns.sort(key=lambda part: -lost(part[0], part[2], 1).mean())
     rows: list[Importance] = []
-    for name, key, places in blocks + single_columns[:TOP]:
-        loss = lost(name, places)
+    for name, key, where in blocks + single_columns[:TOP]:
+        loss = lost(name, where)
         rows.append(
             {
                 "name": name,

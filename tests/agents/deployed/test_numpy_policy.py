@@ -88,8 +88,8 @@ def test_the_steps_of_static_are_what_it_chooses(seed, holes, shape):
     latency = generator.integers(1, 6, size=shape).astype(float)
     hole = generator.random(shape) < holes
     samples, count = shape
-    places = np.arange(max(shape))
-    hole[places % samples, places % count] = False
+    one_hot = np.arange(max(shape))
+    hole[one_hot % samples, one_hot % count] = False
     accuracy[hole] = latency[hole] = nan
     static = FittedStatic.fit(accuracy, latency, latency[..., None])
     budgets = np.linspace(0.25, 6.75, 27)

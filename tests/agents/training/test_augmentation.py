@@ -110,7 +110,7 @@ def test_validation_and_decisions_see_the_samples_as_they_are():
     limit = student.setup.limits[2]
     log_probs = student.setup.held_out_log_probs(limit)
     last = student.setup.controller
-    network, place = student.setup.held_out.places[1], student.setup.held_out.rows
+    network, place = student.setup.held_out.positions[1], student.setup.held_out.rows
     for number in range(2):
         rows = place[network == number]
         x = last.normaliser.of_rows(student.table, rows).expand(3, -1, -1)

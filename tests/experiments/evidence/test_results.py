@@ -200,8 +200,8 @@ def test_rows_of_deadlines_by_hand():
         },
         ("controller", 35): {"latency_ms_mean": 25, "over_static": (0.5 - 0.375) / 2},
     }
-    for place, numbers in wanted.items():
-        assert {name: rows[place][name] for name in numbers} == pytest.approx(numbers)
+    for condition, numbers in wanted.items():
+        assert {name: rows[condition][name] for name in numbers} == pytest.approx(numbers)
     # a miss costs .2
     assert rows["oracle", None]["reward"] == pytest.approx((1 - 5 * 0.2) / 6, abs=1e-6)
     assert rows["controller", None]["utility_per_seed"] == pytest.approx([1 / 6, 5 / 24])
@@ -266,8 +266,8 @@ def test_rows_of_mean_budgets_by_hand():
             "over_static_mix": pytest.approx(1 - (0.5 + 0.25 * 8 / 24)),
         },
     }
-    for place, row in wanted.items():
-        assert row.items() <= at_budgets(results)[place].items()
+    for condition, row in wanted.items():
+        assert row.items() <= at_budgets(results)[condition].items()
     for policy in ("controller", "static_mix"):
         assert shares(results, policy) == [0, 1, 0, 0, 0, 1]  # at 20, then at 50 ms
     assert shares(results, "oracle")[3:] == [0.5, 0, 0.5]
@@ -319,9 +319,9 @@ def test_a_network_without_guard_under_chosen_mean_budgets_and_evaluated_again(f
     launch("evaluate baselines=false json=again.json own_cost=false", TABLE)
     again = at_budgets(results_in("again.json"))
     assert {policy for policy, _ in again} == {"controller", "static_mix", "best_single", "oracle"}
-    for place, row in again.items():
+    for condition, row in again.items():
         for key in ("accuracy", "latency_ms_mean", "over_static_mix", "price", "gap_closed_ci95"):
-            assert row[key] == before[place][key], (place, key)
+            assert row[key] == before[condition][key], (condition, key)
     assert "budgets_ms" in mistake(["evaluate", *TABLE, "budgets_ms=[1.5]"], capsys)
     assert "policy.fold_networks" in mistake(
         [*MEAN, "policy=utility", "policy.fold_networks=1"], capsys
