@@ -11,7 +11,13 @@ import torch
 from torchrl.collectors import Collector
 from torchrl.data import LazyTensorStorage, ReplayBuffer, SamplerWithoutReplacement
 
-from knobwise.agents import Controller, DeployedController, PolicyConfig, judge, make_actor
+from knobwise.agents import (
+    Controller,
+    DeployedController,
+    PolicyConfig,
+    evaluate_policy,
+    make_actor,
+)
 from knobwise.envs import ConfigBandit, default_budgets
 from knobwise.losses import GRPOLoss, RCELoss, dropping_out
 from knobwise.testbeds import builtin_profile
@@ -65,13 +71,15 @@ def main(
                 optimiser.step()
             schedule.step()
             if iteration % 20 == 0:
-                score = float(judge(agent, table, split.validation, budgets_ms).utility.mean())
+                score = float(
+                    evaluate_policy(agent, table, split.validation, budgets_ms).utility.mean()
+                )
                 if score > best:
                     best = score
                     weights = copy.deepcopy(agent.state_dict())
         print(f"validation utility after {type(loss_module).__name__}: {best:.3f}", flush=True)
     agent.load_state_dict(weights)
-    return float(judge(agent, table, split.test, budgets_ms).utility.mean())
+    return float(evaluate_policy(agent, table, split.test, budgets_ms).utility.mean())
 
 
 if __name__ == "__main__":

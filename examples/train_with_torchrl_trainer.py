@@ -8,7 +8,13 @@ from torchrl.collectors import Collector
 from torchrl.data import LazyTensorStorage, SamplerWithoutReplacement, TensorDictReplayBuffer
 from torchrl.trainers import DefaultOptimizationStepper, ReplayBufferTrainer, Trainer
 
-from knobwise.agents import Controller, DeployedController, PolicyConfig, judge, make_actor
+from knobwise.agents import (
+    Controller,
+    DeployedController,
+    PolicyConfig,
+    evaluate_policy,
+    make_actor,
+)
 from knobwise.envs import ConfigBandit, default_budgets
 from knobwise.losses import GRPOLoss
 from knobwise.testbeds import builtin_profile
@@ -54,9 +60,9 @@ def main(iterations: int = 300, contexts: int = 256, group_size: int = 16) -> tu
     trainer.register_op("process_optim_batch", minibatches.sample)
 
     test = table, split.test, budgets_ms
-    before = judge(DeployedController(controller), *test).utility.mean()
+    before = evaluate_policy(DeployedController(controller), *test).utility.mean()
     trainer.train()
-    after = judge(DeployedController(controller), *test).utility.mean()
+    after = evaluate_policy(DeployedController(controller), *test).utility.mean()
     return float(before), float(after)
 
 

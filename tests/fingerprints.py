@@ -181,7 +181,7 @@ def all_fingerprints(names):
     ):
         # what is judged is not compared here
         for experiment in (ControllerExperiment, SelectorExperiment):
-            patched.setattr(experiment, "judge", judged)
+            patched.setattr(experiment, "evaluate", judged)
         write_table(holes=0.1)
         small_beams(60)[0].save("b.safetensors")
         launch([*FREE, "runs=start"])

@@ -10,7 +10,7 @@ from tensordict import TensorDictBase
 from torch.nn.functional import one_hot
 
 from knobwise.agents import Controller, OptimiserConfig, PolicyConfig, distillation_trainer
-from knobwise.agents.calibration.calibrate import deployed_by
+from knobwise.agents.calibration.calibrate import calibrate_controller
 from knobwise.common.errors import InputError
 from knobwise.envs import BeamTable, BudgetConfig, ProfileTable, default_budgets
 from knobwise.envs.demonstrations.settings import FIELDS
@@ -361,7 +361,7 @@ def rows_of_networks(setup):
 def deployed(table, policy=WITH_TEACHER, budgets_ms=None, constraint="deadline", **settings):
     """What a short training deploys, with everything that is calibrated for it."""
     budgets_ms = default_budgets(table) if budgets_ms is None else budgets_ms
-    return deployed_by(trained(table, policy, constraint, **settings).setup, budgets_ms)
+    return calibrate_controller(trained(table, policy, constraint, **settings).setup, budgets_ms)
 
 
 def network_alone(controller, number):

@@ -14,7 +14,7 @@ from tensordict import TensorDict
 
 from knobwise.agents import AdaptiveModel, Controller, DeployedController, PolicyConfig
 from knobwise.agents.calibration.deployed_controller import Calibration
-from knobwise.agents.evaluation.baselines import static_of
+from knobwise.agents.evaluation.baselines import fit_static
 from knobwise.agents.learning.logged import Logged
 from knobwise.agents.teacher.teacher import Teacher
 from knobwise.envs import default_budgets
@@ -67,7 +67,7 @@ class ReplayedModel:
 def calibration_for(table, margins=None, deploy=None):
     """Mean latencies, and if there are margins a guard for the default budgets, which falls back
     nowhere by default."""
-    static = static_of(table, torch.arange(table.num_samples))
+    static = fit_static(table, torch.arange(table.num_samples))
     latency = {"bias": static.log_latency, "spread": static.spread.clip(1e-3)}
     calibration = Calibration(
         latency={name: values.astype(np.float32) for name, values in latency.items()}

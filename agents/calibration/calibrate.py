@@ -14,7 +14,7 @@ from knobwise.agents.calibration.deployed_controller import Arrays, Calibration,
 from knobwise.agents.calibration.guard import calibrate
 from knobwise.agents.calibration.prices import StaticMix, calibrated_values, compared, outcomes_of
 from knobwise.agents.controller.features import FeatureNormaliser
-from knobwise.agents.evaluation.baselines import static_of
+from knobwise.agents.evaluation.baselines import fit_static
 from knobwise.agents.evaluation.policy import Policy, choices_of, requests_of
 from knobwise.agents.teacher.regressors import ridge
 from knobwise.agents.training.controllers import ControllerSetup
@@ -27,7 +27,7 @@ SHRINKAGE = 0.03
 """α of the latency model's ridge regression, as a share of the samples."""
 
 
-def deployed_by(setup: ControllerSetup, budgets_ms: Tensor) -> DeployedController:
+def calibrate_controller(setup: ControllerSetup, budgets_ms: Tensor) -> DeployedController:
     """Return the controller that a finished training deploys, with all that belongs to it.
 
     Args:
@@ -37,7 +37,9 @@ def deployed_by(setup: ControllerSetup, budgets_ms: Tensor) -> DeployedControlle
     """
     controller = copy.deepcopy(setup.controller).cpu()
     teacher = setup.distiller.fitted.teacher if setup.distiller else None
-    calibration = Calibration(latency=latency_of(setup.table, setup.fitted, controller.normaliser))
+    calibration = Calibration(
+        latency=fit_latency_model(setup.table, setup.fitted, controller.normaliser)
+    )
     if setup.priced:
         _calibrate_mean_budgets(calibration, setup, budgets_ms)
     elif setup.policy.guard and setup.judged_by == "utility":
@@ -50,7 +52,7 @@ def _calibrate_guard(calibration: Calibration, setup: ControllerSetup, budgets_m
     to."""
     table = setup.table
     # the static policy that chooses for a fold is fitted on the others
-    statics = [static_of(table, rows) for rows in setup.folds[0]]
+    statics = [fit_static(table, rows) for rows in setup.folds[0]]
     judged = table, setup.held_out.rows, budgets_ms, _choices(setup, statics, budgets_ms)
 
     def decide(limit_ms: float) -> Tensor:
@@ -65,7 +67,7 @@ def _calibrate_guard(calibration: Calibration, setup: ControllerSetup, budgets_m
     calibration.guard_if_free = calibrate(*judged, decide, level)
     if setup.distiller:
         calibration.guard_of_teacher = calibrate(*judged, teacher_decides, level, margins=(1.0,))
-    calibration.static = static_of(table, setup.fitted).arrays()
+    calibration.static = fit_static(table, setup.fitted).arrays()
 
 
 def _choices(setup: ControllerSetup, policies: Sequence[Policy], limits: Tensor) -> Tensor:
@@ -77,7 +79,7 @@ def _choices(setup: ControllerSetup, policies: Sequence[Policy], limits: Tensor)
     return torch.cat(choices)
 
 
-def latency_of(table: ProfileTable, rows: Tensor, normaliser: FeatureNormaliser) -> Arrays:
+def fit_latency_model(table: ProfileTable, rows: Tensor, normaliser: FeatureNormaliser) -> Arrays:
     """Return a linear model of ln ms for the tracker, fitted on these rows (int64 [n]).
 
     It expects the mean logarithm of all measurements of a cell. With the logarithm of their median,

@@ -177,7 +177,7 @@ def _calibrated(
         "gain_se": standard_error(gain),
         "feasible": count,
     }
-    row["reason"] = verdict(row, "budget-aware static")
+    row["reason"] = reason_for(row, "budget-aware static")
     if deployed and not better:
         row["reason"] = f"deployed: static is late too often; gain {row['gain']:+z.3f}"
     if missed:
@@ -210,7 +210,7 @@ def arrays_of(rows: Sequence[GuardRow]) -> dict[str, np.ndarray]:
     }
 
 
-def verdict(row: GuardRow, rival: str) -> str:
+def reason_for(row: GuardRow, rival: str) -> str:
     """Say what is deployed at a budget, and by how much the policy is better than its rival, which
     is deployed instead."""
     gain = f"{row['gain']:+z.3f} ± {row['gain_se']:.3f} on held-out samples"

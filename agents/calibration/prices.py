@@ -16,7 +16,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from knobwise.agents.calibration.guard import CONFIDENCE, GuardRow, verdict
+from knobwise.agents.calibration.guard import CONFIDENCE, GuardRow, reason_for
 from knobwise.agents.evaluation.baselines import PredictThenChoose, averages
 from knobwise.agents.evaluation.budgets import judged_budgets
 from knobwise.agents.evaluation.policy import Array, requests_of
@@ -411,7 +411,7 @@ def compared(accuracy: Tensor, cost: Tensor, mixed: Tensor, budgets_ms: Tensor) 
             "gain": float(gains.mean()),
             "gain_se": standard_error(gains),
         }
-        row["reason"] = verdict(row, "the static mix")
+        row["reason"] = reason_for(row, "the static mix")
         if not kept:
             lowest = f"no price brings the mean this low, the lowest is {spent:.4g}"
             row["reason"] = f"fell back to the static mix: {lowest}"

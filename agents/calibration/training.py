@@ -15,7 +15,7 @@ from knobwise.agents.teacher.distiller import Distiller
 from knobwise.agents.teacher.experts import Experts
 from knobwise.agents.teacher.stages import Distillation, regression_stages
 from knobwise.agents.training.controller_stages import grpo_stage
-from knobwise.agents.training.controllers import ControllerSetup, controller_trainer, trainer_of
+from knobwise.agents.training.controllers import ControllerSetup, controller_trainer, make_trainer
 from knobwise.agents.training.seeding import seeded
 from knobwise.agents.training.trainer import Trainer
 from knobwise.envs.tables.profile_table import ProfileTable, Split
@@ -56,4 +56,4 @@ def distillation_trainer(
             Distillation(setup, lambda: distiller.targets),
             grpo_stage(setup),
         ]
-        return trainer_of(setup, agent, stages, folder, log)
+        return make_trainer(setup, agent, stages, folder, log)

@@ -21,7 +21,7 @@ from knobwise.agents.controller.features import FeatureNormaliser
 from knobwise.agents.controller.networks import KnobNetwork, drift_inputs
 from knobwise.agents.controller.settings import OUTSIDE_THE_NETWORK, PolicyConfig
 from knobwise.common.checks import with_new_names
-from knobwise.envs.bandit.budgets import BudgetEncoding, limits_seen, thinned
+from knobwise.envs.bandit.budgets import BudgetEncoding, limits_seen, subsample
 from knobwise.envs.bandit.contexts import LIMIT_KEYS
 from knobwise.envs.tables.profile_table import ActionIndex, Knob, ProfileTable
 from knobwise.envs.tables.units import MS
@@ -78,7 +78,7 @@ class Controller(nn.Module):
         Statistics of features and limits are taken from these rows (int64 [n]) alone.
         """
         # statistics of many rows are as good as those of all
-        rows = thinned(rows)
+        rows = subsample(rows)
         encoding = BudgetEncoding(limits_seen(table, rows, constraint), config.budget_width)
         normaliser = FeatureNormaliser.fit(table, rows, config.project, config.dataset_input)
         parts = table.knobs, table.configurations, normaliser, encoding, config

@@ -91,7 +91,7 @@ def decisions(controller: NumpyController, logged: Logged) -> Tensor:
     return chosen
 
 
-def judge(logged: Logged, expected: Tensor, old: Tensor, new: Tensor) -> Estimate:
+def estimate_gain(logged: Logged, expected: Tensor, old: Tensor, new: Tensor) -> Estimate:
     """Compare the choices of two controllers on n labelled requests of a log.
 
     Args:

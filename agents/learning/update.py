@@ -42,7 +42,7 @@ from knobwise.agents.learning.adaptation import (
     posterior,
 )
 from knobwise.agents.learning.logged import Logged, of_choices
-from knobwise.agents.learning.off_policy import Estimate, decisions, judge
+from knobwise.agents.learning.off_policy import Estimate, decisions, estimate_gain
 from knobwise.agents.teacher.outcomes import Prediction
 from knobwise.agents.teacher.teacher import NARROWEST
 from knobwise.common.errors import InputError
@@ -93,7 +93,9 @@ class Candidate(NamedTuple):
         """Compare with the old choices int64 [n], on the labelled requests from `first` on."""
         rows = self.outcomes.labelled
         rows[:first] = False
-        return judge(self.outcomes[rows], self.expected[rows], old[rows], self.choices[rows])
+        return estimate_gain(
+            self.outcomes[rows], self.expected[rows], old[rows], self.choices[rows]
+        )
 
 
 def update(

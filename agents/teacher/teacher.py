@@ -25,7 +25,7 @@ from knobwise.agents.teacher.experts import Expert, Experts, MeasuredRows
 from knobwise.agents.teacher.network import WIDEST, OutcomeNetwork
 from knobwise.agents.teacher.outcomes import HOPELESS, Prediction, pick
 from knobwise.agents.teacher.weights import HeldOutScores, stack_weights, weights_of_folds
-from knobwise.envs.bandit.budgets import thinned
+from knobwise.envs.bandit.budgets import subsample
 from knobwise.envs.tables.profile_table import ProfileTable
 
 LEARNED = ("latency_offset", "latency_variance", "accuracy_logits")
@@ -146,8 +146,8 @@ class Teacher(nn.Module):
 
         Each network is fitted on `network_rows`, bool [M, n].
         """
-        network_rows = thinned(network_rows.T).T
-        rows = thinned(rows)
+        network_rows = subsample(network_rows.T).T
+        rows = subsample(rows)
         x = normaliser.of_rows(table, rows)
         bins = 0 < normaliser.width <= WIDEST
         network = OutcomeNetwork(normaliser.width, table.num_configurations, config, bins)

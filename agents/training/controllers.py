@@ -282,10 +282,10 @@ def controller_trainer(
     with seeded(seed, device):
         setup = ControllerSetup(table, split, seed=seed, device=device, **settings)
         stages = [RCE(setup), grpo_stage(setup)]
-        return trainer_of(setup, setup.controller, stages, folder, log)
+        return make_trainer(setup, setup.controller, stages, folder, log)
 
 
-def trainer_of(
+def make_trainer(
     setup: ControllerSetup,
     agent: nn.Module,
     stages: list[ControllerStage],
@@ -345,7 +345,7 @@ def reward_spread_of(trainer: Trainer) -> float | None:
     return next((spread for spread in reversed(spreads) if spread is not None), None)
 
 
-def kept_is_of_grpo(trainer: Trainer) -> bool:
+def best_is_of_grpo(trainer: Trainer) -> bool:
     """Return True if the weights that are kept are GRPO's, and not from before it."""
     return trainer.state.best.iteration > trainer.stages[-1].first
 
@@ -362,4 +362,4 @@ def gained_by_sample(trainer: Trainer) -> dict[str, Tensor]:
     best = trainer.state.best.by_sample
     if before is None or best is None:
         return {}
-    return {"start": before if kept_is_of_grpo(trainer) else best, "best": best}
+    return {"start": before if best_is_of_grpo(trainer) else best, "best": best}

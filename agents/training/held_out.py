@@ -18,7 +18,7 @@ from torch.nn.utils.rnn import pad_sequence
 from knobwise.agents.controller.actor import Actor
 from knobwise.agents.training.stage import Validation
 from knobwise.common.errors import InputError
-from knobwise.envs.bandit.budgets import thinned
+from knobwise.envs.bandit.budgets import subsample
 from knobwise.envs.bandit.outcomes import DeadlineOutcomes, outcomes_of
 from knobwise.envs.bandit.reward import RewardTable
 from knobwise.envs.tables.profile_table import ProfileTable, Split
@@ -39,7 +39,7 @@ def divided(
         InputError: there are fewer samples (or images) than networks.
     """
     if fold_networks == 1:
-        return [split.train], [thinned(split.validation, MAX_JUDGED)]
+        return [split.train], [subsample(split.validation, MAX_JUDGED)]
     rows = split.fitted
     folds = folds_of(table, rows, seed, fold_networks)
     if len(folds) < fold_networks:
@@ -48,7 +48,7 @@ def divided(
             "samples (or images) outside its test part; use fewer networks"
         )
     fitted, held_out = zip(*folds, strict=True)
-    judged = [thinned(rows[hold], MAX_JUDGED) for hold in held_out]
+    judged = [subsample(rows[hold], MAX_JUDGED) for hold in held_out]
     return [rows[fit] for fit in fitted], judged
 
 

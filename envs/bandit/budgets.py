@@ -36,7 +36,7 @@ MIN_LATENCY_MS = 1e-9
 USD."""
 
 
-def thinned(samples: Tensor, most: int = MAX_SAMPLES) -> Tensor:
+def subsample(samples: Tensor, most: int = MAX_SAMPLES) -> Tensor:
     """Keep every k-th sample, so that at most `most` are left: [n, *] → [≤ most, *]."""
     return samples[:: max(1, math.ceil(len(samples) / most))]
 
@@ -85,8 +85,8 @@ def default_budgets(table: ProfileTable, rows: Tensor | None = None) -> Tensor:
         float32 [B].
     """
     which = slice(None) if rows is None else rows
-    latency_ms = thinned(table.without_first_look.latency_ms[which])
-    mask = thinned(table.mask[which])
+    latency_ms = subsample(table.without_first_look.latency_ms[which])
+    mask = subsample(table.mask[which])
     quantiles = torch.tensor(DEFAULT_QUANTILES)
     # the profiled latencies, and how often the largest of them occurs
     ordered = latency_ms[mask].sort().values
@@ -268,7 +268,7 @@ class BudgetSampler:
         self.config = config
         one_of("budget.constraint", config.constraint, REWARDS)
         one_of("budget.strategy", config.strategy, STRATEGIES)
-        rows = thinned(torch.arange(table.num_samples) if rows is None else rows)
+        rows = subsample(torch.arange(table.num_samples) if rows is None else rows)
         latencies_ms = table.latency_ms[rows][table.mask[rows]]
         strategy = AnswerValues if config.constraint == "mean" else STRATEGIES[config.strategy]
         self._draw = strategy(table, config, latencies_ms)

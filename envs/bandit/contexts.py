@@ -215,7 +215,7 @@ def _row_of_id(sample_id: str, dataset: str | None, table: ProfileTable) -> int:
     return int(rows[0])
 
 
-def reward_under(budget: BudgetConfig, reward: RewardConfig | str | None) -> RewardConfig:
+def reward_for(budget: BudgetConfig, reward: RewardConfig | str | None) -> RewardConfig:
     """Return the settings of a reward that is given as such, by its kind, or not at all.
 
     The default is that of the constraint of the budget, see `REWARDS`.

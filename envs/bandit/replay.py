@@ -13,7 +13,7 @@ from torch import Tensor
 
 from knobwise.common.checks import one_of
 from knobwise.common.errors import InputError
-from knobwise.envs.bandit.contexts import reward_under
+from knobwise.envs.bandit.contexts import reward_for
 from knobwise.envs.bandit.reward import RewardTable
 from knobwise.envs.bandit.settings import BudgetConfig, RewardConfig
 from knobwise.envs.tables.profile_table import ActionIndex, ProfileTable
@@ -89,7 +89,7 @@ class Replay:
             one_of("action_keys=knobs: action", action, ["knobs"])
             self.knob_keys = [knob.name for knob in table.knobs]
         # everything lies on the device where decisions arrive
-        config = reward_under(budget or BudgetConfig(), reward)
+        config = reward_for(budget or BudgetConfig(), reward)
         self.rewards = RewardTable(table, config, device, repeats, cost_ms)
         self.find = ActionIndex(table.configurations).to(device)
         self.configurations = table.configurations.to(device)

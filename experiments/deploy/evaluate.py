@@ -26,12 +26,12 @@ from knobwise.experiments.evidence.controllers import EVALUATORS, gain_on_held_o
 from knobwise.experiments.evidence.decisions import write_decisions
 from knobwise.experiments.evidence.run_folder import checkpoint_at
 from knobwise.experiments.evidence.schema import RunResults
-from knobwise.experiments.evidence.selectors import judge_selectors
+from knobwise.experiments.evidence.selectors import evaluate_selectors
 from knobwise.experiments.report.report import print_results
 from knobwise.experiments.settings.beams import check_judged, read_data
 from knobwise.experiments.settings.options import EvaluateRun, ExplainRun, ExportRun
 from knobwise.experiments.settings.profiles import read_profile
-from knobwise.experiments.train.controller import judge_beside_baselines
+from knobwise.experiments.train.controller import evaluate_beside_baselines
 
 
 def run(config: EvaluateRun) -> RunResults | dict[str, Any]:
@@ -93,7 +93,7 @@ def evaluate_controller(loaded: Loaded, config: EvaluateRun) -> tuple[RunResults
     budgets_ms = evaluator.budgets_for(policy, table, split, config.budgets_ms)
     judged = evaluator(table, split, budgets_ms, RewardTable(table, config.reward))
     with threadpool_limits(1):
-        results, decisions = judge_beside_baselines(judged, config, [policy], [0])
+        results, decisions = evaluate_beside_baselines(judged, config, [policy], [0])
     results |= held_out_choices([loaded])
     if gain := gain_on_held_out([loaded]):
         results |= {"grpo_gain": gain}
@@ -179,4 +179,4 @@ def evaluate_selector(loaded: Loaded, config: EvaluateRun) -> tuple[RunResults, 
     policy = loaded.extra.get("policy") or loaded.selector.stage
     shots = loaded.extra.get("shots", config.judged_shots[0])
     request = data._replace(test_rows=rows), {policy: [loaded]}, config.judged_shots, [0], shots
-    return judge_selectors(*request, {policy: []}, config.baselines)
+    return evaluate_selectors(*request, {policy: []}, config.baselines)

@@ -13,7 +13,7 @@ import torch
 from rich.console import Console
 
 from knobwise.agents.deployed.controller import Drift
-from knobwise.agents.evaluation.baselines import LookupTable, static_of
+from knobwise.agents.evaluation.baselines import LookupTable, fit_static
 from knobwise.agents.serving.knob_policy import KnobPolicy
 from knobwise.agents.serving.tracker import LatencyTracker
 from knobwise.agents.training.checkpoint import load_checkpoint
@@ -111,7 +111,7 @@ def _other_choices(policy: KnobPolicy, table: ProfileTable, budget_ms: float) ->
     is deployed or else fitted on the profile, and by the policy for `typical` features, their means
     over the samples; None if it reads no features."""
     rows = torch.arange(table.num_samples)
-    static: Any = policy.agent.decider.static or static_of(table, rows)
+    static: Any = policy.agent.decider.static or fit_static(table, rows)
     if policy.agent.constraint == "mean":
         static = LookupTable(table, rows, 0.0)
     (choice,) = static.choose(

@@ -29,7 +29,7 @@ from threadpoolctl import threadpool_limits
 from torch import Tensor
 
 from knobwise.agents.deployed.calibrated import Static
-from knobwise.agents.evaluation.baselines import BestStatic, averages, static_of
+from knobwise.agents.evaluation.baselines import BestStatic, averages, fit_static
 from knobwise.agents.evaluation.budgets import judged_budgets
 from knobwise.agents.serving.adaptive_model import AdaptiveModel
 from knobwise.agents.serving.runtime import DECISIONS_KEPT
@@ -111,7 +111,7 @@ def run_live(
         speed = float(np.exp(np.nanmedian(ratios or [0.0])))
         stream = replace(stream, budgets_ms=stream.budgets_ms * speed)
         fixed = fixed_configurations(table, fitted, budgets)
-        server = Server(served, static_of(table, fitted), fixed, stream, requests, settings)
+        server = Server(served, fit_static(table, fitted), fixed, stream, requests, settings)
         for tracker in server.trackers:
             tracker.warm_start(choices, ratios)
         stopped = server.serve()

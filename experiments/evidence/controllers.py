@@ -48,7 +48,7 @@ GAINED = Metric("test", value=pl.col("utility") - pl.col("utility_before"))
 """What GRPO added to the deployed policy."""
 
 
-def judge_controllers(
+def evaluate_controllers(
     evaluator: Deadlines | MeanBudgets,
     controllers: Sequence[DeployedController],
     seeds: Sequence[int],

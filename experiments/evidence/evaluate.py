@@ -18,11 +18,11 @@ from knobwise.agents.calibration.deployed_controller import DeployedController
 from knobwise.agents.evaluation.baselines import (
     Oracle,
     StaticPerDataset,
+    fit_static,
     make_baselines,
-    static_of,
 )
 from knobwise.agents.evaluation.budgets import judged_budgets
-from knobwise.agents.evaluation.evaluation import judge
+from knobwise.agents.evaluation.evaluation import evaluate_policy
 from knobwise.agents.evaluation.own_cost import OwnCost
 from knobwise.agents.evaluation.policy import Policy
 from knobwise.agents.teacher.experts import Experts
@@ -185,7 +185,9 @@ class Deadlines(OnTable):
     def outcomes(self, policy: Any, cost_ms: Any = 0.0) -> dict[str, Any]:
         """See `Evaluator`. A policy is a `Policy`; if it has a `teacher`, this one says what it
         expects."""
-        judged = judge(policy, self.table, self.rows, self.budgets_ms, self.rewards, cost_ms)
+        judged = evaluate_policy(
+            policy, self.table, self.rows, self.budgets_ms, self.rewards, cost_ms
+        )
         columns = dict(vars(judged))
         if getattr(policy, "teacher", None) is not None:
             left_ms = self.budgets_ms - cost_ms
@@ -229,7 +231,7 @@ class Deadlines(OnTable):
 
     def references(self) -> list[Policy]:
         """Return the ends of the oracle gap alone."""
-        return [static_of(self.table, self.split.fitted), Oracle(self.table, self.rows)]
+        return [fit_static(self.table, self.split.fitted), Oracle(self.table, self.rows)]
 
     def deployed(self, controller: DeployedController) -> Policy:
         """Return what decides of a controller."""
@@ -238,4 +240,4 @@ class Deadlines(OnTable):
     def explained_by(self, controller: DeployedController) -> tuple[Tensor, Policy, Tensor | None]:
         """Return what decisions are explained with: the budgets [B], the static policy beside the
         controller, and the prices [B] of a ms, None where there are none."""
-        return self.budgets_ms, static_of(self.table, self.split.fitted), None
+        return self.budgets_ms, fit_static(self.table, self.split.fitted), None

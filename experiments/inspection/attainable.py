@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from knobwise.agents.controller.features import FeatureNormaliser
-from knobwise.agents.evaluation.baselines import static_of
+from knobwise.agents.evaluation.baselines import fit_static
 from knobwise.agents.evaluation.policy import choices_of
 from knobwise.agents.teacher.experts import Experts
 from knobwise.agents.teacher.outcomes import Prediction, pick
@@ -134,7 +134,7 @@ def gains_out_of_fold(table: ProfileTable, experts: Experts, budgets_ms: Tensor)
     rows = measured.rows
     static = torch.empty(len(rows), len(budgets_ms), dtype=torch.int64)
     for fit, hold in measured.folds:
-        policy = static_of(table, rows[fit])
+        policy = fit_static(table, rows[fit])
         static[hold] = choices_of(policy, {}, budgets_ms.numpy(), measured.mask[hold].numpy())
     unread = torch.zeros(len(budgets_ms), dtype=torch.bool)
     of_static = outcomes_of(table, rows, static, budgets_ms, reads=unread).utility

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from knobwise.agents.controller.features import FeatureNormaliser
-from knobwise.envs.bandit.budgets import log_measured, thinned
+from knobwise.envs.bandit.budgets import log_measured, subsample
 from knobwise.envs.tables.profile_table import ProfileTable
 
 MOST_SAMPLES = 20_000
@@ -41,8 +41,8 @@ class Measured:
     """
 
     def __init__(self, table: ProfileTable, facts: Mapping[str, Any] | None = None) -> None:
-        rows = thinned(torch.arange(table.num_samples), MOST_SAMPLES)
-        few = thinned(torch.arange(len(rows)), MOST_FITTED)
+        rows = subsample(torch.arange(table.num_samples), MOST_SAMPLES)
+        few = subsample(torch.arange(len(rows)), MOST_FITTED)
         self.table = table
         self.facts = facts or {}
         self.accuracy = table.accuracy[rows].double().numpy()

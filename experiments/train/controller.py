@@ -15,7 +15,7 @@ import torch
 from threadpoolctl import threadpool_limits
 
 from knobwise.agents import deployed as policy_package
-from knobwise.agents.calibration.calibrate import deployed_by
+from knobwise.agents.calibration.calibrate import calibrate_controller
 from knobwise.agents.calibration.deployed_controller import DeployedController
 from knobwise.agents.calibration.training import distillation_trainer
 from knobwise.agents.controller.features import FeatureNormaliser
@@ -25,7 +25,7 @@ from knobwise.agents.evaluation.own_cost import expected_cost_ms
 from knobwise.agents.teacher.experts import Experts
 from knobwise.agents.teacher.regressors import FAMILIES
 from knobwise.agents.training.checkpoint import Loaded, load_checkpoint
-from knobwise.agents.training.controllers import kept_is_of_grpo
+from knobwise.agents.training.controllers import best_is_of_grpo
 from knobwise.agents.training.trainer import Trainer
 from knobwise.common.progress import progress, say
 from knobwise.envs.bandit.reward_kinds import KINDS
@@ -38,9 +38,9 @@ from knobwise.envs.tables.units import MS
 from knobwise.experiments.evidence.controllers import (
     EVALUATORS,
     controller_results,
+    evaluate_controllers,
     gain_on_held_out,
     held_out_choices,
-    judge_controllers,
 )
 from knobwise.experiments.evidence.evaluate import Deadlines
 from knobwise.experiments.evidence.explanation import Explained, explain_policy
@@ -198,18 +198,18 @@ class ControllerExperiment(Experiment):
         # a finished training that was resumed holds its last weights, not its best
         trainer.agent.load_state_dict(trainer.state.best.state)
         with threadpool_limits(self.config.threads):
-            agent = deployed_by(trainer.setup, self.budgets_ms)
+            agent = calibrate_controller(trainer.setup, self.budgets_ms)
         extra = trainer.provenance(trainer)
         extra["before_grpo"] = None
         if extra["grpo"]:
             # where the kept weights are from before GRPO, it added nothing
             before = agent.controller
-            if kept_is_of_grpo(trainer):
+            if best_is_of_grpo(trainer):
                 before = trainer.setup.reference
             extra["before_grpo"] = before.state_dict()
         return Loaded(agent, self.table.name, self.table.digest, extra)
 
-    def judge(self, folder: Path) -> tuple[RunResults, pl.DataFrame]:
+    def evaluate(self, folder: Path) -> tuple[RunResults, pl.DataFrame]:
         """Judge every seed's best controller as it is deployed, and the baselines, on the test part
         of each split."""
         folders = [seed_folder(folder, seed) for seed in self.config.seeds]
@@ -232,7 +232,7 @@ class ControllerExperiment(Experiment):
             # every row is a mean over the splits; a sample counts once for each that judges it
             frames = [decisions.with_columns(split=pl.lit(0, pl.Int64))]
             for other in self.others:
-                _, judged = other.judge(folder / f"split{other.number}")
+                _, judged = other.evaluate(folder / f"split{other.number}")
                 frames.append(judged.with_columns(split=pl.lit(other.number, pl.Int64)))
             decisions = pl.concat(frames)
             tests = torch.cat([part.split.test for part in (self, *self.others)])
@@ -262,7 +262,7 @@ class ControllerExperiment(Experiment):
         evaluator = self.evaluator(self.table, self.split, self.budgets_ms, free_rewards)
         experts = self.experts if config.baselines else None
         with threadpool_limits(config.threads):
-            results, decisions = judge_beside_baselines(
+            results, decisions = evaluate_beside_baselines(
                 evaluator, config, controllers, config.seeds, experts, self.fold_seed, before
             )
         gain: GrpoGain = results.pop("grpo_gain", {})
@@ -290,7 +290,7 @@ class ControllerExperiment(Experiment):
         return results, decisions
 
 
-def judge_beside_baselines(
+def evaluate_beside_baselines(
     evaluator: Deadlines | MeanBudgets,
     config: TrainRun | EvaluateRun,
     controllers: Sequence[DeployedController],
@@ -299,7 +299,7 @@ def judge_beside_baselines(
     fold_seed: int = 0,
     before: Sequence[DeployedController | None] = (),
 ) -> tuple[RunResults, pl.DataFrame]:
-    """Judge controllers beside every simple way, see `judge_controllers`.
+    """Judge controllers beside every simple way, see `evaluate_controllers`.
 
     Args:
         config: says whether there are all baselines, and whether controllers pay for decisions.
@@ -317,7 +317,7 @@ def judge_beside_baselines(
         if evaluator.task.charged and table.features:
             estimate = attainable_by(table, experts, evaluator.budgets_ms)
         baselines = evaluator.baselines(experts, fold_seed)
-    results, decisions = judge_controllers(
+    results, decisions = evaluate_controllers(
         evaluator, controllers, seeds, baselines, config.own_cost, before
     )
     if estimate:

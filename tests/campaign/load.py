@@ -26,9 +26,9 @@ from knobwise.agents import (
     OptimiserConfig,
     PolicyConfig,
     distillation_trainer,
-    judge,
+    evaluate_policy,
 )
-from knobwise.agents.evaluation.baselines import static_of
+from knobwise.agents.evaluation.baselines import fit_static
 from knobwise.agents.learning.logged import read_log
 from knobwise.agents.serving.request_log import RequestLog
 from knobwise.envs import ProfileTable, default_budgets
@@ -150,9 +150,9 @@ def mapped(path):
         controller = distillation_trainer(large, split, budgets_ms=budgets, **options).run()
         agent = DeployedController(controller)
         report("trained")
-        static = static_of(large, split.train)
+        static = fit_static(large, split.train)
         for name, each in (("controller", agent), ("static", static)):
-            metrics = judge(each, large, split.test, budgets).metrics()
+            metrics = evaluate_policy(each, large, split.test, budgets).metrics()
             report(f"{name} judged on {len(split.test):,}: utility {metrics['Utility']:.3f}")
     finally:
         done.set()

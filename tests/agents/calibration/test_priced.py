@@ -11,7 +11,7 @@ import torch
 from helpers import BRIEF, deployed, small_table, table_of, trained
 
 from knobwise.agents.calibration import prices
-from knobwise.agents.calibration.calibrate import deployed_by
+from knobwise.agents.calibration.calibrate import calibrate_controller
 from knobwise.agents.calibration.prices import (
     VALUES,
     MeanBudgetPolicy,
@@ -96,7 +96,7 @@ def test_worths_are_those_that_keep_the_budgets_on_what_was_held_out(features, c
     budgets_ms = mean_budgets(table, table.split().fitted)
     optimiser = replace(BRIEF, pretrain_iterations=60)
     trainer = trained(table, constraint="mean", optimiser=optimiser, cost_ms=cost_ms)
-    agent = deployed_by(trainer.setup, budgets_ms)
+    agent = calibrate_controller(trainer.setup, budgets_ms)
     mean, rows = agent.calibration.mean, trainer.setup.held_out.rows
     values_ms = torch.from_numpy(mean["worths"]).float()
     chosen = torch.stack(

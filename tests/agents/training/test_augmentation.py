@@ -21,7 +21,7 @@ from helpers import (
 )
 
 from knobwise.agents import PolicyConfig, load_checkpoint
-from knobwise.agents.calibration.calibrate import deployed_by
+from knobwise.agents.calibration.calibrate import calibrate_controller
 from knobwise.agents.controller.features import FeatureNormaliser
 from knobwise.envs.bandit.settings import BalanceConfig
 from knobwise.envs.tables.drift import COPIES
@@ -118,7 +118,7 @@ def test_validation_and_decisions_see_the_samples_as_they_are():
             wanted = last.network(x, limit.expand(3, len(rows)), None)[number]
         close(log_probs[network == number], wanted)
     # what is deployed has forgotten the noise: equal requests, equal decisions
-    decider = deployed_by(student.setup, student.setup.limits).decider
+    decider = calibrate_controller(student.setup, student.setup.limits).decider
     limits = np.full(60, float(limit))
     first, second = (decider.log_probs(arrays(student.table), limits) for _ in range(2))
     np.testing.assert_array_equal(first, second)

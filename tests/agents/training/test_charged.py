@@ -7,10 +7,10 @@ import pytest
 import torch
 from helpers import arrays, close, identical, repeated, small_table, trained, trainer_on
 
-from knobwise.agents.calibration.calibrate import deployed_by
+from knobwise.agents.calibration.calibrate import calibrate_controller
 from knobwise.agents.calibration.deployed_controller import DeployedController
 from knobwise.agents.controller.settings import PolicyConfig
-from knobwise.agents.evaluation.baselines import static_of
+from knobwise.agents.evaluation.baselines import fit_static
 from knobwise.envs.bandit.budgets import default_budgets
 from knobwise.envs.bandit.reward import RewardTable
 from knobwise.envs.bandit.settings import RewardConfig
@@ -52,7 +52,7 @@ def test_training_learns_from_what_its_decisions_leave(constraint):
 def test_a_policy_that_costs_more_than_every_budget_gives_way_to_static_and_its_teacher_does_not():
     table = small_table(120)
     trainer = trained(table, cost_ms=1e3)
-    deployed = deployed_by(trainer.setup, trainer.setup.limits)
+    deployed = calibrate_controller(trainer.setup, trainer.setup.limits)
     rows = deployed.calibration.guard_of_teacher
     # its own cost makes the policy late at every budget; the teacher pays nothing
     assert trainer.state.best.score == 0
@@ -65,7 +65,7 @@ def test_a_policy_that_costs_more_than_every_budget_gives_way_to_static_and_its_
     teacher = deployed.guarded_teacher
     limits = trainer.setup.limits.double().numpy()
     assert teacher.reads_features(limits).tolist() == [row["deployed"] for row in rows]
-    static = static_of(table, trainer.setup.fitted)
+    static = fit_static(table, trainer.setup.fitted)
     for limit, policy in zip(limits, (static, deployed.teacher), strict=False):
         request = arrays(table), np.full(120, limit)
         assert np.array_equal(teacher.choose(*request), policy.choose(*request))

@@ -23,7 +23,7 @@ from helpers import (
     trained,
 )
 
-from knobwise.agents.calibration.calibrate import deployed_by
+from knobwise.agents.calibration.calibrate import calibrate_controller
 from knobwise.agents.calibration.deployed_controller import DeployedController
 from knobwise.agents.calibration.training import distillation_trainer
 from knobwise.agents.controller.controller import Controller
@@ -81,7 +81,7 @@ TABLE = small_table(60, holes=0.2)
 def taught(tmp_path_factory):
     """What a run deploys, with a teacher, experts and a guard."""
     trainer = trained(TABLE)
-    agent = deployed_by(trainer.setup, trainer.setup.limits)
+    agent = calibrate_controller(trainer.setup, trainer.setup.limits)
     path = tmp_path_factory.mktemp("taught") / "taught.pt"
     save_checkpoint(path, agent, TABLE, trainer.provenance(trainer))
     return path

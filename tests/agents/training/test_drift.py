@@ -16,7 +16,7 @@ from helpers import (
     trainer_on,
 )
 
-from knobwise.agents.calibration.calibrate import deployed_by, latency_of
+from knobwise.agents.calibration.calibrate import calibrate_controller, fit_latency_model
 from knobwise.agents.controller.features import FeatureNormaliser
 from knobwise.agents.controller.networks import drift_inputs, drift_values
 from knobwise.agents.teacher import distillation
@@ -142,7 +142,7 @@ def test_what_is_judged_does_not_drift_and_what_is_deployed_reads_a_drift():
     student.run()
     assert int(student.setup.held_out.by_network.max()) < 60
     # a drift of the first knob's last value changes what is chosen, away from it
-    decider = deployed_by(student.setup, student.setup.limits).decider
+    decider = calibrate_controller(student.setup, student.setup.limits).decider
     limits = np.full(60, float(default_budgets(table)[2]))
     offset = np.where(GRID[:, 0].numpy() == 2, 0.5, -0.25)
     plain, still, moved = (
@@ -169,7 +169,7 @@ def test_answers_as_in_the_profile_show_no_drift(features):
     table = replace(table, latency_ms=median, repeats_ms=skewed)
     rows = torch.arange(80)
     normaliser = FeatureNormaliser.fit(table, rows)
-    latency = latency_of(table, rows, normaliser)
+    latency = fit_latency_model(table, rows, normaliser)
     residuals = skewed.double().log().numpy() - latency["bias"][:, None]
     if features:
         x = normaliser(table.features, 80).numpy()

@@ -22,12 +22,12 @@ from helpers import (
     watch,
 )
 
-from knobwise.agents.calibration.calibrate import deployed_by
+from knobwise.agents.calibration.calibrate import calibrate_controller
 from knobwise.agents.calibration.deployed_controller import DeployedController
 from knobwise.agents.controller.controller import Controller
 from knobwise.agents.controller.settings import PolicyConfig
-from knobwise.agents.evaluation.baselines import static_of
-from knobwise.agents.evaluation.evaluation import judge
+from knobwise.agents.evaluation.baselines import fit_static
+from knobwise.agents.evaluation.evaluation import evaluate_policy
 from knobwise.agents.teacher.network import BEYOND, WIDEST
 from knobwise.agents.training.settings import OptimiserConfig
 from knobwise.agents.training.stage import Validation
@@ -73,12 +73,14 @@ def test_learns_more_than_budget_aware_static(objective, policy):
     )
 
     def utility(policy):
-        return judge(policy, table, student.setup.split.test, student.setup.limits).utility.mean()
+        return evaluate_policy(
+            policy, table, student.setup.split.test, student.setup.limits
+        ).utility.mean()
 
     def decides(agent):
         return DeployedController(agent) if isinstance(agent, Controller) else agent
 
-    static = utility(static_of(table, student.setup.split.train))
+    static = utility(fit_static(table, student.setup.split.train))
     before = utility(decides(student.agent))
     assert utility(decides(student.run())) > max(static + 0.02, before + 0.05)
 
@@ -233,7 +235,7 @@ def test_without_a_warm_up_there_is_no_teacher():
     agent = student.run()
     assert student.total == 12
     assert isinstance(agent, Controller)
-    assert deployed_by(student.setup, student.setup.limits).teacher is None
+    assert calibrate_controller(student.setup, student.setup.limits).teacher is None
 
 
 # -- rewards ---------------------------------------------------------------------------------------
@@ -252,7 +254,7 @@ def test_training_on_a_reward_function_is_judged_by_the_reward(tmp_path, monkeyp
     latency_ms = student.table.latency_ms[rows, torch.stack(chosen, 1)]
     assert student.state.best.score == pytest.approx(-float(latency_ms.mean()), rel=1e-5)
     # the guard compares utilities, which are not what it was trained for
-    assert deployed_by(student.setup, student.setup.limits).calibration.guard == []
+    assert calibrate_controller(student.setup, student.setup.limits).calibration.guard == []
 
 
 def test_under_a_mean_budget_worths_are_drawn_and_rewards_are_priced():

@@ -19,7 +19,7 @@ from helpers import arrays, deployed, driven_apart, small_table
 from replayed import logging_model, serve_requests, untrained
 
 from knobwise.__main__ import main
-from knobwise.agents import DeployedController, NumpyController, judge
+from knobwise.agents import DeployedController, NumpyController, evaluate_policy
 from knobwise.agents.learning import adaptation
 from knobwise.agents.serving.versions import add_version, serve, serving
 from knobwise.agents.training.checkpoint import load_checkpoint, save_checkpoint
@@ -103,7 +103,9 @@ def test_some_timed_cells_give_a_controller_for_other_hardware(table, capsys):
     assert decides_alike(Path("adapted/current"), table)
     there = replace(table, latency_ms=table.latency_ms * factors)
     request = there, loaded.extra["test_rows"], default_budgets(there)
-    before, after = (judge(each.controller, *request).utility.mean() for each in (loaded, adapted))
+    before, after = (
+        evaluate_policy(each.controller, *request).utility.mean() for each in (loaded, adapted)
+    )
     assert after > before + 0.1
     # it is not one to adapt again
     words = words_of("update", TRAINED_ON, "profile=builtin checkpoint=adapted/current")

@@ -17,7 +17,7 @@ from page_parts import charts_of, data_of, points_of, svg_of
 from replayed import small_stack, untrained
 
 from knobwise.agents import AdaptiveModel, DeployedController, PolicyConfig
-from knobwise.agents.evaluation.baselines import static_of
+from knobwise.agents.evaluation.baselines import fit_static
 from knobwise.agents.training.checkpoint import load_checkpoint, save_checkpoint
 from knobwise.envs import default_budgets
 from knobwise.envs.tables.profile_table import Split
@@ -62,7 +62,7 @@ def server_of(case, config):
     table, _, fitted, controller = case
     budgets = default_budgets(table)
     stream = stream_of(case, config, budgets)
-    model, static = AdaptiveModel(ElasticAdaptive(), controller), static_of(table, fitted)
+    model, static = AdaptiveModel(ElasticAdaptive(), controller), fit_static(table, fitted)
     chosen = live.fixed_configurations(table, fitted, budgets)
     return Server(model, static, chosen, stream, ElasticRequests(), config)
 
@@ -166,7 +166,7 @@ def test_each_policy_is_charged_what_it_takes_and_static_allows_for_it(case, mon
 
 
 def test_nothing_is_fitted_on_what_is_served(case, monkeypatch):
-    names = ("static_of", "fixed_configurations")
+    names = ("fit_static", "fixed_configurations")
     for name in names:
         monkeypatch.setattr(live, name, Mock(side_effect=getattr(live, name)))
     results = run(case, SHORT)

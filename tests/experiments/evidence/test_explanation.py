@@ -11,7 +11,7 @@ from ruled import Ruled
 from scipy.stats import spearmanr
 
 from knobwise.agents.controller.settings import PolicyConfig
-from knobwise.agents.evaluation.baselines import static_of
+from knobwise.agents.evaluation.baselines import fit_static
 from knobwise.envs.bandit.budgets import default_budgets
 from knobwise.envs.tables.profile_table import Split
 from knobwise.experiments.evidence import explanation
@@ -35,7 +35,7 @@ def explained(table, choose, budgets=BUDGETS):
     """Explain a policy that is a function of the block x and of budgets."""
     rows = torch.arange(table.num_samples)
     rule = Ruled(lambda features, limits, mask: choose(features["x"], limits).astype(int))
-    return Explained(table, rows, rule, budgets, static_of(table, rows))
+    return Explained(table, rows, rule, budgets, fit_static(table, rows))
 
 
 # -- difficulty ------------------------------------------------------------------------------------

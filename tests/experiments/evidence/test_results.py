@@ -29,16 +29,16 @@ from knobwise.__main__ import main
 from knobwise.agents.calibration.deployed_controller import DeployedController
 from knobwise.agents.calibration.prices import StaticMix, mean_budgets
 from knobwise.agents.controller.settings import PolicyConfig
-from knobwise.agents.evaluation.baselines import Oracle, static_of
+from knobwise.agents.evaluation.baselines import Oracle, fit_static
 from knobwise.agents.teacher.regressors import FAMILIES
 from knobwise.agents.training.checkpoint import Loaded
 from knobwise.envs.bandit.budgets import default_budgets, judged_values
 from knobwise.envs.readers.long_table import long_frame
 from knobwise.envs.tables.profile_table import Split
 from knobwise.experiments.evidence.controllers import (
+    evaluate_controllers,
     gain_on_held_out,
     held_out_choices,
-    judge_controllers,
 )
 from knobwise.experiments.evidence.decisions import read_decisions
 from knobwise.experiments.evidence.evaluate import Deadlines
@@ -94,7 +94,7 @@ def judged(table, choosers, baselines, budgets, **options):
     """Results and decisions under deadlines, on all samples."""
     evaluator = Deadlines(table, everything(table), budgets)
     seeds = range(4, 4 + len(choosers))
-    return judge_controllers(evaluator, choosers, seeds, baselines, **options)
+    return evaluate_controllers(evaluator, choosers, seeds, baselines, **options)
 
 
 def at_budgets(results):
@@ -226,7 +226,7 @@ def at_means(budgets, values_ms, seeds, **guard):
     )
     evaluator = MeanBudgets(by_hand(), Split(FITTED, FITTED[:0], TEST), budgets)
     about = evaluator, [learned] * len(seeds), seeds, evaluator.references()
-    return judge_controllers(*about, charge=False)[0]
+    return evaluate_controllers(*about, charge=False)[0]
 
 
 def test_rows_of_mean_budgets_by_hand():
@@ -353,7 +353,7 @@ def test_predicted_probabilities_are_those_of_the_choices_under_what_is_left_of_
     taught, untrained
 ):
     rows = torch.arange(60)
-    baselines = [static_of(SMALL, rows), Oracle(SMALL, rows)]
+    baselines = [fit_static(SMALL, rows), Oracle(SMALL, rows)]
     results, decisions = judged(SMALL, [taught], baselines, BUDGETS, charge=False)
     # at fewer budgets the decisions are the same
     _, few = judged(SMALL, [taught], baselines, BUDGETS[1::2], charge=False)
@@ -383,7 +383,7 @@ def test_predicted_probabilities_are_those_of_the_choices_under_what_is_left_of_
 
 def test_only_the_controller_is_charged_and_timed():
     table, rows = replace(SMALL, features_ms=3.0), torch.arange(60)
-    baselines = [static_of(table, rows), Oracle(table, rows)]
+    baselines = [fit_static(table, rows), Oracle(table, rows)]
     policy = deployed(SMALL, replace(WITH_TEACHER, guard=False))
     results, decisions = judged(table, [policy], baselines, BUDGETS)
     means = {policy: row for (policy, budget), row in at_budgets(results).items() if not budget}
