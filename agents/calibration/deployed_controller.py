@@ -158,7 +158,8 @@ class DeployedController(nn.Module):
             raise InputError(str(error)) from error
 
     def reads_features(self, limits: Array) -> Array:
-        """Return where it reads features, by limits [n]: bool [n]."""
+        """Tell under which limits [n] the features are read at all, bool [n]: False where the guard
+        falls back to static."""
         return self.decider.reads_features(limits)
 
     def under_mean_budgets(self) -> MeanBudgetPolicy:
@@ -238,7 +239,8 @@ class DeployedController(nn.Module):
         return NumpyController(arrays)
 
     def plain(self) -> dict[str, Any]:
-        """Return tensors and plain values, for a checkpoint."""
+        """Pack controller, teacher and calibration into a dictionary of tensors and plain values,
+        the part of a checkpoint that `restored` reads."""
         plain: dict[str, Any] = vars(self.calibration) | {
             "controller": self.controller.plain(),
             "teacher": self.teacher and self.teacher.plain(),
@@ -273,7 +275,8 @@ class DeployedController(nn.Module):
 
 
 def _changes_of(tensors: Sequence[Tensor]) -> list[tuple[int, int]]:
-    """Return which tensors these are, and how often each was changed in place."""
+    """Identify tensors by address and version counter, so that a step of training shows: (id,
+    version) of each."""
     return [(id(x), 0 if x.is_inference() else x._version) for x in tensors]
 
 

@@ -202,7 +202,8 @@ def _widest(misses: Tensor, may_miss: float) -> int | None:
 
 
 def arrays_of(rows: Sequence[GuardRow]) -> dict[str, np.ndarray]:
-    """Return the arrays that `policy.calibrated.Guard` reads."""
+    """Collect the columns that `agents.deployed.calibrated.Guard` reads, [B] each: `budgets_ms`,
+    `margin` (share of a budget to plan with) and `deploy` (bool)."""
     return {
         "budgets_ms": np.array([row["budget_ms"] for row in rows]),
         "margin": np.array([row["margin"] for row in rows]),

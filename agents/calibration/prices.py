@@ -158,7 +158,8 @@ class Mixture(NamedTuple):
 
     @classmethod
     def single(cls, chosen: Tensor) -> Mixture:
-        """Return choices int64 [n, B], of which nothing is drawn."""
+        """Make a mixture of one configuration for each sample and budget, int64 [n, B], with
+        nothing to draw."""
         return cls(chosen, chosen, torch.full(chosen.shape, torch.nan, dtype=torch.float64))
 
     def expected(self, table: ProfileTable, rows: Tensor) -> tuple[Tensor, Tensor]:
@@ -244,11 +245,13 @@ class StaticMix:
 
     @classmethod
     def of_table(cls, table: ProfileTable, rows: Tensor, budgets: Tensor) -> StaticMix:
-        """Return the static mix of the averages over rows, int64 [n]."""
+        """Fit the mix on mean accuracy and mean latency of the rows, int64 [n], for budgets [B] in
+        ms."""
         return cls(*averages(table, rows), budgets)
 
     def arrays(self) -> dict[str, Array]:
-        """Return the arrays that `policy.calibrated.MeanBudgets` reads."""
+        """Collect what `agents.deployed.calibrated.CalibratedMeanBudgets` reads: `first`, `second`,
+        `share`, [B] each; `mean_accuracy`, `mean_cost`, [C] each."""
         arrays = {name: getattr(self, name).numpy() for name in ("first", "second", "share")}
         accuracy, cost, _ = self._means
         return {"mean_accuracy": accuracy.numpy(), "mean_cost": cost.numpy()} | arrays
@@ -263,12 +266,14 @@ class StaticMix:
         return first, self.second.where(has_second, first)
 
     def mixture(self, table: ProfileTable, rows: Tensor) -> Mixture:
-        """Return what samples int64 [n] get."""
+        """Give samples int64 [n] the two configurations of each budget, and the share of the
+        dearer, [n, B] each; what was not profiled for a sample is replaced, see `both`."""
         first, second = self.both(table.mask[rows])
         return Mixture(first, second, self.share.expand(first.shape))
 
     def expected(self, table: ProfileTable, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Return expected accuracy and latency (ms), see `Mixture.expected`."""
+        """Compute accuracy and latency in ms that samples int64 [n] get on average over draws,
+        float64 [n, B] each."""
         return self.mixture(table, rows).expected(table, rows)
 
 
@@ -282,7 +287,7 @@ class BestSingle:
     name = "best_single"
 
     def mixture(self, table: ProfileTable, rows: Tensor) -> Mixture:
-        """Return what samples int64 [n] get."""
+        """Give samples int64 [n] the one configuration of each budget, [n, B], without draws."""
         means = self.mean_accuracy, self.mean_cost, self.budgets_ms
         return Mixture.single(best_single_at(*means, table.mask[rows]))
 
@@ -295,7 +300,7 @@ class OracleAtMean:
     name = "oracle"
 
     def mixture(self, table: ProfileTable, rows: Tensor) -> Mixture:
-        """Return what samples int64 [n] get."""
+        """Choose for samples int64 [n] by their true outcomes, [n, B], without draws."""
         cells = table.accuracy[rows], table.latency_ms[rows], table.mask[rows]
         return Mixture.single(oracle_at_mean(*cells, self.budgets_ms))
 

@@ -41,7 +41,8 @@ class _FeatureEncoder(nn.Module):
         self.controller = controller
 
     def forward(self, limit: Any, *others: Any) -> Tensor:
-        """Return log-probs [*, C]."""
+        """Normalise the feature blocks, and compute log-probs of all configurations, [*, C]. Raises
+        InputError: the limit is missing."""
         controller = self.controller
         *features, mask = others
         if limit is None:
@@ -102,7 +103,8 @@ class _TableEncoder(nn.Module):
         self.complete = bool(table.mask.all())
 
     def forward(self, row: Tensor, limit: Tensor) -> Tensor:
-        """Return log-probs [*, C]."""
+        """Look features up by `row` [*], and compute log-probs of all configurations under limits
+        [*]: [*, C]. Raises InputError: a key is missing."""
         keys = {"row": row, self.controller.limit_key: limit}
         missing = [key for key, values in keys.items() if values is None]
         if missing:

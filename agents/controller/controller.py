@@ -161,7 +161,8 @@ class Controller(nn.Module):
         }
 
     def plain(self) -> dict[str, Any]:
-        """Return tensors and plain values, for a checkpoint."""
+        """Pack settings, knobs and weights into a dictionary of tensors and plain values, the part
+        of a checkpoint that `restored` reads."""
         return {
             "policy": asdict(self.config),
             "knobs": [[knob.name, list(knob.values)] for knob in self.knobs],
@@ -175,7 +176,8 @@ class Controller(nn.Module):
 
     @classmethod
     def restored(cls, plain: dict[str, Any]) -> Controller:
-        """Return the controller that `plain` describes."""
+        """Build the controller from what `plain` packed, in eval mode; names of before (`RENAMED`)
+        are understood."""
         plain = with_new_names("controller", plain)
         state = plain["state"]
         config = PolicyConfig(**with_new_names("policy", plain["policy"]))

@@ -37,7 +37,7 @@ def digest_of(arrays: Arrays) -> bytes:
 
 
 def below(arrays: Arrays, prefix: str) -> dict[str, Array]:
-    """Return the arrays whose names begin with `prefix`, without it."""
+    """Select the arrays under a dotted prefix, and cut it off: `network.bias` → `bias`."""
     names = [name for name in arrays if name.startswith(prefix)]
     return {name.removeprefix(prefix): arrays[name] for name in names}
 
@@ -55,7 +55,8 @@ def read_arrays(path: str | Path) -> dict[str, Array]:
 
 
 def _members(archive: Any) -> dict[str, Array]:
-    """Return the arrays of an open `.npz`."""
+    """Unpack an open `.npz`: array by name. Raises a ValueError if it would fill the memory, or
+    holds a name twice."""
     with archive as file:
         # a small file may unpack to more than the memory
         if sum(part.file_size for part in file.zip.infolist()) > MAX_BYTES:
@@ -172,7 +173,7 @@ def as_numbers(what: str, values: Any, truths: bool = False) -> Array:
 
 
 def short(value: Any) -> str:
-    """Return a value as a line for a message."""
+    """Shorten the repr of a value to one line of at most 80 characters, for a message."""
     line = " ".join(repr(value).split())
     return line if len(line) < 80 else f"{line[:77]}…"
 

@@ -78,7 +78,8 @@ class FittedStatic(Static):
         return cls({"latency_ms": latency_ms, "sorted_ms": sorted_ms, "running": running})
 
     def arrays(self) -> dict[str, Array]:
-        """Return the arrays that a file keeps."""
+        """Collect what `Static` is made from: `latency_ms` [C], `sorted_ms` [C, n] (float32 if that
+        loses nothing) and `running` [C, n + 1]."""
         # in float32 where nothing is lost
         sorted_ms: Array = self.sorted_ms.astype(np.float32)
         if not (sorted_ms == self.sorted_ms).all():
@@ -159,7 +160,7 @@ class PredictThenChoose:
         return self.counted(self.expert(self.normaliser(blocks, n)))
 
     def counted(self, prediction: Prediction) -> Prediction:
-        """Return a prediction of the expert with the accuracy that counts."""
+        """Replace the predicted accuracy by the fixed one, [C], if there is one."""
         if self.accuracy is None:
             return prediction
         return prediction._replace(accuracy=self.accuracy.expand_as(prediction.accuracy))

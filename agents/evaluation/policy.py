@@ -56,7 +56,7 @@ class Guarded:
         return self.guard.with_fallback(self.policy.choose(features, limits, mask), limits, mask)
 
     def reads_features(self, limits: Array) -> Array:
-        """Return where the policy itself decides, by limits [n]: bool [n]."""
+        """Tell under which limits [n] the policy decides and static does not, bool [n]."""
         return self.guard.deployed[self.guard.groups(limits)]
 
 

@@ -209,7 +209,7 @@ def _held_out(agent: DeployedController, logged: Logged) -> tuple[Tensor, dict[s
 
 
 def _features(agent: DeployedController, logged: Logged) -> Tensor:
-    """Return the normalised features of logged requests, [n, width]."""
+    """Normalise the logged features as the controller was trained with them, [n, width]."""
     return agent.controller.normaliser(logged.features.to_dict(), len(logged))
 
 

@@ -64,7 +64,8 @@ class SelectorStage(Stage):
         return contexts.set("action", recorded)
 
     def metrics(self, data: TensorDictBase) -> dict[str, float]:
-        """Return rewards and accuracy of the drawn sequences, and β."""
+        """Compute the means of reward and accuracy over the drawn sequences, and log β beside
+        them."""
         mask = present(data)
         drawn = {"Reward": data["next", "reward"][mask]}
         if self.setup.reward_model is None:  # a predicted answer says nothing about the accuracy
@@ -117,7 +118,8 @@ class SFT(SelectorStage):
         self.imitation.diagnostics = watched
 
     def loss(self, minibatch: TensorDictBase) -> TensorDictBase:
-        """Return the cross-entropy of the queries that can be learned from."""
+        """Compute −mean ln π of the recorded sequences of each query, averaged over the queries
+        that can be learned from."""
         out: TensorDictBase = self.imitation(informative(minibatch))
         return out
 
@@ -145,7 +147,8 @@ class SequenceRCE(SFT):
         return super().metrics(data) | {"Temperature": self.temperature}
 
     def validation_loss(self, batch: TensorDictBase) -> Tensor:
-        """Return the cross-entropy at the last τ."""
+        """Compute the cross-entropy to softmax(reward/τ) at the last τ, so that validations of
+        different epochs compare."""
         self._set(RCE_TEMPERATURES[1])
         loss: Tensor = self.imitation(batch)["loss_rce"]
         return loss
@@ -194,7 +197,8 @@ class SequenceGRPO(SelectorStage):
         return contexts
 
     def loss(self, minibatch: TensorDictBase) -> TensorDictBase:
-        """Return GRPO's loss of the queries that can be learned from."""
+        """Compute the loss of `GRPOLoss` over the queries that can be learned from, with rewards in
+        units of their spread."""
         loss = self.setup.loss
         if self.reward_spread is None:
             # nothing was recorded that tells: by the draws that it learns from first
@@ -210,7 +214,7 @@ class SequenceGRPO(SelectorStage):
         return out
 
     def metrics(self, data: TensorDictBase) -> dict[str, float]:
-        """Return also the true calls so far, and the temperature."""
+        """Add the temperature, and with a scorer the calls of the answering model so far."""
         logged = super().metrics(data)
         if self.setup.env.scorer is not None:
             logged |= {"True_Calls": self.setup.calls} | self.corrected

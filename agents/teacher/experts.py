@@ -124,7 +124,8 @@ class Expert(nn.Module):
         return Prediction(self.accuracy(inputs), self.log_latency(inputs), self.spread)
 
     def plain(self) -> dict[str, Any]:
-        """Return tensors and plain values, for a checkpoint."""
+        """Pack settings, kinds and weights of both regressors into plain values, the part of a
+        checkpoint that `restored` reads."""
         names = "name", "spread", "settings"
         plain = {name: getattr(self, name) for name in names}
         for part, regressor in self.named_children():
@@ -133,7 +134,7 @@ class Expert(nn.Module):
 
     @classmethod
     def restored(cls, plain: dict[str, Any]) -> Expert:
-        """Return the expert that `plain` describes."""
+        """Build the expert from what `plain` packed."""
         regressors = {}
         for part in ("accuracy", "log_latency"):
             kind, state = plain[part]

@@ -40,7 +40,7 @@ class PredictedOutcomes(NamedTuple):
     spread: Tensor
 
     def predicted(self) -> Prediction:
-        """Return the outcomes in the form of any predictor."""
+        """Turn logits of accuracy into probabilities; ln ms and its spread stay, [*, C] each."""
         return Prediction(self.accuracy_logits.sigmoid(), *self[1:])
 
 

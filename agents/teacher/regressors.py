@@ -58,7 +58,7 @@ class Regressor(nn.Module):
         return type(self)(**state)
 
     def outputs(self, columns: slice) -> Any:
-        """Return a regressor for some of the outputs."""
+        """Copy the regressor with some of its o outputs alone."""
         state = self.state_dict()
         for name in state.keys() & OUTPUTS:
             state[name] = state[name][..., columns]
@@ -176,7 +176,7 @@ def _rounded_down(threshold: Tensor) -> Tensor:
 
 
 def constant(y: Array, features: int) -> Linear:
-    """Return the best prediction without features."""
+    """Fit the mean of y [n, o], which ignores its `features` inputs; it is the setting to beat."""
     return Linear(weight=np.zeros((features, y.shape[1])), bias=y.mean(0))
 
 

@@ -33,7 +33,7 @@ PATIENCE = 6
 
 
 def sizes_of_minibatches(contexts: int, minibatch: int) -> Iterator[int]:
-    """Return how many contexts each minibatch of a pass has."""
+    """Cut a pass of `contexts` into minibatches: the size of each, the last one perhaps smaller."""
     return (min(minibatch, contexts - first) for first in range(0, contexts, minibatch))
 
 
@@ -80,7 +80,8 @@ class Regression(ControllerStage):
             yield TensorDict({"row": rows.view(count, networks)}, [count])
 
     def loss(self, minibatch: TensorDictBase) -> TensorDictBase:
-        """Return the regression's loss on the measurements of the drawn samples."""
+        """Compute two scalars over the drawn samples: the cross-entropy of their accuracies, and the
+        negative log-likelihood of their ln ms."""
         rewards = self.setup.env.rewards
         row = minibatch["row"][:, : self.teacher.networks].T  # [M, n]
         predicted = self.teacher.network(self.setup.rows.features_of(row))

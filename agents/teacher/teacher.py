@@ -74,7 +74,8 @@ class MemberPredictions(NamedTuple):
         return torch.where(hopeless, -self.log_latency, score)
 
     def moments(self) -> Prediction:
-        """Return accuracy, and mean and standard deviation of ln ms, of the mixture."""
+        """Compute expected accuracy, and mean and standard deviation of ln ms, of the mixture of
+        all members, [n, C] each."""
         accuracy, log_latency, spread = self.members
         mean = self.log_latency
         variance = self.mean(spread**2 + log_latency**2) - mean**2
@@ -178,7 +179,8 @@ class Teacher(nn.Module):
         return MemberPredictions(x.new_tensor(weights).reshape(-1, 1, 1), members, self.constraint)
 
     def _moved(self, prediction: Prediction) -> Prediction:
-        """Return a prediction with what was learned after training."""
+        """Apply what `knobwise update` learned after training: logits of accuracy shift, ln ms
+        shifts and gets more variance."""
         if not any(getattr(self, name).any() for name in LEARNED):
             return prediction
         accuracy = prediction.accuracy
@@ -250,7 +252,8 @@ class Teacher(nn.Module):
         return {"weights": weights, "settings": settings}
 
     def plain(self) -> dict[str, Any]:
-        """Return tensors and plain values, for a checkpoint."""
+        """Pack network, experts, weights and what updates learned into plain values, the part of a
+        checkpoint that `restored` reads."""
         return {
             "network": self.network.state_dict(),
             "experts": [expert.plain() for expert in self.experts if isinstance(expert, Expert)],

@@ -265,14 +265,15 @@ class Trainer:
         return {f"Train/{name}": value for name, value in metrics.items()}
 
     def _speed(self) -> dict[str, float]:
-        """Return the actions per second since the last call."""
+        """Compute actions collected per second of training since the last call, without
+        evaluations, and start counting anew."""
         speed = {"Train/Actions_Per_Second": self._actions / self._seconds}
         self._actions = 0
         self._seconds = 0.0
         return speed
 
     def _progress_note(self, stage: Stage) -> str:
-        """Return what the progress bar says."""
+        """Say for the progress bar which stage trains, and the best score so far."""
         best = self.state.best
         if best.state is None:  # none yet where the heads have just begun
             return stage.name
@@ -342,7 +343,8 @@ class Trainer:
         return f"{self.title}: {self.folder / 'last.pt'} {holds}"
 
     def training_state(self) -> TrainingState:
-        """Return the state, with what live objects hold now."""
+        """Copy weights, optimiser, stages, contexts and random state from the live objects into the
+        state that last.pt holds."""
         self.state.agent = self.agent.state_dict()
         self.state.optimiser = self.optimiser.state_dict()
         self.state.stages = [stage.state_dict() for stage in self.stages]

@@ -114,7 +114,8 @@ class ConfigBanditVectorEnv(VectorEnv[Observation, NDArray[Any], NDArray[Any]]):
         self._over = np.zeros(num_envs, dtype=bool)
 
     def _actions(self) -> spaces.Space[Any]:
-        """Return the space of one action."""
+        """Describe the action of one environment: a knob index each (MultiDiscrete, or a Dict by
+        knob), or one of C configurations."""
         if self.knob_keys:
             knobs = zip(self.knob_keys, self.table.knob_sizes, strict=True)
             return spaces.Dict({name: spaces.Discrete(size) for name, size in knobs})

@@ -123,7 +123,8 @@ class ConfigBandit(SingleStepEnv):
             )
 
     def _actions(self) -> TensorSpec:
-        """Return the spec of the actions."""
+        """Describe an action: knob indices [P, (G), K], a key for each knob, or indices of
+        configurations [P, (G)]."""
         sizes = self.table.knob_sizes
         shape = (*self.batch_size, *self.outcome_shape[1:])
         if self.replay.knob_keys:
@@ -135,7 +136,7 @@ class ConfigBandit(SingleStepEnv):
         return Categorical(self.table.num_configurations, shape)
 
     def _observations(self) -> dict[str, TensorSpec]:
-        """Return the spec of each part of an observation."""
+        """Describe each key that a reset writes, by its shape for P contexts."""
         batch = self.batch_size
         c = self.table.num_configurations
         specs: dict[str, TensorSpec] = {"row": Categorical(self.table.num_samples, batch)}

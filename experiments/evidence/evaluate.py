@@ -94,7 +94,7 @@ def evaluate(
 
 
 def alone(policies: Sequence[Any]) -> dict[str, dict[int | None, Any]]:
-    """Return policies under their own names, which no seed changes."""
+    """Map each policy's name to the policy, as one without a seed: {name: {None: policy}}."""
     return {policy.name: {None: policy} for policy in policies}
 
 
@@ -150,11 +150,11 @@ class OnTable:
         """Add to the results what they have for this task alone."""
 
     def of_rows(self, rows: Tensor) -> Self:
-        """Return the evaluator of other test samples, int64 [n]."""
+        """Copy the evaluator for other test samples, rows int64 [n]."""
         return type(self)(self.table, self.split._replace(test=rows), self.budgets_ms)
 
     def chosen(self, configurations: Tensor) -> pl.Series:
-        """Return the labels of configurations int64 [n, B], as a column."""
+        """Label configurations int64 [n, B] by their knob values, as a column of n · B texts."""
         return self.labels[configurations.flatten().numpy()]
 
 
@@ -230,11 +230,12 @@ class Deadlines(OnTable):
         return policies
 
     def references(self) -> list[Policy]:
-        """Return the ends of the oracle gap alone."""
+        """Make both ends of the oracle gap: budget-aware static, fitted on all but the test
+        samples, and the oracle."""
         return [fit_static(self.table, self.split.fitted), Oracle(self.table, self.rows)]
 
     def deployed(self, controller: DeployedController) -> Policy:
-        """Return what decides of a controller."""
+        """Give the policy that decides for a controller: itself, guard included."""
         return controller
 
     def explained_by(self, controller: DeployedController) -> tuple[Tensor, Policy, Tensor | None]:

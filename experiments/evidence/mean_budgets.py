@@ -237,12 +237,14 @@ class MeanBudgets(OnTable):
         return [first, second, *priced, last]
 
     def references(self) -> list[MixingPolicy]:
-        """Return the static policies and the upper bound alone."""
+        """Make static mix and best single configuration, fitted on all but the test samples, and
+        the oracle at mean budgets."""
         about = *self.reference.averages, self.budgets_ms
         return [StaticMix(*about), BestSingle(*about), OracleAtMean(self.budgets_ms)]
 
     def deployed(self, controller: DeployedController) -> MixingPolicy:
-        """Return what decides of a controller."""
+        """Give the policy that decides for a controller under its calibrated mean budgets, mix
+        included."""
         return controller.under_mean_budgets()
 
     def explained_by(self, controller: DeployedController) -> tuple[Tensor, Policy, Tensor | None]:
