@@ -80,7 +80,7 @@ class Regression(ControllerStage):
             yield TensorDict({"row": rows.view(count, networks)}, [count])
 
     def loss(self, minibatch: TensorDictBase) -> TensorDictBase:
-        """Compute two scalars over the drawn samples: the cross-entropy of their accuracies, and the
+        """Compute two means over the drawn samples: the cross-entropy of their accuracies, and the
         negative log-likelihood of their ln ms."""
         rewards = self.setup.env.rewards
         row = minibatch["row"][:, : self.teacher.networks].T  # [M, n]

@@ -41,7 +41,7 @@ from knobwise.experiments.settings.words import typed
 from knobwise.experiments.wording.words import counted
 
 REQUESTS = 500
-"""Number of samples of a profile that heads are taught on."""
+"""Number of samples of a profile that heads are distilled on."""
 UPDATE = "update.json"
 
 

@@ -217,13 +217,12 @@ def rule_condition(bounds: Sequence[tuple[str, str, float]], unit: str) -> str:
 
 
 def _glossary(comparison: Comparison) -> dict[str, str]:
-    """Return the terms, and every policy in the tables."""
+    """Explain what is new here, and describe every policy in the tables: term → meaning."""
     task = comparison.task
     results = comparison.reference.results
     terms = dict(texts()["glossary"][task.name])
     if comparison.unit not in TIMES:
         terms |= texts()["glossary"]["not_charged"]
-        terms.pop("if free", None)
     # only policies of the project have a description
     policies = [row["policy"] for row in task.rows(results)]
     for policy in dict.fromkeys([*policies, *(run.policy for run in comparison.runs)]):

@@ -19,7 +19,7 @@ from knobwise.envs.bandit.settings import (
     BudgetConfig,
     RewardConfig,
 )
-from knobwise.experiments.settings.choices import AUTO, SAMPLED, TAUGHT_OPTIMISER
+from knobwise.experiments.settings.choices import AUTO, DISTILLED_OPTIMISER, SAMPLED
 from knobwise.experiments.settings.selector_options import SelectorRun
 from knobwise.experiments.settings.tracking import Training
 from knobwise.losses.settings import LossConfig
@@ -89,12 +89,12 @@ class TrainRun(Training):
     balance: BalanceConfig = field(default_factory=BalanceConfig)
     """How often each sample is drawn in training."""
     policy: PolicyConfig = field(default_factory=lambda: replace(AUTO))
-    """A head for each knob on a light network. auto: taught by a network and experts that predict
-    outcomes, then trained by GRPO; utility: taught by a network alone, several times faster;
-    independent: by rewards alone."""
+    """A head for each knob on a light network. auto: distilled from a network and experts that
+    predict outcomes, then trained by GRPO; utility: distilled from a network alone, several times
+    faster; independent: by rewards alone."""
     loss: LossConfig = field(default_factory=lambda: replace(SAMPLED))
     """What GRPO, or PPO, minimises."""
-    optimiser: OptimiserConfig = field(default_factory=lambda: replace(TAUGHT_OPTIMISER))
+    optimiser: OptimiserConfig = field(default_factory=lambda: replace(DISTILLED_OPTIMISER))
     """How long and how fast each stage is trained; by default what suits the policy."""
     budgets_ms: list[float] | None = None
     """Budgets to judge at, in ms, or in the unit of costs that are no times; None for five

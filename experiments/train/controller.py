@@ -111,7 +111,7 @@ class ControllerExperiment(Experiment):
         if setup.distiller is not None and not kind.learned_by_teacher:
             self.notes.append(
                 f"reward={self.config.reward.kind}: the teacher learns utility, and only GRPO "
-                "this reward, held to what was taught by loss.kl_to_ref_coeff "
+                "this reward, held to what was distilled by loss.kl_to_ref_coeff "
                 f"({setup.kl_coeff:g}); policy=independent learns this reward alone"
             )
         # the first split makes the experiments on the others
