@@ -49,7 +49,7 @@ def test_the_guard_wants_the_budget_kept_and_a_gain_above_chance(monkeypatch):
     assert not any(row["deployed"] for row in compared(*alone, budgets_ms))
 
 
-def test_the_most_accurate_worth_within_each_mean_budget_is_found():
+def test_the_most_accurate_price_within_each_mean_budget_is_found():
     # values are tried from 4 ms up; the policy takes the dear one for the first sample from 20 ms
     # on, for both from 60 ms on; from 200 ms on it takes what is dearer still and no better
     table = table_of([[0.25, 1.0, 1.0], [0.5, 0.75, 0.5]], [[4.0, 10.0, 30.0]] * 2)
@@ -91,7 +91,7 @@ def test_where_it_was_not_shown_to_be_better_the_mixture_is_expected_to_decide()
 
 
 @pytest.mark.parametrize(("features", "cost_ms"), [(True, 0.5), (False, 0.0)])
-def test_worths_are_those_that_keep_the_budgets_on_what_was_held_out(features, cost_ms):
+def test_prices_are_those_that_keep_the_budgets_on_what_was_held_out(features, cost_ms):
     table = small_table(120, holes=0.2, features=features)
     budgets_ms = mean_budgets(table, table.split().fitted)
     optimiser = replace(BRIEF, pretrain_iterations=60)

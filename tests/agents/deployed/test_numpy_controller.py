@@ -297,7 +297,7 @@ def test_the_configurations_that_lose_little_by_hand(limit_ms, drift, loss, want
     assert expected == pytest.approx((1, math.log(30), math.log(3)))
 
 
-def test_mean_budgets_decide_at_their_worths_and_the_mix_where_they_fell_back():
+def test_mean_budgets_decide_at_their_prices_and_the_mix_where_they_fell_back():
     """The second configuration is chosen at a value above 20 ms."""
     mean = {
         "mean.budgets_ms": [9.0, 12.0, 16.0],

@@ -287,7 +287,7 @@ def test_folds_are_a_matter_of_the_seed_and_one_sample_is_its_own_fold():
 # -- predictions -----------------------------------------------------------------------------------
 
 
-def test_probability_of_meeting_a_budget_worth_and_mean_latency_by_hand():
+def test_probability_of_meeting_a_budget_value_and_mean_latency_by_hand():
     # margins of +1 and −1 standard deviation and +2 of a smaller one under a budget of e²
     accuracy, log_latency = torch.tensor([[[0.5, 2.0, -1.0]], [[1.0, 3.0, 1.0]]])
     predicted = Prediction(accuracy, log_latency, torch.tensor([1.0, 1.0, 0.5]))

@@ -125,7 +125,7 @@ def test_validation_and_decisions_see_the_samples_as_they_are():
     assert not [name for name in student.agent.state_dict() if "noise" in name]
 
 
-def test_the_teacher_and_its_lessons_see_noise_too():
+def test_the_teacher_and_its_targets_see_noise_too():
     plain = trainer_on(small_table(60), replace(WAYS["taught"], augment=0.0))
     noisy = trainer("taught")
     for student in (plain, noisy):

@@ -257,7 +257,7 @@ def test_training_on_a_reward_function_is_judged_by_the_reward(tmp_path, monkeyp
     assert calibrate_controller(student.setup, student.setup.limits).calibration.guard == []
 
 
-def test_under_a_mean_budget_worths_are_drawn_and_rewards_are_priced():
+def test_under_a_mean_budget_values_are_drawn_and_rewards_are_priced():
     lines, table = Lines(), small_table(60)
     student = trainer(table, policy=HEADS, constraint="mean", log=lines)
 

@@ -78,7 +78,7 @@ def test_budgets_are_positive_where_a_timer_said_zero(strategy, monkeypatch):
     assert drawn.min() >= MIN_LATENCY_MS
 
 
-def test_the_range_of_worths_and_those_that_are_judged_by_hand():
+def test_the_range_of_values_and_those_that_are_judged_by_hand():
     latency = torch.arange(101.0) + 1  # 3 % and 97 % quantiles: 4 and 98
     assert value_range(latency).tolist() == pytest.approx([4, 30 * 98])
     # five, evenly apart in logarithm, the ends left out
@@ -90,7 +90,7 @@ def test_the_range_of_worths_and_those_that_are_judged_by_hand():
     identical(value_range(torch.zeros(4)), [1, 30])
 
 
-def test_worths_are_drawn_evenly_in_logarithm():
+def test_values_are_drawn_evenly_in_logarithm():
     table = of_latencies(torch.arange(101.0)[:, None] + 1)
     drawn = draw(table, ZEROS, constraint="mean").log()
     quarters = torch.histc(drawn, 4, math.log(4), math.log(30 * 98)) / len(drawn)

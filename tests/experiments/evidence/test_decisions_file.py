@@ -83,7 +83,7 @@ def test_what_is_no_file_of_decisions_is_an_error_for_a_person():
         read_decisions(".")
 
 
-def test_arrays_are_seeds_by_samples_by_places():
+def test_arrays_are_seeds_by_samples_by_conditions():
     values = [[0, 1], [2, np.nan], [4, 5], [6, 7]]
     first, second = (
         frame([2.0, 1.0], accuracy=np.array(part)) for part in (values[:2], values[2:])

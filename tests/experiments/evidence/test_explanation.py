@@ -123,7 +123,7 @@ def by_first(x, limits):
     return x[:, 0] > 0.5
 
 
-def test_importance_is_the_worth_lost_with_another_samples_features():
+def test_importance_is_the_utility_lost_with_another_samples_features():
     table = two_answers()
     table.features["unread"] = torch.randn(200, 3)
     rows = importance(explained(table, by_first))

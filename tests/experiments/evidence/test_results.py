@@ -332,7 +332,7 @@ def test_a_network_without_guard_under_chosen_mean_budgets_and_evaluated_again(f
     assert (results["sense"], results["guard"], results["chosen"][0]["weights"]) == ("mean", [], {})
 
 
-def test_a_run_under_mean_budgets_that_was_stopped_before_its_worths_goes_on(
+def test_a_run_under_mean_budgets_that_was_stopped_before_its_prices_goes_on(
     folder, monkeypatch, capsys
 ):
     words = [*MEAN, "seeds=[0]", "name=x"]
