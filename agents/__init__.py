@@ -10,12 +10,12 @@ if TYPE_CHECKING:
     from knobwise.agents.calibration.deployed_controller import (
         DeployedController as DeployedController,
     )
-    from knobwise.agents.calibration.taught import taught_trainer as taught_trainer
+    from knobwise.agents.calibration.training import distillation_trainer as distillation_trainer
     from knobwise.agents.controller.actor import make_actor as make_actor
     from knobwise.agents.controller.controller import Controller as Controller
     from knobwise.agents.controller.settings import PolicyConfig as PolicyConfig
     from knobwise.agents.deployed.controller import NumpyController as NumpyController
-    from knobwise.agents.evaluation.evaluation import judge as judge
+    from knobwise.agents.evaluation.evaluation import evaluate_policy as evaluate_policy
     from knobwise.agents.selector.selector import Selector as Selector
     from knobwise.agents.selector.settings import SelectorConfig as SelectorConfig
     from knobwise.agents.selector.training import selector_trainer as selector_trainer
@@ -33,14 +33,14 @@ if TYPE_CHECKING:
 MODULES = {
     "load_checkpoint": "training.checkpoint",
     "save_checkpoint": "training.checkpoint",
-    "judge": "evaluation.evaluation",
+    "evaluate_policy": "evaluation.evaluation",
     "Controller": "controller.controller",
     "make_actor": "controller.actor",
     "LossConfig": "knobwise.losses.settings",
     "OptimiserConfig": "training.settings",
     "PolicyConfig": "controller.settings",
     "controller_trainer": "training.controllers",
-    "taught_trainer": "calibration.taught",
+    "distillation_trainer": "calibration.training",
     "Trainer": "training.trainer",
     "Stage": "training.stage",
     "Selector": "selector.selector",

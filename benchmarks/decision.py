@@ -28,12 +28,12 @@ from sklearn.ensemble import RandomForestRegressor
 from timing import Bench, Way
 from torch import nn
 
-from knobwise.agents.calibration.calibrate import latency_of
-from knobwise.agents.calibration.deployed_controller import DeployedController, Settled
+from knobwise.agents.calibration.calibrate import fit_latency_model
+from knobwise.agents.calibration.deployed_controller import Calibration, DeployedController
 from knobwise.agents.controller.controller import Controller
 from knobwise.agents.controller.features import FeatureNormaliser
 from knobwise.agents.controller.settings import PolicyConfig, hidden_for
-from knobwise.agents.evaluation.baselines import static_of
+from knobwise.agents.evaluation.baselines import fit_static
 from knobwise.agents.serving.adaptive_model import AdaptiveModel
 from knobwise.agents.serving.onnx_graph import Deployed, OnnxController, write_onnx
 from knobwise.envs import builtin_profile
@@ -65,9 +65,9 @@ def deployed_on(table: ProfileTable) -> DeployedController:
     guard = [
         {"budget_ms": budget, "margin": 0.97, "deployed": True} for budget in budgets_ms.tolist()
     ]
-    latency = latency_of(table, rows, controller.normaliser)
-    settled = Settled(guard, static=static_of(table, rows).arrays(), latency=latency)
-    return DeployedController(controller, None, settled)
+    latency = fit_latency_model(table, rows, controller.normaliser)
+    calibration = Calibration(guard, static=fit_static(table, rows).arrays(), latency=latency)
+    return DeployedController(controller, None, calibration)
 
 
 def in_turn(decide: Callable[[Any, float], object], requests: Sequence[Any] = SAMPLES) -> Way:

@@ -120,7 +120,7 @@ def time_steps(bench: Bench, contexts: int, group_size: int | None, repeats: str
         batch_size=contexts,
         group_size=group_size,
         reward=RewardConfig(kind="utility"),
-        lean=True,
+        observe_features=False,
         seed=0,
         **options,
     )

@@ -16,10 +16,10 @@ import time
 import torch
 from timing import Bench
 
-from knobwise.agents.calibration.taught import taught_trainer
+from knobwise.agents.calibration.training import distillation_trainer
 from knobwise.agents.controller.settings import PolicyConfig
-from knobwise.agents.evaluation.baselines import static_of
-from knobwise.agents.evaluation.evaluation import judge
+from knobwise.agents.evaluation.baselines import fit_static
+from knobwise.agents.evaluation.evaluation import evaluate_policy
 from knobwise.agents.training.settings import OptimiserConfig
 from knobwise.envs.bandit.budgets import default_budgets
 from knobwise.envs.tables.profile_table import Knob, ProfileTable
@@ -55,10 +55,10 @@ def train_on(count: int) -> tuple[float, float]:
     budgets_ms = default_budgets(table)
     optimiser = OptimiserConfig(pretrain_iterations=50, iterations=20)
     policy = PolicyConfig(hidden=32)
-    taught_trainer(
+    distillation_trainer(
         table, split, policy=policy, optimiser=optimiser, seed=0, budgets_ms=budgets_ms
     ).run()
-    judge(static_of(table, split.train), table, split.test, budgets_ms)
+    evaluate_policy(fit_static(table, split.train), table, split.test, budgets_ms)
     most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
     return time.process_time() - start, most
 

@@ -22,7 +22,7 @@ from loss import grpo_loss
 from timing import Bench, Way
 from torch import Tensor, nn
 
-from knobwise.agents.calibration.taught import taught_trainer
+from knobwise.agents.calibration.training import distillation_trainer
 from knobwise.agents.controller.settings import PolicyConfig
 from knobwise.agents.training.settings import OptimiserConfig
 from knobwise.agents.training.trainer import Trainer
@@ -53,7 +53,9 @@ def trainer_of(stage: str) -> Trainer:
     optimiser = OptimiserConfig(
         contexts=CONTEXTS, minibatch=MINIBATCH, epochs=EPOCHS, evaluate_every=LONG, **lengths
     )
-    trainer = taught_trainer(TABLE, TABLE.split(), policy=POLICY, loss=LOSS, optimiser=optimiser)
+    trainer = distillation_trainer(
+        TABLE, TABLE.split(), policy=POLICY, loss=LOSS, optimiser=optimiser
+    )
     trainer.policy.stage = trainer.stage
     trainer.optimiser = trainer.stage.optimiser(trainer.stage.module)
     trainer.state.iteration = 1
@@ -100,15 +102,15 @@ def grpo(trainer: Trainer, network: nn.Module, reference: nn.Module) -> Losses:
 
 
 def imitation(trainer: Trainer, network: nn.Module) -> Losses:
-    """Return the plain cross-entropy to the policy that the teacher's expected worths make."""
-    names = "x", "limit", "worth", "by_value"
+    """Return the plain cross-entropy to the policy that the teacher's expected utility makes."""
+    names = "x", "limit", "utility", "by_value"
 
     def losses() -> Iterator[Tensor]:
         for _ in range(EPOCHS):
             for drawn in trainer.stage.minibatches(trainer.buffer):
-                x, limit, worth, drift = (drawn[name] for name in names)
+                x, limit, utility, drift = (drawn[name] for name in names)
                 log_probs = network(x, limit, None, drift)
-                yield reward_weighted_cross_entropy(log_probs, worth, 1 / POLICY.sharpness).mean()
+                yield reward_weighted_cross_entropy(log_probs, utility, 1 / POLICY.sharpness).mean()
 
     return losses
 
@@ -157,7 +159,7 @@ def time_stage(bench: Bench, stage: str) -> None:
         elif stage == "imitation":
             losses = imitation(trainer, learned)
         else:
-            learned = copy.deepcopy(trainer.setup.teaching.teacher).network
+            learned = copy.deepcopy(trainer.setup.distiller.teacher).network
             losses = regression(trainer, learned)
         optimiser = torch.optim.AdamW(learned.parameters(), lr=1e-4, fused=True)
         return {"plain torch": functools.partial(learn, losses, learned, optimiser)}

@@ -63,7 +63,12 @@ def exact(network: Callable[[], Tensor], batch: TensorDict) -> Tensor:
 def batch_of(controller: Controller) -> TensorDict:
     """Return contexts with drawn actions, all that either objective reads."""
     env = ConfigBandit(
-        TABLE, batch_size=CONTEXTS, group_size=GROUP_SIZE, reward="utility", lean=True, seed=0
+        TABLE,
+        batch_size=CONTEXTS,
+        group_size=GROUP_SIZE,
+        reward="utility",
+        observe_features=False,
+        seed=0,
     )
     actor = make_actor(controller, TABLE, GROUP_SIZE)
     with torch.no_grad():

@@ -26,7 +26,7 @@ for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "POLARS_MAX_THREADS"):
     os.environ[name] = "1"
 
 Way = Callable[[], object]
-LEAST_SECONDS = 0.05
+MIN_SECONDS = 0.05
 """A round of a way lasts at least as long, by many calls if they are short."""
 CALLS_ALONE = 20
 """Calls in a round where something runs before each."""
@@ -51,7 +51,7 @@ def seconds_of(
         way()
         start = time.perf_counter()
         way()
-        calls[name] = max(1, round(LEAST_SECONDS / (time.perf_counter() - start)))
+        calls[name] = max(1, round(MIN_SECONDS / (time.perf_counter() - start)))
     seconds: dict[str, list[float]] = {name: [] for name in ways}
     for _ in range(rounds):
         for name, way in ways.items():

@@ -46,7 +46,7 @@ from knobwise.common.interruption import end_with
 
 HOSTS = ["127.0.0.1", "localhost"]
 """The names under which this server is asked."""
-MOST_BYTES = 1_000_000
+MAX_BYTES = 1_000_000
 """The largest body of a request."""
 
 
@@ -77,8 +77,8 @@ async def read(request: Request) -> bytes:
     content = bytearray()
     async for chunk in request.stream():
         content += chunk
-        if len(content) > MOST_BYTES:
-            raise HTTPException(413, f"the body has more than {MOST_BYTES:,} bytes")
+        if len(content) > MAX_BYTES:
+            raise HTTPException(413, f"the body has more than {MAX_BYTES:,} bytes")
     return bytes(content)
 
 

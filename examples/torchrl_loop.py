@@ -11,7 +11,13 @@ import torch
 from torchrl.collectors import Collector
 from torchrl.data import LazyTensorStorage, ReplayBuffer, SamplerWithoutReplacement
 
-from knobwise.agents import Controller, DeployedController, PolicyConfig, judge, make_actor
+from knobwise.agents import (
+    Controller,
+    DeployedController,
+    PolicyConfig,
+    evaluate_policy,
+    make_actor,
+)
 from knobwise.envs import ConfigBandit, default_budgets
 from knobwise.losses import GRPOLoss, RCELoss, dropping_out
 from knobwise.testbeds import builtin_profile
@@ -29,7 +35,12 @@ def main(
 
     shape = {"batch_size": contexts, "group_size": group_size}
     env = ConfigBandit(
-        table, **shape, rows=split.train, action_keys="knobs", lean=True, full_information=True
+        table,
+        **shape,
+        rows=split.train,
+        action_keys="knobs",
+        observe_features=False,
+        full_information=True,
     )
     agent = DeployedController(Controller.for_table(table, split.train, PolicyConfig()))
     policy = make_actor(agent, table, group_size=group_size, separate=True)
@@ -60,13 +71,15 @@ def main(
                 optimiser.step()
             schedule.step()
             if iteration % 20 == 0:
-                score = float(judge(agent, table, split.validation, budgets_ms).utility.mean())
+                score = float(
+                    evaluate_policy(agent, table, split.validation, budgets_ms).utility.mean()
+                )
                 if score > best:
                     best = score
                     weights = copy.deepcopy(agent.state_dict())
         print(f"validation utility after {type(loss_module).__name__}: {best:.3f}", flush=True)
     agent.load_state_dict(weights)
-    return float(judge(agent, table, split.test, budgets_ms).utility.mean())
+    return float(evaluate_policy(agent, table, split.test, budgets_ms).utility.mean())
 
 
 if __name__ == "__main__":

@@ -8,7 +8,13 @@ from torchrl.collectors import Collector
 from torchrl.data import LazyTensorStorage, SamplerWithoutReplacement, TensorDictReplayBuffer
 from torchrl.trainers import DefaultOptimizationStepper, ReplayBufferTrainer, Trainer
 
-from knobwise.agents import Controller, DeployedController, PolicyConfig, judge, make_actor
+from knobwise.agents import (
+    Controller,
+    DeployedController,
+    PolicyConfig,
+    evaluate_policy,
+    make_actor,
+)
 from knobwise.envs import ConfigBandit, default_budgets
 from knobwise.losses import GRPOLoss
 from knobwise.testbeds import builtin_profile
@@ -20,7 +26,7 @@ def main(iterations: int = 300, contexts: int = 256, group_size: int = 16) -> tu
     split = table.split()
     budgets_ms = default_budgets(table)
     env = ConfigBandit(
-        table, batch_size=contexts, group_size=group_size, rows=split.train, lean=True
+        table, batch_size=contexts, group_size=group_size, rows=split.train, observe_features=False
     )
     controller = Controller.for_table(table, split.train, PolicyConfig())
     policy = make_actor(controller, table, group_size=group_size)
@@ -54,9 +60,9 @@ def main(iterations: int = 300, contexts: int = 256, group_size: int = 16) -> tu
     trainer.register_op("process_optim_batch", minibatches.sample)
 
     test = table, split.test, budgets_ms
-    before = judge(DeployedController(controller), *test).utility.mean()
+    before = evaluate_policy(DeployedController(controller), *test).utility.mean()
     trainer.train()
-    after = judge(DeployedController(controller), *test).utility.mean()
+    after = evaluate_policy(DeployedController(controller), *test).utility.mean()
     return float(before), float(after)
 
 

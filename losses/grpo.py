@@ -202,7 +202,8 @@ class GroupLoss(ActorLoss):
         return TensorDict(out, batch_size=[])
 
     def _reference(self, tensordict: TensorDictBase, group: Group) -> Tensor | None:
-        """Return log-probs of the reference, where the KL to it is to be computed."""
+        """Select the reference log-probs that the KL is taken to; None if β is 0 or no reference
+        was given."""
         if group.reference is None:
             self._refuse_without_reference(tensordict)
             return None

@@ -42,7 +42,7 @@ class GRPOConfig:
     entropy_coeff: float = 0.0
     """η, weight of the entropy."""
     kl_to_ref_coeff: float | None = None
-    """β, weight of the k3 KL to the reference policy. None: 1 where a teacher taught the reference,
+    """β, weight of the k3 KL to the reference policy. None: 1 where the reference was distilled,
     0 for heads that learn from rewards alone."""
     kl_band: tuple[float, float] | None = None
     """Lowest and highest KL to the reference policy, in nats. Above it β grows by half, below it β

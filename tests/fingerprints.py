@@ -39,7 +39,7 @@ SHARED = words_of("seeds=[0] name=x tracking.tensorboard=false")
 CONTROLLER = words_of(
     "train experiment=lean baselines=false", TABLE, OPTIMISER, SHARED, "optimiser.patience=0"
 )
-TAUGHT = words_of(CONTROLLER, "policy.experts=[ridge,knn] policy.fold_networks=2")
+WITH_TEACHER = words_of(CONTROLLER, "policy.experts=[ridge,knn] policy.fold_networks=2")
 FREE = words_of(CONTROLLER, "policy=independent loss.entropy_coeff=0.01 optimiser.epochs=2")
 REPLAYED = words_of(
     "train experiment=selector_replay",
@@ -60,8 +60,8 @@ SELECTOR_SEEDS = words_of(
     "train experiment=selector_seeds beams=files", BEAMS, SHARED, "sft.epochs=2"
 )
 SETTINGS = {
-    "auto": TAUGHT,
-    "auto, exact": [*TAUGHT, "loss=exact"],
+    "auto": WITH_TEACHER,
+    "auto, exact": [*WITH_TEACHER, "loss=exact"],
     "utility": words_of(CONTROLLER, "policy=utility policy.fold_networks=2"),
     "independent": FREE,
     "exact": [*FREE, "loss=exact"],
@@ -70,10 +70,10 @@ SETTINGS = {
     "kl_band": [*FREE, "loss.kl_band=[0.01,0.1]", "optimiser.evaluate_every=3"],
     "drift": [*FREE, "policy.drift=0.3"],
     "dropout": [*FREE, "policy.dropout=0.2", "loss.advantage=zscore"],
-    "augment": [*TAUGHT, "policy.augment=0.1"],
+    "augment": [*WITH_TEACHER, "policy.augment=0.1"],
     "shaped": [*FREE, "reward=shaped", "budget=relative", "balance.by=configuration"],
-    "mean budget": [*TAUGHT, "budget=mean"],
-    "folds": [*TAUGHT, "split.folds=2"],
+    "mean budget": [*WITH_TEACHER, "budget=mean"],
+    "folds": [*WITH_TEACHER, "split.folds=2"],
     "init_from": [
         *FREE,
         "init_from=start/lean/x/checkpoints/seed0/best.pt",
@@ -181,7 +181,7 @@ def all_fingerprints(names):
     ):
         # what is judged is not compared here
         for experiment in (ControllerExperiment, SelectorExperiment):
-            patched.setattr(experiment, "judge", judged)
+            patched.setattr(experiment, "evaluate", judged)
         write_table(holes=0.1)
         small_beams(60)[0].save("b.safetensors")
         launch([*FREE, "runs=start"])

@@ -9,8 +9,8 @@ import torch
 from tensordict import TensorDictBase
 from torch.nn.functional import one_hot
 
-from knobwise.agents import Controller, OptimiserConfig, PolicyConfig, taught_trainer
-from knobwise.agents.calibration.calibrate import deployed_by
+from knobwise.agents import Controller, OptimiserConfig, PolicyConfig, distillation_trainer
+from knobwise.agents.calibration.calibrate import calibrate_controller
 from knobwise.common.errors import InputError
 from knobwise.envs import BeamTable, BudgetConfig, ProfileTable, default_budgets
 from knobwise.envs.demonstrations.settings import FIELDS
@@ -274,18 +274,18 @@ def some_configurations(table, kept):
     return replace(table, configurations=table.configurations[kept], **cells)
 
 
-def driven_apart(table, config, rows=None, sense="deadline", by=0.3):
+def driven_apart(table, config, rows=None, constraint="deadline", by=0.3):
     """A controller for the table (or some rows of it) that was not trained; all its weights
     differ."""
     torch.manual_seed(0)
     rows = torch.arange(table.num_samples) if rows is None else rows
-    controller = Controller.for_table(table, rows, config, sense).eval()
+    controller = Controller.for_table(table, rows, config, constraint).eval()
     for p in controller.parameters():
         p.data += by * torch.randn_like(p)
     return controller
 
 
-TAUGHT = PolicyConfig(
+WITH_TEACHER = PolicyConfig(
     teacher=True,
     fold_networks=2,
     experts=("ridge",),
@@ -306,15 +306,19 @@ BRIEF = OptimiserConfig(
 """A training of a second."""
 
 
-def trainer_on(table, policy=TAUGHT, sense="deadline", **settings):
+def trainer_on(table, policy=WITH_TEACHER, constraint="deadline", **settings):
     """A training of a second, which has not begun."""
-    options = {"policy": policy, "optimiser": BRIEF, "budget": BudgetConfig(sense=sense)} | settings
-    return taught_trainer(table, table.split(), **options)
+    options = {
+        "policy": policy,
+        "optimiser": BRIEF,
+        "budget": BudgetConfig(constraint=constraint),
+    } | settings
+    return distillation_trainer(table, table.split(), **options)
 
 
-def trained(table, policy=TAUGHT, sense="deadline", **settings):
+def trained(table, policy=WITH_TEACHER, constraint="deadline", **settings):
     """A finished training."""
-    trainer = trainer_on(table, policy, sense, **settings)
+    trainer = trainer_on(table, policy, constraint, **settings)
     trainer.run()
     return trainer
 
@@ -354,13 +358,13 @@ def rows_of_networks(setup):
     return fitted if setup.networks == 1 else [*fitted, setup.fitted]
 
 
-def deployed(table, policy=TAUGHT, budgets_ms=None, sense="deadline", **settings):
-    """What a short training deploys, with everything that is settled about it."""
+def deployed(table, policy=WITH_TEACHER, budgets_ms=None, constraint="deadline", **settings):
+    """What a short training deploys, with everything that is calibrated for it."""
     budgets_ms = default_budgets(table) if budgets_ms is None else budgets_ms
-    return deployed_by(trained(table, policy, sense, **settings).setup, budgets_ms)
+    return calibrate_controller(trained(table, policy, constraint, **settings).setup, budgets_ms)
 
 
-def member_of(controller, number):
+def network_alone(controller, number):
     """One of the networks side by side as a controller of its own, in eval mode."""
     plain = controller.plain()
     plain["policy"] |= {"teacher": False, "experts": (), "fold_networks": 1}

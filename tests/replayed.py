@@ -13,8 +13,8 @@ from helpers import driven_apart, small_table
 from tensordict import TensorDict
 
 from knobwise.agents import AdaptiveModel, Controller, DeployedController, PolicyConfig
-from knobwise.agents.calibration.deployed_controller import Settled
-from knobwise.agents.evaluation.baselines import static_of
+from knobwise.agents.calibration.deployed_controller import Calibration
+from knobwise.agents.evaluation.baselines import fit_static
 from knobwise.agents.learning.logged import Logged
 from knobwise.agents.teacher.teacher import Teacher
 from knobwise.envs import default_budgets
@@ -64,36 +64,38 @@ class ReplayedModel:
 # -- controllers that were not trained -------------------------------------------------------------
 
 
-def settled_for(table, margins=None, deploy=None):
+def calibration_for(table, margins=None, deploy=None):
     """Mean latencies, and if there are margins a guard for the default budgets, which falls back
     nowhere by default."""
-    static = static_of(table, torch.arange(table.num_samples))
+    static = fit_static(table, torch.arange(table.num_samples))
     latency = {"bias": static.log_latency, "spread": static.spread.clip(1e-3)}
-    settled = Settled(latency={name: values.astype(np.float32) for name, values in latency.items()})
+    calibration = Calibration(
+        latency={name: values.astype(np.float32) for name, values in latency.items()}
+    )
     if margins is None:
-        return settled
-    settled.static = static.arrays()
+        return calibration
+    calibration.static = static.arrays()
     deploy = deploy or [True] * len(margins)
     budgets = default_budgets(table).tolist()
     for budget, margin, deployed in zip(budgets, margins, deploy, strict=True):
         reason = "deployed" if deployed else "fell back"
         row = {"budget_ms": budget, "margin": margin, "deployed": bool(deployed), "reason": reason}
-        settled.guard.append(row)
-    return settled
+        calibration.guard.append(row)
+    return calibration
 
 
 def untrained(table, config=None, margins=None, deploy=None):
     """A controller that was not trained, whose networks and configurations differ; margins and
-    fall-backs as in `settled_for`."""
+    fall-backs as in `calibration_for`."""
     controller = driven_apart(table, config or PolicyConfig(hidden=8, dropout=0.0))
-    return DeployedController(controller, None, settled_for(table, margins, deploy)).eval()
+    return DeployedController(controller, None, calibration_for(table, margins, deploy)).eval()
 
 
-def teacher_beside(table, controller, sense="deadline"):
+def teacher_beside(table, controller, constraint="deadline"):
     """A teacher of all samples that was not trained, whose weights differ."""
     samples, config = table.num_samples, controller.config
     everything = torch.ones(config.fold_networks, samples, dtype=torch.bool)
-    about = config, controller.normaliser, everything, sense
+    about = config, controller.normaliser, everything, constraint
     teacher = Teacher.for_table(table, torch.arange(samples), *about)
     for parameter in teacher.parameters():
         parameter.data += 0.05 * torch.randn_like(parameter)
@@ -113,29 +115,29 @@ def _knows_means(samples):
     encoding = controller.network.encoding
     low, high = (float(encoding.mean + z * encoding.scale) for z in (-3, 4))
     limits = torch.linspace(low, high, 128).exp()
-    worths = teacher.teach(torch.zeros(1, width), limits.unsqueeze(0))[0]
-    target = (SMALL.sharpness * worths).softmax(-1)
+    utility = teacher.expected_utility(torch.zeros(1, width), limits.unsqueeze(0))[0]
+    target = (SMALL.sharpness * utility).softmax(-1)
     x = torch.zeros(len(limits), width)
     controller.network.layers[0].weight.data[:, :width] = 0
     optimiser = torch.optim.Adam(controller.network.parameters(), lr=0.02)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimiser, STEPS)
-    members = SMALL.networks_trained
+    networks = SMALL.networks_trained
     for _ in range(STEPS):
-        logits = controller.network(x.expand(members, -1, -1), limits.expand(members, -1))
+        logits = controller.network(x.expand(networks, -1, -1), limits.expand(networks, -1))
         loss = -(target * logits).sum(-1).mean()
         optimiser.zero_grad()
         loss.backward()
         optimiser.step()
         schedule.step()
     controller.requires_grad_(False)
-    return DeployedController(controller, teacher, settled_for(table, [1.0] * 5)).eval()
+    return DeployedController(controller, teacher, calibration_for(table, [1.0] * 5)).eval()
 
 
 def small_stack(samples=200, falls_back=False):
     """A controller that knows the means of a small table, and nothing beyond; with a guard that
     falls back at every budget but the largest, or at none."""
     agent = copy.deepcopy(_knows_means(samples))
-    for row in agent.settled.guard[:-1]:
+    for row in agent.calibration.guard[:-1]:
         row["deployed"] = not falls_back
     return agent, small_table(samples)
 

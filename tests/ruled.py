@@ -19,7 +19,7 @@ class Ruled:
     def __init__(self, rule, mean=None):
         self.decider = self
         self.if_free = self
-        self.sense = "deadline" if mean is None else "mean"
+        self.constraint = "deadline" if mean is None else "mean"
         self._choose = getattr(rule, "choose", rule)
         self._mean = mean
 
@@ -38,12 +38,12 @@ class Ruled:
         return self._mean
 
 
-def ruled_at_means(rule, budgets_ms, worths, **guard):
-    """A controller for mean budgets whose rule gets the worth that is calibrated for a budget;
+def ruled_at_means(rule, budgets_ms, values_ms, **guard):
+    """A controller for mean budgets whose rule gets the value of a right answer that is calibrated for a budget;
     `guard` as in `MeanBudgetPolicy`."""
     choose = getattr(rule, "choose", rule)
 
     def decide(features, group, mask):
-        return choose(features, np.full(len(mask), float(worths[group])), mask)
+        return choose(features, np.full(len(mask), float(values_ms[group])), mask)
 
-    return Ruled(rule, MeanBudgetPolicy("controller", decide, budgets_ms, worths, **guard))
+    return Ruled(rule, MeanBudgetPolicy("controller", decide, budgets_ms, values_ms, **guard))

@@ -48,7 +48,7 @@ def write_run(
     samples=range(60),
     budgets=BUDGETS,
     digest="sha256:a",
-    sense="deadline",
+    constraint="deadline",
     spent=0.0,
     settings=None,
     decisions=True,
@@ -59,7 +59,7 @@ def write_run(
     luck, order = (draws.random(shape)[list(samples)] for shape in ((1000, len(budgets)), 1000))
     ids = [f"s{i}" for i in samples]
     rows, frames = [], []
-    static = "budget_aware_static" if sense == "deadline" else "static_mix"
+    static = "budget_aware_static" if constraint == "deadline" else "static_mix"
     for policy, share in {"controller": 0.5, "oracle": 0.95, static: 0.4}.items():
         cubes, learned = [], policy == "controller"
         latency = np.array(budgets) * 0.8 + spent * learned
@@ -81,7 +81,7 @@ def write_run(
             row |= {"latency_ms_mean": float(latency[place].mean()), "decision_us_p50": 12.0}
             row |= interval("accuracy", mean, 0.05) | interval("utility", mean, 0.05)
             row |= interval("gap_closed", 0.5, 0.1) | {"satisfaction_feasible": 0.95}
-            if sense == "mean":
+            if constraint == "mean":
                 row |= interval("over_static_mix", mean - 0.4, 0.05)
             rows.append(row)
     usage = {"policy": "controller", "knob": "crops", "share": 0.5}
@@ -96,7 +96,7 @@ def write_run(
         "configurations": CONFIGURATIONS,
         "knob_usage": [usage | {"budget_ms": b, "value": v} for b in budgets for v in (1, 2)],
     }
-    if sense == "mean":
+    if constraint == "mean":
         results |= {"sense": "mean", "static_hull": HULL}
     csv = "seed,step,Val/Utility,Val/Latency_Mean,Train/Loss\n"
     for s in seeds:

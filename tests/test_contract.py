@@ -61,9 +61,9 @@ from knobwise.agents import (
     PolicyConfig,
     Selector,
     SelectorConfig,
+    distillation_trainer,
     load_checkpoint,
     make_actor,
-    taught_trainer,
 )
 from knobwise.agents.training.checkpoint import save_checkpoint
 from knobwise.envs import BeamTable, ConfigBandit
@@ -520,7 +520,7 @@ def test_k9_small_data_sets_are_drawn_as_often_as_large_ones():
 
     table = small_table(60, datasets=("large",) * 50 + ("small",) * 10)
     balance = read_settings("train", ["balance.by=dataset"]).balance
-    trainer = taught_trainer(table, table.split(), balance=balance)
+    trainer = distillation_trainer(table, table.split(), balance=balance)
     rows, _ = trainer.env.contexts(4000)
     assert (rows >= 50).float().mean().item() == pytest.approx(0.5, abs=0.03)
     assert torch.isin(rows, table.split().train).all()

@@ -26,8 +26,8 @@ from knobwise.agents import (
     Selector,
     SelectorConfig,
     StageConfig,
+    distillation_trainer,
     selector_trainer,
-    taught_trainer,
 )
 from knobwise.envs import RewardConfig
 from knobwise.losses.settings import LossConfig, SelectorLossConfig
@@ -128,7 +128,7 @@ def controller(settings):
         "reward": RewardConfig,
     }
     return steps_of(
-        taught_trainer(
+        distillation_trainer(
             table, table.split(), **{k: kinds[k](**values) for k, values in settings.items()}
         )
     )

@@ -1,2 +1,2 @@
-"""What is settled on held-out samples beside a controller: guards, prices of mean budgets, and the
-bundle that is deployed."""
+"""What is calibrated on held-out samples beside a controller: guards, prices of mean budgets, and
+the bundle that is deployed."""

@@ -1,5 +1,5 @@
-"""After training: settle what is deployed beside a controller, on samples that it was not fitted
-on."""
+"""After training: calibrate what is deployed beside a controller, on samples that it was not
+fitted on."""
 
 from __future__ import annotations
 
@@ -10,62 +10,69 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from knobwise.agents.calibration.deployed_controller import Arrays, DeployedController, Settled
+from knobwise.agents.calibration.deployed_controller import Arrays, Calibration, DeployedController
 from knobwise.agents.calibration.guard import calibrate
-from knobwise.agents.calibration.mean_policies import StaticMix, compared, outcomes_of, worths_for
+from knobwise.agents.calibration.mean_policies import (
+    StaticMix,
+    calibrated_values,
+    compared,
+    outcomes_of,
+)
 from knobwise.agents.controller.features import FeatureNormaliser
-from knobwise.agents.evaluation.baselines import static_of
+from knobwise.agents.evaluation.baselines import fit_static
 from knobwise.agents.evaluation.policy import Policy, choices_of, requests_of
 from knobwise.agents.teacher.regressors import ridge
 from knobwise.agents.training.controllers import ControllerSetup
 from knobwise.envs.bandit.budgets import log_moments
 from knobwise.envs.tables.profile_table import ProfileTable
 
-MOST_LATENCIES = 1 << 18
+MAX_LATENCIES = 1 << 18
 """Most weights of a latency model; a larger one keeps only the mean of each configuration."""
 SHRINKAGE = 0.03
 """α of the latency model's ridge regression, as a share of the samples."""
 
 
-def deployed_by(setup: ControllerSetup, budgets_ms: Tensor) -> DeployedController:
+def calibrate_controller(setup: ControllerSetup, budgets_ms: Tensor) -> DeployedController:
     """Return the controller that a finished training deploys, with all that belongs to it.
 
     Args:
         setup: that of the finished training, with the best weights.
         budgets_ms: float [B], the budgets that the guard is calibrated for; under a mean budget
-            those that the worths are found for.
+            those that prices are found for.
     """
     controller = copy.deepcopy(setup.controller).cpu()
-    teacher = setup.teaching.fitted.teacher if setup.teaching else None
-    settled = Settled(latency=latency_of(setup.table, setup.fitted, controller.normaliser))
+    teacher = setup.distiller.fitted.teacher if setup.distiller else None
+    calibration = Calibration(
+        latency=fit_latency_model(setup.table, setup.fitted, controller.normaliser)
+    )
     if setup.priced:
-        _settle_mean_budgets(settled, setup, budgets_ms)
+        _calibrate_mean_budgets(calibration, setup, budgets_ms)
     elif setup.policy.guard and setup.judged_by == "utility":
-        _settle_guard(settled, setup, budgets_ms)
-    return DeployedController(controller, teacher, settled).eval()
+        _calibrate_guard(calibration, setup, budgets_ms)
+    return DeployedController(controller, teacher, calibration).eval()
 
 
-def _settle_guard(settled: Settled, setup: ControllerSetup, budgets_ms: Tensor) -> None:
+def _calibrate_guard(calibration: Calibration, setup: ControllerSetup, budgets_ms: Tensor) -> None:
     """Calibrate the guards on held-out samples, and keep the static policy that they fall back
     to."""
     table = setup.table
     # the static policy that chooses for a fold is fitted on the others
-    statics = [static_of(table, rows) for rows in setup.folds[0]]
+    statics = [fit_static(table, rows) for rows in setup.folds[0]]
     judged = table, setup.held_out.rows, budgets_ms, _choices(setup, statics, budgets_ms)
 
     def decide(limit_ms: float) -> Tensor:
         return setup.held_out_log_probs(torch.tensor(limit_ms)).argmax(-1).cpu()
 
     def teacher_decides(limit_ms: float) -> Tensor:
-        return _choices(setup, setup.teaching.fitted.of_folds, torch.tensor([limit_ms]))[:, 0]
+        return _choices(setup, setup.distiller.fitted.of_folds, torch.tensor([limit_ms]))[:, 0]
 
     level = setup.policy.level
     # once with the cost of a decision charged, once as if it were free
-    settled.guard = calibrate(*judged, decide, level, setup.cost_ms)
-    settled.guard_if_free = calibrate(*judged, decide, level)
-    if setup.teaching:
-        settled.guard_of_teacher = calibrate(*judged, teacher_decides, level, margins=(1.0,))
-    settled.static = static_of(table, setup.fitted).arrays()
+    calibration.guard = calibrate(*judged, decide, level, setup.cost_ms)
+    calibration.guard_if_free = calibrate(*judged, decide, level)
+    if setup.distiller:
+        calibration.guard_of_teacher = calibrate(*judged, teacher_decides, level, margins=(1.0,))
+    calibration.static = fit_static(table, setup.fitted).arrays()
 
 
 def _choices(setup: ControllerSetup, policies: Sequence[Policy], limits: Tensor) -> Tensor:
@@ -77,7 +84,7 @@ def _choices(setup: ControllerSetup, policies: Sequence[Policy], limits: Tensor)
     return torch.cat(choices)
 
 
-def latency_of(table: ProfileTable, rows: Tensor, normaliser: FeatureNormaliser) -> Arrays:
+def fit_latency_model(table: ProfileTable, rows: Tensor, normaliser: FeatureNormaliser) -> Arrays:
     """Return a linear model of ln ms for the tracker, fitted on these rows (int64 [n]).
 
     It expects the mean logarithm of all measurements of a cell. With the logarithm of their median,
@@ -85,14 +92,14 @@ def latency_of(table: ProfileTable, rows: Tensor, normaliser: FeatureNormaliser)
 
     Returns:
         `bias` [C], the `spread` of a single measurement [C], and `weight` [width, C] unless there
-        are more than `MOST_LATENCIES` weights.
+        are more than `MAX_LATENCIES` weights.
     """
     x = normaliser.of_rows(table, rows)
     logs, within = log_moments(table.measurements_ms[rows])
     mean = logs.nanmean(0)
     residual = (logs - mean).nan_to_num()
     arrays = {"bias": mean.nan_to_num()}
-    if 0 < x.shape[1] * logs.shape[1] <= MOST_LATENCIES:
+    if 0 < x.shape[1] * logs.shape[1] <= MAX_LATENCIES:
         fitted = ridge(x.double().numpy(), residual.double().numpy(), [SHRINKAGE], 0)[0]
         residual = (residual - fitted(x)).where(table.mask[rows], 0.0)
         arrays = {"weight": fitted.weight, "bias": arrays["bias"] + fitted.bias}
@@ -103,27 +110,29 @@ def latency_of(table: ProfileTable, rows: Tensor, normaliser: FeatureNormaliser)
     return {name: np.asarray(values, np.float32) for name, values in arrays.items()}
 
 
-def _settle_mean_budgets(settled: Settled, setup: ControllerSetup, budgets_ms: Tensor) -> None:
-    """Find the worth for each mean budget, and the budgets where the static mix is better."""
+def _calibrate_mean_budgets(
+    calibration: Calibration, setup: ControllerSetup, budgets_ms: Tensor
+) -> None:
+    """Find the price for each mean budget, and the budgets where the static mix is better."""
     table = setup.table
     rows = setup.held_out.rows
     cost_ms = setup.cost_ms
 
-    def decide(worth: Tensor) -> Tensor:
-        return setup.held_out_log_probs(worth.float()).argmax(-1).cpu()
+    def decide(value_ms: Tensor) -> Tensor:
+        return setup.held_out_log_probs(value_ms.float()).argmax(-1).cpu()
 
-    worths, chosen = worths_for(decide, table, rows, budgets_ms - cost_ms)
-    mean: Arrays = {"budgets_ms": budgets_ms.double().numpy(), "worths": worths.numpy()}
-    mean["deployed"] = np.ones(len(worths), bool)
+    values_ms, chosen = calibrated_values(decide, table, rows, budgets_ms - cost_ms)
+    mean: Arrays = {"budgets_ms": budgets_ms.double().numpy(), "worths": values_ms.numpy()}
+    mean["deployed"] = np.ones(len(values_ms), bool)
     if setup.policy.guard:
         # the mix for held-out samples is fitted on the others
         mixed = []
         for fit, hold in zip(*setup.folds, strict=True):
             mixed.append(StaticMix.of_table(table, fit, budgets_ms).expected(table, hold)[0])
         accuracy, latency_ms = outcomes_of(table, rows, chosen)
-        settled.guard = compared(accuracy, latency_ms + cost_ms, torch.cat(mixed), budgets_ms)
-        mean["deployed"] = np.array([row["deployed"] for row in settled.guard])
+        calibration.guard = compared(accuracy, latency_ms + cost_ms, torch.cat(mixed), budgets_ms)
+        mean["deployed"] = np.array([row["deployed"] for row in calibration.guard])
         # the mix that is deployed is fitted on all samples
         mix = StaticMix.of_table(table, setup.fitted, budgets_ms)
         mean |= {f"mix.{name}": values for name, values in mix.arrays().items()}
-    settled.mean = mean
+    calibration.mean = mean

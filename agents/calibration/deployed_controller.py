@@ -28,12 +28,12 @@ from knobwise.common.files import written_whole
 
 Arrays = dict[str, Array]
 ARRAYS = ("static", "latency", "mean")
-"""Fields of `Settled` that hold arrays; the others hold rows of plain values."""
+"""Fields of `Calibration` that hold arrays; the others hold rows of plain values."""
 
 
 @dataclass
-class Settled:
-    """Everything that was settled on held-out samples, in plain values and arrays.
+class Calibration:
+    """Everything that was calibrated on held-out samples, in plain values and arrays.
 
     Attributes:
         guard: a row for each calibrated budget, see `knobwise.agents.calibration.guard.calibrate`,
@@ -69,36 +69,39 @@ class _Made(NamedTuple):
 
 
 class DeployedController(nn.Module):
-    """A controller, the teacher of it, and what was settled on held-out samples.
+    """A controller, its teacher, and what was calibrated on held-out samples.
 
     It decides in NumPy, by `decider`; the torch modules are there to be trained further, to be
     asked what they expect, and to be exported to other forms.
     """
 
     def __init__(
-        self, controller: Controller, teacher: Teacher | None = None, settled: Settled | None = None
+        self,
+        controller: Controller,
+        teacher: Teacher | None = None,
+        calibration: Calibration | None = None,
     ) -> None:
         super().__init__()
         self.controller = controller
         self.knobs = controller.knobs
-        self.sense = controller.sense
+        self.constraint = controller.constraint
         self.teacher: Any = teacher
         """A `Teacher`, or None."""
-        self.settled = settled or Settled()
+        self.calibration = calibration or Calibration()
 
     @property
     def if_free(self) -> NumpyController:
         """The controller that would decide if decisions and features cost nothing."""
-        settled = replace(self.settled, guard=self.settled.guard_if_free)
-        return DeployedController(self.controller, None, settled).decider
+        calibration = replace(self.calibration, guard=self.calibration.guard_if_free)
+        return DeployedController(self.controller, None, calibration).decider
 
     @property
     def guarded_teacher(self) -> Any:
         """The teacher, and static where its guard found that it was no better; None without one."""
-        rows = self.settled.guard_of_teacher
+        rows = self.calibration.guard_of_teacher
         if self.teacher is None or not rows:
             return self.teacher
-        guard = Guard(guards.arrays_of(rows), Static(self.settled.static))
+        guard = Guard(guards.arrays_of(rows), Static(self.calibration.static))
         return Guarded(self.teacher, guard)
 
     @property
@@ -156,7 +159,8 @@ class DeployedController(nn.Module):
             raise InputError(str(error)) from error
 
     def reads_features(self, limits: Array) -> Array:
-        """Return where it reads features, by limits [n]: bool [n]."""
+        """Tell under which limits [n] the features are read at all, bool [n]: False where the guard
+        falls back to static."""
         return self.decider.reads_features(limits)
 
     def under_mean_budgets(self) -> MeanBudgetPolicy:
@@ -171,25 +175,25 @@ class DeployedController(nn.Module):
             limits = np.full(len(mask), mean.budgets_ms[group])
             return self.decider.log_probs(features, limits, mask).argmax(1)
 
-        columns = mean.budgets_ms, mean.worths, mean.deployed
-        budgets_ms, worths, deployed = map(torch.from_numpy, columns)
+        columns = mean.budgets_ms, mean.values_ms, mean.deployed
+        budgets_ms, values_ms, deployed = map(torch.from_numpy, columns)
         mix = None
         if mean.mix:
             averages = mean.mix["mean_accuracy"], mean.mix["mean_cost"]
             accuracy, cost = map(torch.from_numpy, averages)
             mix = StaticMix(accuracy, cost, budgets_ms)
-        return MeanBudgetPolicy("controller", decide, budgets_ms, worths, deployed, mix)
+        return MeanBudgetPolicy("controller", decide, budgets_ms, values_ms, deployed, mix)
 
     def arrays(self) -> Arrays:
         """Return the content of an exported file: every array by name, and `header`, JSON."""
         controller = self.controller
         normaliser = controller.normaliser
-        settled = self.settled
+        calibration = self.calibration
         by_knobs = controller.network.head.by_knobs
         limit = "budget_ms"
-        if controller.sense == "mean":
-            # before its worths are calibrated it decides under none
-            limit = "mean" if settled.mean else ""
+        if controller.constraint == "mean":
+            # before its prices are calibrated it decides under none
+            limit = "mean" if calibration.mean else ""
         # what is no array: settings and names, as JSON
         header = {
             "format": FORMAT,
@@ -205,7 +209,7 @@ class DeployedController(nn.Module):
             "columns": normaliser.columns,
             "limit": limit,
             "unit": controller.unit,
-            "guard": bool(settled.guard and settled.static),
+            "guard": bool(calibration.guard and calibration.static),
         }
         arrays = {"configurations": controller.configurations.cpu().numpy()}
         if len(controller.network.values):
@@ -216,12 +220,12 @@ class DeployedController(nn.Module):
         parts = {
             "normaliser": _numpy_of(normaliser.state_dict()),
             "network": _network_arrays(controller),
-            "latency": settled.latency or {"bias": zeros, "spread": zeros + 1},
-            "static": settled.static,
-            "mean": settled.mean,
+            "latency": calibration.latency or {"bias": zeros, "spread": zeros + 1},
+            "static": calibration.static,
+            "mean": calibration.mean,
         }
         if header["guard"]:
-            parts["guard"] = guards.arrays_of(settled.guard)
+            parts["guard"] = guards.arrays_of(calibration.guard)
         for part, named in parts.items():
             for name, values in named.items():
                 arrays[f"{part}.{name}"] = values
@@ -236,8 +240,9 @@ class DeployedController(nn.Module):
         return NumpyController(arrays)
 
     def plain(self) -> dict[str, Any]:
-        """Return tensors and plain values, for a checkpoint."""
-        plain: dict[str, Any] = vars(self.settled) | {
+        """Pack controller, teacher and calibration into a dictionary of tensors and plain values,
+        the part of a checkpoint that `restored` reads."""
+        plain: dict[str, Any] = vars(self.calibration) | {
             "controller": self.controller.plain(),
             "teacher": self.teacher and self.teacher.plain(),
         }
@@ -262,16 +267,17 @@ class DeployedController(nn.Module):
         teacher = None
         if plain["teacher"]:
             teacher = Teacher.restored(plain["teacher"], controller)
-        settled = Settled(**{name: plain[name] for name in vars(Settled())})
+        calibration = Calibration(**{name: plain[name] for name in vars(Calibration())})
         for part in ARRAYS:
-            setattr(settled, part, _numpy_of(plain[part]))
-        deployed = cls(controller, teacher, settled).eval()
+            setattr(calibration, part, _numpy_of(plain[part]))
+        deployed = cls(controller, teacher, calibration).eval()
         _ = deployed.decider  # making it checks the controller
         return deployed
 
 
 def _changes_of(tensors: Sequence[Tensor]) -> list[tuple[int, int]]:
-    """Return which tensors these are, and how often each was changed in place."""
+    """Identify tensors by address and version counter, so that a step of training shows: (id,
+    version) of each."""
     return [(id(x), 0 if x.is_inference() else x._version) for x in tensors]
 
 

@@ -34,7 +34,7 @@ import torch
 from torch import Tensor
 
 from knobwise.common.paired import is_better, standard_error
-from knobwise.envs.bandit.budgets import LEAST_LATENCY_MS
+from knobwise.envs.bandit.budgets import MIN_LATENCY_MS
 from knobwise.envs.bandit.reward import share_on_time
 from knobwise.envs.tables.profile_table import ProfileTable
 
@@ -53,7 +53,7 @@ fitted on."""
 
 class GuardRow(TypedDict):
     """What was found at one budget on held-out samples. Under deadlines there is a level to keep;
-    a mean budget is kept by a worth instead."""
+    a mean budget is kept by a price instead."""
 
     budget_ms: float
     deployed: bool
@@ -106,7 +106,7 @@ def calibrate(
     quickest_ms = table.without_first_look.latency_ms[rows]
     rulings = []
     for budget, by_static in zip(budgets_ms, static_choice.T, strict=True):
-        left = max(float(budget) - cost_ms, LEAST_LATENCY_MS)
+        left = max(float(budget) - cost_ms, MIN_LATENCY_MS)
         choices = [decide(margin * left) for margin in margins]
         # [n, M + 1]: the margins, then static
         cells = rows.unsqueeze(1), torch.stack([*choices, by_static], 1)
@@ -177,7 +177,7 @@ def _calibrated(
         "gain_se": standard_error(gain),
         "feasible": count,
     }
-    row["reason"] = verdict(row, "budget-aware static")
+    row["reason"] = reason_for(row, "budget-aware static")
     if deployed and not better:
         row["reason"] = f"deployed: static is late too often; gain {row['gain']:+z.3f}"
     if missed:
@@ -202,7 +202,8 @@ def _widest(misses: Tensor, may_miss: float) -> int | None:
 
 
 def arrays_of(rows: Sequence[GuardRow]) -> dict[str, np.ndarray]:
-    """Return the arrays that `policy.calibrated.Guard` reads."""
+    """Collect the columns that `agents.deployed.calibrated.Guard` reads, [B] each: `budgets_ms`,
+    `margin` (share of a budget to plan with) and `deploy` (bool)."""
     return {
         "budgets_ms": np.array([row["budget_ms"] for row in rows]),
         "margin": np.array([row["margin"] for row in rows]),
@@ -210,7 +211,7 @@ def arrays_of(rows: Sequence[GuardRow]) -> dict[str, np.ndarray]:
     }
 
 
-def verdict(row: GuardRow, rival: str) -> str:
+def reason_for(row: GuardRow, rival: str) -> str:
     """Say what is deployed at a budget, and by how much the policy is better than its rival, which
     is deployed instead."""
     gain = f"{row['gain']:+z.3f} ± {row['gain_se']:.3f} on held-out samples"

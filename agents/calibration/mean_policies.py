@@ -1,4 +1,4 @@
-"""What decides under mean budgets: the static mix, policies that decide at a price or a worth, and
+"""What decides under mean budgets: the static mix, policies that decide at a price, and
 the oracle; and how such a policy is calibrated and compared with the mix."""
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from knobwise.agents.calibration.guard import CONFIDENCE, GuardRow, verdict
+from knobwise.agents.calibration.guard import CONFIDENCE, GuardRow, reason_for
 from knobwise.agents.calibration.prices import (
     calibrate_prices,
     choose_at_price,
@@ -23,11 +23,11 @@ from knobwise.agents.teacher.experts import Experts, FittedExpert
 from knobwise.agents.teacher.outcomes import pick
 from knobwise.agents.teacher.regressors import FAMILIES
 from knobwise.common.paired import is_better, standard_error
-from knobwise.envs.bandit.budgets import worths_range
+from knobwise.envs.bandit.budgets import value_range
 from knobwise.envs.tables.profile_table import ProfileTable, Split
 
-WORTHS = 400
-"""Worths of a right answer that are tried for a policy whose predictions are not known."""
+VALUES = 400
+"""Prices that are tried for a policy whose predictions are not known."""
 Features = dict[str, Array]
 EVERYWHERE = torch.tensor(True)
 """Deployed at all mean budgets."""
@@ -45,7 +45,8 @@ class Mixture(NamedTuple):
 
     @classmethod
     def single(cls, chosen: Tensor) -> Mixture:
-        """Return choices int64 [n, B], of which nothing is drawn."""
+        """Make a mixture of one configuration for each sample and budget, int64 [n, B], with
+        nothing to draw."""
         return cls(chosen, chosen, torch.full(chosen.shape, torch.nan, dtype=torch.float64))
 
     def expected(self, table: ProfileTable, rows: Tensor) -> tuple[Tensor, Tensor]:
@@ -125,11 +126,13 @@ class StaticMix:
 
     @classmethod
     def of_table(cls, table: ProfileTable, rows: Tensor, budgets: Tensor) -> StaticMix:
-        """Return the static mix of the averages over rows, int64 [n]."""
+        """Fit the mix on mean accuracy and mean latency of the rows, int64 [n], for budgets [B] in
+        ms."""
         return cls(*averages(table, rows), budgets)
 
     def arrays(self) -> dict[str, Array]:
-        """Return the arrays that `policy.calibrated.MeanBudgets` reads."""
+        """Collect what `agents.deployed.calibrated.CalibratedMeanBudgets` reads: `first`, `second`,
+        `share`, [B] each; `mean_accuracy`, `mean_cost`, [C] each."""
         arrays = {name: getattr(self, name).numpy() for name in ("first", "second", "share")}
         accuracy, cost, _ = self._means
         return {"mean_accuracy": accuracy.numpy(), "mean_cost": cost.numpy()} | arrays
@@ -144,12 +147,14 @@ class StaticMix:
         return first, self.second.where(has_second, first)
 
     def mixture(self, table: ProfileTable, rows: Tensor) -> Mixture:
-        """Return what samples int64 [n] get."""
+        """Give samples int64 [n] the two configurations of each budget, and the share of the
+        dearer, [n, B] each; what was not profiled for a sample is replaced, see `both`."""
         first, second = self.both(table.mask[rows])
         return Mixture(first, second, self.share.expand(first.shape))
 
     def expected(self, table: ProfileTable, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Return expected accuracy and latency (ms), see `Mixture.expected`."""
+        """Compute accuracy and latency in ms that samples int64 [n] get on average over draws,
+        float64 [n, B] each."""
         return self.mixture(table, rows).expected(table, rows)
 
 
@@ -163,7 +168,7 @@ class BestSingle:
     name = "best_single"
 
     def mixture(self, table: ProfileTable, rows: Tensor) -> Mixture:
-        """Return what samples int64 [n] get."""
+        """Give samples int64 [n] the one configuration of each budget, [n, B], without draws."""
         means = self.mean_accuracy, self.mean_cost, self.budgets_ms
         return Mixture.single(best_single_at(*means, table.mask[rows]))
 
@@ -176,7 +181,7 @@ class OracleAtMean:
     name = "oracle"
 
     def mixture(self, table: ProfileTable, rows: Tensor) -> Mixture:
-        """Return what samples int64 [n] get."""
+        """Choose for samples int64 [n] by their true outcomes, [n, B], without draws."""
         cells = table.accuracy[rows], table.latency_ms[rows], table.mask[rows]
         return Mixture.single(oracle_at_mean(*cells, self.budgets_ms))
 
@@ -190,13 +195,14 @@ def outcomes_of(table: ProfileTable, rows: Tensor, chosen: Tensor) -> tuple[Tens
 
 @dataclass
 class MeanBudgetPolicy:
-    """A policy that decides at a worth, calibrated for B mean budgets.
+    """A policy that decides at a price of time, calibrated for B mean budgets.
 
     Args:
         name: of the policy.
         decide: takes feature blocks [n, d], the index of a budget and the mask bool [n, C], and
             gives configurations int64 [n].
-        budgets_ms, worths: float [B].
+        budgets_ms: float [B].
+        values_ms: float [B], 1/price: the ms that a right answer may cost at each budget.
         deployed: bool [B], or a single one for all budgets.
         mix: decides where the policy does not.
     """
@@ -204,7 +210,7 @@ class MeanBudgetPolicy:
     name: str
     decide: Callable[[Features, int, Array], Array]
     budgets_ms: Tensor
-    worths: Tensor
+    values_ms: Tensor
     deployed: Tensor = EVERYWHERE
     mix: StaticMix | None = None
 
@@ -227,28 +233,28 @@ class MeanBudgetPolicy:
         return Mixture(*(mine.where(self.deployed, other) for mine, other in sides))
 
 
-def worths_for(
+def calibrated_values(
     decide: Callable[[Tensor], Tensor], table: ProfileTable, rows: Tensor, budgets_ms: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Find the worth at which a policy is most accurate within each mean budget, among `WORTHS` of
-    them. A worth is the time in ms that a right answer may cost.
+    """Find the price of time at which a policy is most accurate within each mean budget, among
+    `VALUES` of them. A value is 1/price: the ms that a right answer may cost.
 
     Args:
-        decide: takes a worth in ms, and gives configurations int64 [n] for `rows`, by networks that
+        decide: takes a value in ms, and gives configurations int64 [n] for `rows`, by networks that
             were not fitted on them.
         rows: int64 [n].
         budgets_ms: float [B].
 
     Returns:
-        worths float64 [B], and the choices at them, int64 [n, B]. For a budget that no worth keeps,
-        the worth with the lowest mean latency.
+        values float64 [B], and the choices at them, int64 [n, B]. For a budget that no value keeps,
+        the value with the lowest mean latency.
     """
-    low, high = worths_range(table.latency_ms[rows][table.mask[rows]]).double().log()
-    tried = torch.linspace(float(low), float(high), WORTHS, dtype=torch.float64).exp()
-    choices = torch.stack([decide(worth) for worth in tried], 1)
+    low, high = value_range(table.latency_ms[rows][table.mask[rows]]).double().log()
+    tried = torch.linspace(float(low), float(high), VALUES, dtype=torch.float64).exp()
+    choices = torch.stack([decide(value) for value in tried], 1)
     accuracy, cost = (values.mean(0) for values in outcomes_of(table, rows, choices))
     keeps = cost <= budgets_ms.double().unsqueeze(1) * (1 + 1e-12)
-    # [B, worths] → [B]
+    # [B, values] → [B]
     best = accuracy.where(keeps, -torch.inf).argmax(1)
     index = best.where(keeps.any(1), cost.argmin())
     return tried[index], choices[:, index]
@@ -280,9 +286,9 @@ def compared(accuracy: Tensor, cost: Tensor, mixed: Tensor, budgets_ms: Tensor) 
             "gain": float(gains.mean()),
             "gain_se": standard_error(gains),
         }
-        row["reason"] = verdict(row, "the static mix")
+        row["reason"] = reason_for(row, "the static mix")
         if not kept:
-            lowest = f"no worth brings the mean this low, the lowest is {spent:.4g}"
+            lowest = f"no price brings the mean this low, the lowest is {spent:.4g}"
             row["reason"] = f"fell back to the static mix: {lowest}"
         rows.append(row)
     return rows

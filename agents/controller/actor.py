@@ -29,7 +29,7 @@ from knobwise.envs.bandit.replay import ACTIONS
 from knobwise.envs.tables.profile_table import ProfileTable
 
 
-class _FromBlocks(nn.Module):
+class _FeatureEncoder(nn.Module):
     """Reads requests as they come.
 
     They have limits [*] or [*, 1], feature blocks [*, d], and where it is known what was profiled
@@ -41,7 +41,8 @@ class _FromBlocks(nn.Module):
         self.controller = controller
 
     def forward(self, limit: Any, *others: Any) -> Tensor:
-        """Return log-probs [*, C]."""
+        """Normalise the feature blocks, and compute log-probs of all configurations, [*, C]. Raises
+        InputError: the limit is missing."""
         controller = self.controller
         *features, mask = others
         if limit is None:
@@ -59,15 +60,15 @@ class _FromBlocks(nn.Module):
         return controller(x, limit, None if mask is None else mask.bool())
 
 
-class _FromRows(nn.Module):
+class _TableEncoder(nn.Module):
     """Reads row numbers of a table and a limit; features are normalised once, for all rows.
 
     Rows beyond the table are copies of its samples: row i + k·N is one of sample i. In training
     `offsets` [rows, C] say how the machines of copies drift, and `noise` [*, width] is added to
     their features, the same for a row at every visit.
 
-    With `members` contexts [*] belong to the networks in turn, in a flat batch number i to network
-    i mod M, as in training; without, all are for the network that is deployed.
+    With `all_networks` contexts [*] belong to the networks in turn, in a flat batch number i to
+    network i mod M, as in training; without, all are for the network that is deployed.
     """
 
     all_features: Tensor
@@ -79,13 +80,13 @@ class _FromRows(nn.Module):
         self,
         controller: Controller,
         table: ProfileTable,
-        members: bool,
+        all_networks: bool,
         offsets: Tensor | None = None,
         noise: Tensor | None = None,
     ) -> None:
         super().__init__()
         self.controller = controller
-        self.members = controller.config.networks_trained if members else 0
+        self.networks = controller.config.networks_trained if all_networks else 0
         device = controller.configurations.device
         by_value = None
         if offsets is not None:
@@ -102,7 +103,8 @@ class _FromRows(nn.Module):
         self.complete = bool(table.mask.all())
 
     def forward(self, row: Tensor, limit: Tensor) -> Tensor:
-        """Return log-probs [*, C]."""
+        """Look features up by `row` [*], and compute log-probs of all configurations under limits
+        [*]: [*, C]. Raises InputError: a key is missing."""
         keys = {"row": row, self.controller.limit_key: limit}
         missing = [key for key, values in keys.items() if values is None]
         if missing:
@@ -124,14 +126,14 @@ class _FromRows(nn.Module):
         """Return log-probs [*, C] of controllers with the inputs of this one, looked up once."""
         shape = row.shape
         limit = limit.float()
-        if self.members:
+        if self.networks:
             # every M-th context for the same network; rows are smaller than what they stand for
-            row, limit = (x.reshape(-1, self.members).T.contiguous() for x in (row, limit))
+            row, limit = (x.reshape(-1, self.networks).T.contiguous() for x in (row, limit))
         # [*] → [*, width]
         x = self.features_of(row)
         mask = None if self.complete else self.mask[row % len(self.mask)]
         # the network that is deployed
-        if not self.members:
+        if not self.networks:
             return [controller(x, limit, mask) for controller in controllers]
         # the networks in training
         by_value = None
@@ -215,7 +217,7 @@ def make_critic(
     critic.network.head = ValueHead(config.networks_trained, config.hidden)
     critic.network.utility = None
     critic.to(controller.configurations.device)
-    rows = _FromRows(critic, table, members=True, noise=noise)
+    rows = _TableEncoder(critic, table, all_networks=True, noise=noise)
     keys = ["row", controller.limit_key]
     return TensorDictModule(rows, in_keys=keys, out_keys=["state_value"])
 
@@ -227,7 +229,7 @@ def make_actor(
     *,
     action: str = "knobs",
     separate: bool = False,
-    members: bool = False,
+    all_networks: bool = False,
     offsets: Tensor | None = None,
     noise: Tensor | None = None,
 ) -> Actor:
@@ -242,9 +244,9 @@ def make_actor(
     `get_dist(tensordict)`. For contexts [P] the distribution gives `log_prob(action)` [P, G] for
     actions int64 [P, G, K], or of a `CompositeDistribution` [P, G] for each key; `entropy()` [P];
     and for `loss=exact` and RCE `log_probs` [P, C], −inf where a configuration must not be chosen.
-    In a collector it reads `row` int64 [P] and `budget_ms` float [P], or without `lean=True` the
-    feature blocks [P, d] and `mask` bool [P, C]; it writes `action`, or the knobs' own keys
-    int64 [P, G] each, and `action_log_prob` [P, G].
+    In a collector it reads `row` int64 [P] and `budget_ms` float [P], or unless
+    `observe_features=False` the feature blocks [P, d] and `mask` bool [P, C]; it writes `action`,
+    or the knobs' own keys int64 [P, G] each, and `action_log_prob` [P, G].
 
     Args:
         table: when given, the policy reads `row` and the limit (`budget_ms` or `worth_ms`),
@@ -271,10 +273,10 @@ def make_actor(
     limit = controller.limit_key
     # requests as they come, or rows of a table
     if table is None:
-        encoder: nn.Module = _FromBlocks(controller)
+        encoder: nn.Module = _FeatureEncoder(controller)
         keys = [limit, *controller.normaliser.sizes, "mask"]
     else:
-        encoder = _FromRows(controller, table, members, offsets, noise)
+        encoder = _TableEncoder(controller, table, all_networks, offsets, noise)
         keys = ["row", limit]
     # requests → log-probs → actions
     encode = TensorDictModule(encoder, in_keys=keys, out_keys=["log_probs"])

@@ -21,7 +21,7 @@ from knobwise.agents.controller.features import FeatureNormaliser
 from knobwise.agents.controller.networks import KnobNetwork, drift_inputs
 from knobwise.agents.controller.settings import OUTSIDE_THE_NETWORK, PolicyConfig
 from knobwise.common.checks import with_new_names
-from knobwise.envs.bandit.budgets import BudgetEncoding, limits_seen, thinned
+from knobwise.envs.bandit.budgets import BudgetEncoding, limits_seen, subsample
 from knobwise.envs.bandit.contexts import LIMIT_KEYS
 from knobwise.envs.tables.profile_table import ActionIndex, Knob, ProfileTable
 from knobwise.envs.tables.units import MS
@@ -38,7 +38,7 @@ class Controller(nn.Module):
         normaliser: of the features.
         encoding: of the limit.
         config: the network; `config.networks_trained` is M, how many there are.
-        sense: of the budget. Under `deadline` a request has `budget_ms`; under `mean` it has
+        constraint: of the budget. Under `deadline` a request has `budget_ms`; under `mean` it has
             `worth_ms`, the milliseconds that a right answer is worth, 1/λ.
         unit: of the limits: ms, or that of a cost that is no time.
     """
@@ -52,17 +52,17 @@ class Controller(nn.Module):
         normaliser: FeatureNormaliser,
         encoding: BudgetEncoding,
         config: PolicyConfig,
-        sense: str = "deadline",
+        constraint: str = "deadline",
         unit: str = MS,
     ) -> None:
         super().__init__()
         self.knobs = tuple(knobs)
-        self.sense = sense
+        self.constraint = constraint
         self.unit = unit
         self.register_buffer("configurations", configurations)
         self.index = ActionIndex(configurations)
         self.normaliser = normaliser
-        if sense == "mean":
+        if constraint == "mean":
             # nothing is late under a mean budget
             config = replace(config, utility_head=False)
         self.config = config
@@ -71,23 +71,23 @@ class Controller(nn.Module):
 
     @classmethod
     def for_table(
-        cls, table: ProfileTable, rows: Tensor, config: PolicyConfig, sense: str = "deadline"
+        cls, table: ProfileTable, rows: Tensor, config: PolicyConfig, constraint: str = "deadline"
     ) -> Controller:
         """Return a fresh controller for a table.
 
         Statistics of features and limits are taken from these rows (int64 [n]) alone.
         """
         # statistics of many rows are as good as those of all
-        rows = thinned(rows)
-        encoding = BudgetEncoding(limits_seen(table, rows, sense), config.budget_width)
+        rows = subsample(rows)
+        encoding = BudgetEncoding(limits_seen(table, rows, constraint), config.budget_width)
         normaliser = FeatureNormaliser.fit(table, rows, config.project, config.dataset_input)
         parts = table.knobs, table.configurations, normaliser, encoding, config
-        return cls(*parts, sense, table.unit)
+        return cls(*parts, constraint, table.unit)
 
     @property
     def limit_key(self) -> str:
         """The key of a request's limit."""
-        return LIMIT_KEYS[self.sense]
+        return LIMIT_KEYS[self.constraint]
 
     def forward(
         self,
@@ -161,12 +161,13 @@ class Controller(nn.Module):
         }
 
     def plain(self) -> dict[str, Any]:
-        """Return tensors and plain values, for a checkpoint."""
+        """Pack settings, knobs and weights into a dictionary of tensors and plain values, the part
+        of a checkpoint that `restored` reads."""
         return {
             "policy": asdict(self.config),
             "knobs": [[knob.name, list(knob.values)] for knob in self.knobs],
             "features": self.normaliser.sizes,
-            "sense": self.sense,
+            "constraint": self.constraint,
             "unit": self.unit,
             "datasets": self.normaliser.datasets,
             "columns": [list(column) for column in self.normaliser.columns],
@@ -175,7 +176,9 @@ class Controller(nn.Module):
 
     @classmethod
     def restored(cls, plain: dict[str, Any]) -> Controller:
-        """Return the controller that `plain` describes."""
+        """Build the controller from what `plain` packed, in eval mode; names of before (`RENAMED`)
+        are understood."""
+        plain = with_new_names("controller", plain)
         state = plain["state"]
         config = PolicyConfig(**with_new_names("policy", plain["policy"]))
         knobs = [Knob(name, tuple(values)) for name, values in plain["knobs"]]
@@ -184,6 +187,6 @@ class Controller(nn.Module):
         normaliser = FeatureNormaliser.restored(plain)
         configurations = state["configurations"]
         parts = knobs, configurations, normaliser, encoding, config
-        controller = cls(*parts, plain["sense"], plain["unit"])
+        controller = cls(*parts, plain["constraint"], plain["unit"])
         controller.load_state_dict(state)
         return controller

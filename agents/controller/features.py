@@ -129,7 +129,8 @@ class FeatureNormaliser(nn.Module):
 
     @classmethod
     def restored(cls, plain: Mapping[str, Any]) -> FeatureNormaliser:
-        """Return the normaliser of a saved controller."""
+        """Build the normaliser of a saved controller: means, spreads, projection and columns as it
+        was fitted with."""
         state: dict[str, Any] = with_prefix(plain["state"], "normaliser.")
         sizes = plain["features"].items()
         normaliser = cls({name: torch.zeros(1, width) for name, width in sizes})

@@ -3,7 +3,7 @@
 `KnobNetwork` is the policy: normalised features and a limit in, log-probs of every configuration
 out.
 
-A limit is the request's budget in ms, or under a mean budget the worth of a right answer in ms
+A limit is the request's budget in ms, or under a mean budget the value of a right answer in ms
 (1/λ).
 """
 
@@ -21,14 +21,14 @@ from knobwise.envs.bandit.budgets import BudgetEncoding
 from knobwise.losses.dropout import Dropout
 
 
-class MemberLinear(nn.Module):
+class StackedLinear(nn.Module):
     """M linear layers side by side: [M, n, inputs] → [M, n, outputs]; `zero` starts them at 0."""
 
-    def __init__(self, members: int, inputs: int, outputs: int, zero: bool = False) -> None:
+    def __init__(self, networks: int, inputs: int, outputs: int, zero: bool = False) -> None:
         super().__init__()
         bound = 0.0 if zero else max(inputs, 1) ** -0.5
-        self.weight = nn.Parameter(torch.empty(members, inputs, outputs).uniform_(-bound, bound))
-        self.bias = nn.Parameter(torch.empty(members, 1, outputs).uniform_(-bound, bound))
+        self.weight = nn.Parameter(torch.empty(networks, inputs, outputs).uniform_(-bound, bound))
+        self.bias = nn.Parameter(torch.empty(networks, 1, outputs).uniform_(-bound, bound))
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.baddbmm(self.bias, x, self.weight)
@@ -48,24 +48,24 @@ class KnobHeads(nn.Module):
     a sum over knobs says little, and there is one head over the configurations.
 
     Attributes:
-        places: float32 [values of all knobs, C], which values make up a configuration; None for one
-            head over the configurations.
+        one_hot: float32 [values of all knobs, C], 1 for the values that make up a configuration;
+            None for one head over the configurations.
     """
 
-    places: Tensor | None
+    one_hot: Tensor | None
 
-    def __init__(self, hidden: int, configurations: Tensor, members: int = 1) -> None:
+    def __init__(self, hidden: int, configurations: Tensor, networks: int = 1) -> None:
         super().__init__()
         count = len(configurations)
         self.by_knobs = 2 * count > int((configurations.amax(0) + 1).prod())
-        places = None
+        one_hot = None
         if self.by_knobs:
             values = [functional.one_hot(column) for column in configurations.T]
-            places = torch.cat(values, 1).T.float().contiguous()
-        self.register_buffer("places", places, persistent=False)
+            one_hot = torch.cat(values, 1).T.float().contiguous()
+        self.register_buffer("one_hot", one_hot, persistent=False)
         # one logit for each knob value, or for each configuration
-        outputs = count if places is None else len(places)
-        self.logits = MemberLinear(members, hidden, outputs)
+        outputs = count if one_hot is None else len(one_hot)
+        self.logits = StackedLinear(networks, hidden, outputs)
 
     def forward(
         self, hidden: Tensor, mask: Tensor | None = None, further: Tensor | None = None
@@ -76,8 +76,8 @@ class KnobHeads(nn.Module):
         """
         logits = self.logits(hidden)
         # a configuration's logit is the sum over its knob values
-        if self.places is not None:
-            logits = logits @ self.places
+        if self.one_hot is not None:
+            logits = logits @ self.one_hot
         if further is not None:
             logits = logits + further
         if mask is not None:
@@ -102,12 +102,12 @@ class UtilityHead(nn.Module):
         sharpness: how much a logit rises with the expected utility.
     """
 
-    def __init__(self, members: int, hidden: int, count: int, sharpness: float) -> None:
+    def __init__(self, networks: int, hidden: int, count: int, sharpness: float) -> None:
         super().__init__()
         self.sharpness = sharpness
         # logits of the accuracies, then standardised ln latencies
-        self.outcomes = MemberLinear(members, hidden, 2 * count, zero=True)
-        self.log_slope = nn.Parameter(torch.full((members, 1, count), math.log(SLOPE)))
+        self.outcomes = StackedLinear(networks, hidden, 2 * count, zero=True)
+        self.log_slope = nn.Parameter(torch.full((networks, 1, count), math.log(SLOPE)))
 
     def forward(self, hidden: Tensor, z: Tensor) -> Tensor:
         """Return what a configuration's logit gains, [M, n, C].
@@ -121,7 +121,7 @@ class UtilityHead(nn.Module):
         return self.sharpness * accuracy_logits.sigmoid() * on_time
 
 
-MOST_VALUES = 64
+MAX_VALUES = 64
 """With more knob values heads are not told their drift."""
 DRIFT_SCALE = 5.0
 """Factor on offsets, so that they are of the size of the other inputs."""
@@ -141,7 +141,7 @@ def drift_values(configurations: Tensor, drift: float) -> Tensor:
             for kind in kinds:
                 same = values == kind
                 rows.append(same.float() / same.sum() - 1 / count)
-    if not drift or not rows or len(rows) > MOST_VALUES:
+    if not drift or not rows or len(rows) > MAX_VALUES:
         return torch.zeros(0, count)
     return torch.stack(rows)
 
@@ -151,11 +151,11 @@ def drift_inputs(offset: Tensor, values: Tensor) -> Tensor:
     return DRIFT_SCALE * (offset @ values.T)
 
 
-class ValueHead(MemberLinear):
+class ValueHead(StackedLinear):
     """Expects the reward of a context, V(s), in the place of heads: [M, n, H] → [M, n, 1]."""
 
-    def __init__(self, members: int, hidden: int) -> None:
-        super().__init__(members, hidden, 1, zero=True)
+    def __init__(self, networks: int, hidden: int) -> None:
+        super().__init__(networks, hidden, 1, zero=True)
 
     def forward(
         self, hidden: Tensor, mask: Tensor | None = None, further: Tensor | None = None
@@ -183,18 +183,18 @@ class KnobNetwork(nn.Module):
         super().__init__()
         self.encoding = encoding
         self.dropout = Dropout(config.dropout)
-        members = config.networks_trained
+        networks = config.networks_trained
         # an input for each knob value: how much slower it is than the others, in ln ms
         self.register_buffer("values", drift_values(configurations, config.drift), persistent=False)
         widths = [features + encoding.width + len(self.values)] + [config.hidden] * config.layers
         self.layers = nn.ModuleList(
-            MemberLinear(members, *sizes) for sizes in itertools.pairwise(widths)
+            StackedLinear(networks, *sizes) for sizes in itertools.pairwise(widths)
         )
-        self.head: KnobHeads | ValueHead = KnobHeads(config.hidden, configurations, members)
+        self.head: KnobHeads | ValueHead = KnobHeads(config.hidden, configurations, networks)
         self.utility: UtilityHead | None = None
         if config.utility_head:
             count = len(configurations)
-            self.utility = UtilityHead(members, config.hidden, count, config.sharpness)
+            self.utility = UtilityHead(networks, config.hidden, count, config.sharpness)
 
     def forward(
         self, x: Tensor, limit: Tensor, mask: Tensor | None = None, by_value: Tensor | None = None

@@ -31,7 +31,7 @@ class PolicyConfig:
     """The policy: a light network with a head for each knob, with or without a teacher."""
 
     teacher: bool = False
-    """Whether the heads are taught by a policy that predicts accuracy and latency of every
+    """Whether the heads are distilled from a policy that predicts accuracy and latency of every
     configuration; otherwise they learn from rewards alone."""
     experts: tuple[str, ...] = ()
     """Predictors beside the teacher's network: any of ridge, kernel_ridge, knn, random_forest,

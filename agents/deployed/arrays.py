@@ -19,11 +19,11 @@ from numpy.typing import NDArray
 Array = NDArray[Any]
 Arrays = Mapping[str, Array]
 
-LEAST_MS = 1e-9
+MIN_MS = 1e-9
 """Lower bound that budgets are raised to before their logarithm is taken."""
-MOST_BYTES = 512_000_000
+MAX_BYTES = 512_000_000
 """The most bytes to which the file of a controller may unpack; they have some hundred thousand."""
-MOST = 3.4e38
+MAX_FLOAT32 = 3.4e38
 """The largest float32."""
 
 
@@ -37,7 +37,7 @@ def digest_of(arrays: Arrays) -> bytes:
 
 
 def below(arrays: Arrays, prefix: str) -> dict[str, Array]:
-    """Return the arrays whose names begin with `prefix`, without it."""
+    """Select the arrays under a dotted prefix, and cut it off: `network.bias` → `bias`."""
     names = [name for name in arrays if name.startswith(prefix)]
     return {name.removeprefix(prefix): arrays[name] for name in names}
 
@@ -55,11 +55,12 @@ def read_arrays(path: str | Path) -> dict[str, Array]:
 
 
 def _members(archive: Any) -> dict[str, Array]:
-    """Return the arrays of an open `.npz`."""
+    """Unpack an open `.npz`: array by name. Raises a ValueError if it would fill the memory, or
+    holds a name twice."""
     with archive as file:
         # a small file may unpack to more than the memory
-        if sum(part.file_size for part in file.zip.infolist()) > MOST_BYTES:
-            raise ValueError(f"unpacks to more than {MOST_BYTES:,} bytes")
+        if sum(part.file_size for part in file.zip.infolist()) > MAX_BYTES:
+            raise ValueError(f"unpacks to more than {MAX_BYTES:,} bytes")
         if twice := {name for name in file.files if file.files.count(name) > 1}:
             raise ValueError(f"holds {', '.join(sorted(twice))} twice")
         return {name: file[name] for name in file.files}
@@ -109,7 +110,7 @@ def encoded(columns: Iterable[Any], request: Mapping[str, Any]) -> Array:
                 raise ValueError(f"features: {name!r} is missing, but no training sample lacked it")
             value = ""
         if texts is None:
-            if number is None or abs(number) > MOST:
+            if number is None or abs(number) > MAX_FLOAT32:
                 raise ValueError(f"features: {name!r} must be a finite number, not {short(value)}")
             block.append(number)
         else:
@@ -172,7 +173,7 @@ def as_numbers(what: str, values: Any, truths: bool = False) -> Array:
 
 
 def short(value: Any) -> str:
-    """Return a value as a line for a message."""
+    """Shorten the repr of a value to one line of at most 80 characters, for a message."""
     line = " ".join(repr(value).split())
     return line if len(line) < 80 else f"{line[:77]}…"
 
@@ -184,7 +185,7 @@ def configurations_of(controller: Any) -> list[dict[str, Any]]:
 
 def log_ms(limits: Array) -> Array:
     """Return the natural logarithm of limits in ms, in their precision."""
-    return np.log(np.maximum(limits, limits.dtype.type(LEAST_MS)))
+    return np.log(np.maximum(limits, limits.dtype.type(MIN_MS)))
 
 
 def pick(scores: Array, slow: Array, mask: Array | None) -> Array:

@@ -1,5 +1,5 @@
-"""What decides beside the network, as it was settled on held-out samples: budget-aware static, the
-guard that falls back to it, and the worths of mean budgets."""
+"""What decides beside the network, as it was calibrated on held-out samples: budget-aware
+static, the guard that falls back to it, and the values of a right answer under mean budgets."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ class Static:
         limits = limits.astype(np.float64)
         # each configuration by a search among its own measurements
         columns = []
-        for latencies, worth in zip(self.sorted_ms, self.running, strict=True):
-            columns.append(worth[np.searchsorted(latencies, limits, side="right")])
+        for latencies, utility in zip(self.sorted_ms, self.running, strict=True):
+            columns.append(utility[np.searchsorted(latencies, limits, side="right")])
         return np.stack(columns, 1)
 
     def single(self, limit: float) -> int:
@@ -73,16 +73,16 @@ class Static:
         count, samples = self.sorted_ms.shape
         # configurations from the fastest to the slowest on average; all cells of one after another
         order = np.argsort(self.latency_ms, kind="stable")
-        place = np.concatenate([[0], np.repeat(np.arange(count), samples)])
+        configuration = np.concatenate([[0], np.repeat(np.arange(count), samples)])
         time = np.concatenate([[-np.inf], self.sorted_ms[order].ravel()])
-        worth = np.concatenate([[0.0], self.running[order, 1:].ravel()])
+        utility = np.concatenate([[0.0], self.running[order, 1:].ravel()])
         # cells from the worst to the best, among equals the slower first, and the rank of each
-        ranked = np.lexsort((-place, worth))
+        ranked = np.lexsort((-configuration, utility))
         rank = np.argsort(ranked)
         # cells by time, but those that were not measured, which take forever
         by_time = np.argsort(time, kind="stable")
         by_time = by_time[time[by_time] < np.inf]
-        chosen = order[place[ranked[np.maximum.accumulate(rank[by_time])]]]
+        chosen = order[configuration[ranked[np.maximum.accumulate(rank[by_time])]]]
         time = time[by_time]
         # the last cell of each latency, which includes the others
         last = np.append(time[1:] != time[:-1], True)
@@ -128,17 +128,18 @@ class Guard:
         """Return the ms that the policy plans with under limits [n]."""
         return limits * self.margin[self.groups(limits)]
 
-    def settled(self, chosen: Array, limits: Array, mask: Array | None) -> Array:
+    def with_fallback(self, chosen: Array, limits: Array, mask: Array | None) -> Array:
         """Replace choices [n] where static decides, inside the mask bool [n, C]."""
         deployed = self.deployed[self.groups(limits)]
         return np.where(deployed, chosen, self.static.choose({}, limits, mask))
 
 
 class CalibratedMeanBudgets:
-    """The worth for each calibrated mean budget, and the static mix that a policy may fall back to.
+    """The price of time for each calibrated mean budget, and the static mix to fall back to.
 
     Attributes:
-        budgets_ms, worths: float64 [B] each; the worth of a right answer in ms, 1/λ.
+        budgets_ms: float64 [B].
+        values_ms: float64 [B], 1/price: the ms that a right answer may cost.
         deployed: bool [B], False where the static mix decides.
         mix: `first` and `second` int64 [B], the two configurations; `share` [B], how often the
             second is taken; `mean_accuracy` and `mean_cost` [C]. {} without a mix.
@@ -146,7 +147,7 @@ class CalibratedMeanBudgets:
 
     def __init__(self, arrays: Arrays) -> None:
         self.budgets_ms = arrays["budgets_ms"].astype(np.float64)
-        self.worths = arrays["worths"].astype(np.float64)
+        self.values_ms = arrays["worths"].astype(np.float64)
         self.deployed = arrays["deployed"].astype(bool)
         self.mix = below(arrays, "mix.")
         self._group_of = {budget: i for i, budget in enumerate(self.budgets_ms.tolist())}
@@ -166,22 +167,22 @@ class CalibratedMeanBudgets:
         return group
 
     def single(self, budget_ms: float) -> tuple[int | None, float]:
-        """Return the configuration of the static mix where it decides, else None; and the worth."""
+        """Return the configuration of the static mix where it decides, else None; and 1/price."""
         group = self._group_of.get(budget_ms)
         if group is None:
             group = int(self.groups(np.array([budget_ms]))[0])
-        worth = float(self.worths[group])
+        value_ms = float(self.values_ms[group])
         if not self.mix or self.deployed[group]:
-            return None, worth
+            return None, value_ms
         turn = next(self.turns) * GOLDEN % 1
         side = "second" if turn < self.mix["share"][group] else "first"
-        return int(self.mix[side][group]), worth
+        return int(self.mix[side][group]), value_ms
 
     def planned(self, limits: Array) -> Array:
-        """Return the worths of a right answer under budgets [n]."""
-        return self.worths[self.groups(limits)]
+        """Return 1/price, the ms that a right answer may cost, for mean budgets [n]: [n]."""
+        return self.values_ms[self.groups(limits)]
 
-    def settled(self, chosen: Array, limits: Array, mask: Array | None) -> Array:
+    def with_fallback(self, chosen: Array, limits: Array, mask: Array | None) -> Array:
         """Replace choices [n] where the static mix decides; its two sides take turns. If the mask
         forbids a side, the other takes its turns; if both, the best that the budget affords."""
         group = self.groups(limits)

@@ -28,12 +28,12 @@ from .arrays import (
     short,
 )
 from .calibrated import CalibratedMeanBudgets, Guard, Static
-from .network import Heads, Normaliser, places_of
+from .network import Heads, Normaliser, one_hot_of
 
 FORMAT = "knobwise.NumpyController/4"
 AT_ONCE = 2048
 """Number of requests that are decided together, so that many need little memory."""
-MOST_MS = 1e30
+MAX_MS = 1e30
 """Upper bound that budgets must stay below."""
 Drift = tuple[Any, float] | None
 """The offset of ln ms, a number or float [C], and the factor on its spread, above 0; or None."""
@@ -81,8 +81,8 @@ class NumpyController:
         self._tiny = np.full(sum(self._widths), 1e-30, np.float32)  # no product is too large
         self._normaliser = Normaliser(below(arrays, "normaliser."), self.header["clip"])
         by_knobs = self.header["heads"] == "knobs"
-        places = places_of(self.configurations) if by_knobs else None
-        self._heads = Heads(below(arrays, "network."), self.header, self._normaliser, places)
+        one_hot = one_hot_of(self.configurations) if by_knobs else None
+        self._heads = Heads(below(arrays, "network."), self.header, self._normaliser, one_hot)
         self._values = arrays.get("values")
         # the latency that the tracker compares with what answers take; no decision reads it
         latency = below(arrays, "latency.")
@@ -192,10 +192,10 @@ class NumpyController:
 
     def _planned(self, budget_ms: float, drift: Drift) -> tuple[int | None, float]:
         """Return the configuration that is chosen for any features, or None; and the limit in ms
-        that the network reads: the part of a budget that is planned with, or a worth."""
+        that the network reads: the part of a budget that is planned with, or 1/price."""
         if type(budget_ms) is not float:
             budget_ms = as_limit(budget_ms)
-        if not 0 < budget_ms < MOST_MS:
+        if not 0 < budget_ms < MAX_MS:
             raise self._refused(budget_ms)
         limit = budget_ms * self.factor(drift)
         if self.calibrated is None:
@@ -263,7 +263,7 @@ class NumpyController:
                 scores = scores + random.gumbel(size=scores.shape)
             best = scores.argmax(1)
             if self.calibrated is not None:
-                best = self.calibrated.settled(best, limits[part], allowed)
+                best = self.calibrated.with_fallback(best, limits[part], allowed)
             chosen[part] = best
         return chosen
 
@@ -304,7 +304,7 @@ class NumpyController:
         limits = as_numbers("budgets", limits).astype(np.float64)
         if limits.ndim != 1:
             raise ValueError(f"budgets must have shape ('n',), got {limits.shape}")
-        wrong = limits[~((limits > 0) & (limits < MOST_MS))]
+        wrong = limits[~((limits > 0) & (limits < MAX_MS))]
         if len(wrong):
             raise self._refused(wrong[0])
         n = len(limits)

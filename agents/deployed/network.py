@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from .arrays import LEAST_MS, Array, Arrays, below, log_ms
+from .arrays import MIN_MS, Array, Arrays, below, log_ms
 
 # an array, because NumPy takes longer with a Python number
 _UNIT = np.array(1.0, np.float32)
@@ -63,7 +63,7 @@ class Encoding:
 
     def single(self, limit: float) -> tuple[float, list[float]]:
         """Return z and the encoding of one number; plain numbers are faster than short arrays."""
-        z = (math.log(max(limit, LEAST_MS)) - self.mean) / self.scale
+        z = (math.log(max(limit, MIN_MS)) - self.mean) / self.scale
         z = min(max(z, -4.0), 4.0)
         # z itself, its sines, then its cosines
         angles = [z * frequency for frequency in self._few]
@@ -78,13 +78,13 @@ class Encoding:
         return z, encoded[:, -self.width :]
 
 
-def places_of(configurations: Array) -> Array:
+def one_hot_of(configurations: Array) -> Array:
     """Return a matrix that marks the knob values of each configuration, float32 [values, C]."""
     sizes = configurations.max(0) + 1
     rows = configurations + sizes.cumsum() - sizes
-    places = np.zeros((int(sizes.sum()), len(configurations)), np.float32)
-    places[rows, np.arange(len(configurations))[:, None]] = 1
-    return places
+    one_hot = np.zeros((int(sizes.sum()), len(configurations)), np.float32)
+    one_hot[rows, np.arange(len(configurations))[:, None]] = 1
+    return one_hot
 
 
 class Scratch(threading.local):
@@ -121,14 +121,14 @@ class Heads:
     makes few calls of few kinds, and writes into arrays that exist already, see `Scratch`.
 
     The arrays are `layers.<i>.weight` [inputs, outputs] and `.bias` [outputs], of which the heads
-    are the last; `encoding.…`; and perhaps `utility.…`. Without `places` (see `places_of`) there is
-    one head over the configurations.
+    are the last; `encoding.…`; and perhaps `utility.…`. Without `one_hot` (see `one_hot_of`) there
+    is one head over the configurations.
     """
 
     def __init__(
-        self, arrays: Arrays, header: Mapping[str, Any], normaliser: Normaliser, places: Any
+        self, arrays: Arrays, header: Mapping[str, Any], normaliser: Normaliser, one_hot: Any
     ) -> None:
-        self.places = places
+        self.one_hot = one_hot
         self.normaliser = normaliser
         self.encoding = Encoding(below(arrays, "encoding."), header["budget_width"])
         self.values = header["drift_values"]
@@ -166,8 +166,8 @@ class Heads:
         last = self.layers[-1]
         out = out @ last[:-1] + last[-1]
         scores = out[:, : self.logits]
-        if self.places is not None:
-            scores = scores @ self.places
+        if self.one_hot is not None:
+            scores = scores @ self.one_hot
         if self.utility is not None:
             scores = self.utility.added(scores, out[:, self.logits :])
         return scores
@@ -201,8 +201,8 @@ class Heads:
         if self.utility is not None:
             inputs[-1][-2] = z
         np.dot(inputs[-1], self.layers[-1], out=outputs[-1])
-        if self.places is not None:
-            scores = scores.dot(self.places)
+        if self.one_hot is not None:
+            scores = scores.dot(self.one_hot)
         if self.utility is not None:
             # as `Utility.added`, without the factor, which all scores share
             np.tanh(both, out=both)

@@ -1,7 +1,7 @@
 """The simple ways of choosing a configuration, done as well as they can be: what a learned policy
 must beat.
 
-Three read no features (`static_of`, `BestStatic`, `LookupTable`); six predict accuracy and latency
+Three read no features (`fit_static`, `BestStatic`, `LookupTable`); six predict accuracy and latency
 from the features and take the best expected utility (`PredictThenChoose`); `Random` and `Oracle`
 mark the ends of the scale. `StaticPerDataset` joins them where there are several data sets. All are
 fitted on some rows of the table; only the oracle knows the outcomes that it chooses from.
@@ -78,7 +78,8 @@ class FittedStatic(Static):
         return cls({"latency_ms": latency_ms, "sorted_ms": sorted_ms, "running": running})
 
     def arrays(self) -> dict[str, Array]:
-        """Return the arrays that a file keeps."""
+        """Collect what `Static` is made from: `latency_ms` [C], `sorted_ms` [C, n] (float32 if that
+        loses nothing) and `running` [C, n + 1]."""
         # in float32 where nothing is lost
         sorted_ms: Array = self.sorted_ms.astype(np.float32)
         if not (sorted_ms == self.sorted_ms).all():
@@ -96,7 +97,7 @@ class FittedStatic(Static):
         )
 
 
-def static_of(table: ProfileTable, rows: Tensor) -> FittedStatic:
+def fit_static(table: ProfileTable, rows: Tensor) -> FittedStatic:
     """Return budget-aware static, fitted on these rows (int64 [n]); it pays for no first look."""
     table = table.without_first_look
     cells = table.accuracy, table.latency_ms, table.measurements_ms
@@ -109,7 +110,7 @@ class BestStatic:
     name = "best_static"
 
     def __init__(self, table: ProfileTable, rows: Tensor, budgets_ms: Tensor) -> None:
-        static = static_of(table, rows)
+        static = fit_static(table, rows)
         self._scores = static.mean_utility(budgets_ms.numpy()).mean(0)
         self._latency_ms = static.latency_ms
 
@@ -159,7 +160,7 @@ class PredictThenChoose:
         return self.counted(self.expert(self.normaliser(blocks, n)))
 
     def counted(self, prediction: Prediction) -> Prediction:
-        """Return a prediction of the expert with the accuracy that counts."""
+        """Replace the predicted accuracy by the fixed one, [C], if there is one."""
         if self.accuracy is None:
             return prediction
         return prediction._replace(accuracy=self.accuracy.expand_as(prediction.accuracy))
@@ -238,7 +239,7 @@ def make_baselines(
     named = {family.expert.name: family.expert for family in fitted}
     mean_accuracy = averages(table, rows)[0].float()
     return [
-        static_of(table, rows),
+        fit_static(table, rows),
         BestStatic(table, rows, budgets_ms),
         LookupTable(table, rows),
         PredictThenChoose("latency_only", named["ridge"], normaliser, mean_accuracy),
@@ -251,7 +252,7 @@ def make_baselines(
 class StaticPerDataset:
     """Budget-aware static, fitted on each data set for itself.
 
-    It shows the worth of recognising the data set without looking at the request. A data set
+    It shows what it brings to recognise the data set without looking at the request. A data set
     without samples to fit on gets static fitted on all rows.
 
     Like the oracle it can only choose for exactly the rows `test` (int64 [n]), in their order.
@@ -265,7 +266,7 @@ class StaticPerDataset:
         self._parts: list[tuple[Array, Static]] = []
         for name, positions in rows_by_dataset(table, test).items():
             rows = fitted[parts.get(name, slice(None))]
-            self._parts.append((positions.numpy(), static_of(table, rows)))
+            self._parts.append((positions.numpy(), fit_static(table, rows)))
 
     def choose(self, features: Arrays, budgets_ms: Array, mask: Array | None = None) -> Array:
         chosen = np.empty(len(budgets_ms), np.int64)

@@ -25,7 +25,7 @@ class Policy(Protocol):
         Args:
             features: block name → float [n, d]; may be empty.
             limits: float [n], the requests' budgets in ms; for a policy that knows no budgets the
-                worths of a right answer, the ms that it may cost.
+                values of a right answer, the ms that it may cost.
             mask: bool [n, C], the configurations that may be chosen, at least one for each request;
                 None for all.
 
@@ -53,10 +53,10 @@ class Guarded:
 
     def choose(self, features: Arrays, limits: Array, mask: Array | None = None) -> Array:
         """Choose for n requests, see `Policy.choose`."""
-        return self.guard.settled(self.policy.choose(features, limits, mask), limits, mask)
+        return self.guard.with_fallback(self.policy.choose(features, limits, mask), limits, mask)
 
     def reads_features(self, limits: Array) -> Array:
-        """Return where the policy itself decides, by limits [n]: bool [n]."""
+        """Tell under which limits [n] the policy decides and static does not, bool [n]."""
         return self.guard.deployed[self.guard.groups(limits)]
 
 

@@ -49,9 +49,9 @@ TRIED = [Scales(*scales) for scales in _GRID]
 """The scales that offsets are averaged over."""
 OUTLYING = 4.0
 """Cells further from a first fit than this, in standard deviations, are left out as stalls."""
-LEAST_NOISE = 0.02
+MIN_NOISE = 0.02
 """Least standard deviation, in ln ms, by which stalls are recognised."""
-LEAST_CELLS = 5
+MIN_CELLS = 5
 """Fewest cells that offsets are estimated from; with fewer the noise is not known."""
 
 
@@ -88,7 +88,7 @@ def fit_offsets(configurations: Tensor, chosen: Tensor, ratios: Tensor) -> Offse
         residuals = (ratios - mean[chosen]).abs()
         # the standard deviation, if it is normal
         spread = 1.4826 * float(residuals.median())
-        kept = residuals <= OUTLYING * max(spread, LEAST_NOISE)
+        kept = residuals <= OUTLYING * max(spread, MIN_NOISE)
     # the variance of the mixture of all scales, and the scatter of the cells
     jitter = residuals[kept].square().sum() / max(int(kept.sum()), 1)
     variance = share @ (variances + means.square()) - mean.square() + jitter
@@ -161,10 +161,10 @@ def log_ratios(old: ProfileTable, new: ProfileTable) -> tuple[Tensor, Tensor]:
     # the cells that both hold
     both = (rows >= 0).unsqueeze(1) & (columns >= 0) & new.mask & old.mask[rows][:, columns]
     i, j = both.nonzero().T
-    if len(i) < LEAST_CELLS:
+    if len(i) < MIN_CELLS:
         raise InputError(
             f"profile {new.name!r}: {len(i)} of its cells (sample and configuration) are also in "
-            f"{old.name!r}; time {LEAST_CELLS} of these at least"
+            f"{old.name!r}; time {MIN_CELLS} of these at least"
         )
     before = log_measured(old.latency_ms)[rows[i], columns[j]]
     after = log_measured(new.latency_ms)[i, j]
@@ -175,7 +175,7 @@ def adapted(agent: DeployedController, offsets: Offsets, x: Tensor) -> DeployedC
     """Return a copy of a controller for deadlines that allows for offsets of the log-latency.
 
     Its teacher expects e^offset times the latency of each configuration and is less sure of it, and
-    its heads are taught again. The guard and the encoding of budgets move by the mean offset.
+    its heads are distilled again. The guard and the encoding of budgets move by the mean offset.
 
     Args:
         agent: the controller; it is not changed.
@@ -185,7 +185,7 @@ def adapted(agent: DeployedController, offsets: Offsets, x: Tensor) -> DeployedC
     agent = copied(agent)
     teacher = agent.teacher
     before = copy.deepcopy(teacher)
-    # an offset that all configurations share only moves the budgets, so nothing has to be taught
+    # an offset that all configurations share only moves the budgets, so nothing has to be distilled
     overall = float(offsets.mean.mean())
     before.latency_offset += overall
     # the teacher
@@ -193,40 +193,40 @@ def adapted(agent: DeployedController, offsets: Offsets, x: Tensor) -> DeployedC
     teacher.latency_variance += offsets.variance.float()
     # budgets, guards and static
     agent.controller.network.encoding.mean += overall
-    settled = agent.settled
-    for row in (*settled.guard, *settled.guard_if_free):
+    calibration = agent.calibration
+    for row in (*calibration.guard, *calibration.guard_if_free):
         row["budget_ms"] *= math.exp(overall)
     times = offsets.mean.exp().numpy()
-    settled.scale_static(times, np.ones_like(times))
+    calibration.scale_static(times, np.ones_like(times))
     # the latency model of the tracker
-    latency = settled.latency
+    latency = calibration.latency
     bias = latency["bias"] + offsets.mean.numpy()
     variance = latency["spread"] ** 2
     variance = np.maximum(variance + offsets.variance.numpy(), NARROWEST**2 * variance)
     latency |= {"bias": bias.astype("f4"), "spread": np.sqrt(variance).astype("f4")}
-    teach_again(agent, before, x)
+    distil_again(agent, before, x)
     return agent
 
 
 def copied(agent: DeployedController) -> DeployedController:
     """Return a deep copy of a controller, in eval mode."""
-    parts = copy.deepcopy((agent.controller, agent.teacher, agent.settled))
+    parts = copy.deepcopy((agent.controller, agent.teacher, agent.calibration))
     return DeployedController(*parts).eval()
 
 
-# when heads are taught again
+# when heads are distilled again
 STEPS = 200
 """Steps of AdamW in each of two parts."""
 CONTEXTS = 256
 """Requests in each step."""
 LR = 1e-3
 """Largest learning rate."""
-LEAST_CHANGE = 1e-3
-"""If no configuration's worth changes by more than this, the heads are not taught again."""
+MIN_CHANGE = 1e-3
+"""If no configuration's expected utility changes by more than this, the heads stay as they are."""
 
 
-def teach_again(agent: DeployedController, before: Teacher, x: Tensor) -> None:
-    """Teach the deployed heads what their teacher expects now, if that differs from `before`.
+def distil_again(agent: DeployedController, before: Teacher, x: Tensor) -> None:
+    """Distil into the deployed heads what their teacher expects now, if that differs from `before`.
 
     1. As in training they imitate the teacher: cross-entropy to its softmax(sharpness·utility).
     2. They maximise the utility that it expects, with an entropy bonus: the KL divergence from the
@@ -251,11 +251,11 @@ def teach_again(agent: DeployedController, before: Teacher, x: Tensor) -> None:
     limits = torch.exp(low + (high - low) * share)
     shape = (len(requests), 1)
     offsets = drawn_drift(controller.configurations, controller.config.drift, shape, generator)
-    worths = teacher.teach(requests, limits, offsets)
-    change = worths - before.teach(requests, limits, offsets)
-    if change.std(-1).max() < LEAST_CHANGE:
+    utility = teacher.expected_utility(requests, limits, offsets)
+    change = utility - before.expected_utility(requests, limits, offsets)
+    if change.std(-1).max() < MIN_CHANGE:
         return
-    target = (controller.config.sharpness * worths.squeeze(1)).log_softmax(-1)
+    target = (controller.config.sharpness * utility.squeeze(1)).log_softmax(-1)
     heads = controller.alone().requires_grad_(True)
     parameters = list(heads.network.parameters())
     for imitates in (True, False):
@@ -276,5 +276,5 @@ def teach_again(agent: DeployedController, before: Teacher, x: Tensor) -> None:
             schedule.step()
     # the deployed network is the last of those side by side
     networks = controller.network.parameters()
-    for all_networks, taught in zip(networks, parameters, strict=True):
-        all_networks.data[-1:] = taught.data
+    for all_networks, distilled in zip(networks, parameters, strict=True):
+        all_networks.data[-1:] = distilled.data

@@ -21,7 +21,7 @@ import numpy as np
 from tensordict import TensorClass, TensorDict
 from torch import Tensor
 
-from knobwise.agents.deployed.arrays import LEAST_MS
+from knobwise.agents.deployed.arrays import MIN_MS
 from knobwise.agents.deployed.controller import NumpyController
 from knobwise.agents.serving.request_log import FORMAT, LABELS, REQUESTS, unpacked
 from knobwise.common.errors import InputError
@@ -31,7 +31,7 @@ ROUNDED = 0.005
 """The relative difference that rounding may make between a time and a sum of others."""
 AT_LIMIT = 1e-4
 """The relative difference between time and budget within which rounding may decide what is late."""
-MOST_BESIDE = 100.0
+MAX_BESIDE = 100.0
 """A request may take this many times as long as its answer, not counting what was taken off its
 budget before. Only for rows that do not say what the rest took."""
 COLUMNS = {
@@ -289,7 +289,7 @@ def _times_agree(row: Mapping[str, Any]) -> bool:
         float(row[name]) for name in ("budget_ms", "limit_ms", "answer_ms", "total_ms")
     )
     # what is left of a budget is no more than the budget
-    if limit > LEAST_MS and limit > budget and not _alike(limit, budget):
+    if limit > MIN_MS and limit > budget and not _alike(limit, budget):
         return False
     if "beside_ms" in row:
         return _is_number(row["beside_ms"]) and _alike(answer, total - row["beside_ms"])
@@ -297,7 +297,7 @@ def _times_agree(row: Mapping[str, Any]) -> bool:
     # part of what was left for it; a budget that was spent before says nothing
     if answer > total and not _alike(answer, total):
         return False
-    return limit <= LEAST_MS or total - (budget - limit) <= MOST_BESIDE * answer
+    return limit <= MIN_MS or total - (budget - limit) <= MAX_BESIDE * answer
 
 
 def _alike(first: float, second: float, within: float = ROUNDED) -> bool:

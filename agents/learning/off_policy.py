@@ -24,7 +24,7 @@ from knobwise.agents.deployed.controller import NumpyController
 from knobwise.agents.learning.logged import Logged, of_choices
 from knobwise.common.paired import lower_bound
 
-LEAST_DIFFERENT = 10
+MIN_DIFFERENT = 10
 """Fewest requests with different decisions, as far as the log can tell, that can show a gain."""
 RESIDUAL_SQUARE = 0.25
 """The value that E ρ² is shrunk towards."""
@@ -36,7 +36,7 @@ CONFIDENCE = 0.95
 """Confidence of the lower bound of a gain."""
 
 
-class Judgement(NamedTuple):
+class Estimate(NamedTuple):
     """A comparison of a new and an old controller on labelled requests that neither was fitted
     on."""
 
@@ -91,7 +91,7 @@ def decisions(controller: NumpyController, logged: Logged) -> Tensor:
     return chosen
 
 
-def judge(logged: Logged, expected: Tensor, old: Tensor, new: Tensor) -> Judgement:
+def estimate_gain(logged: Logged, expected: Tensor, old: Tensor, new: Tensor) -> Estimate:
     """Compare the choices of two controllers on n labelled requests of a log.
 
     Args:
@@ -113,8 +113,8 @@ def judge(logged: Logged, expected: Tensor, old: Tensor, new: Tensor) -> Judgeme
     variance = torch.maximum(robust.var(), model.var() + noise)
     bound = lower_bound(gain, float(variance / len(old)) ** 0.5, CONFIDENCE)
     different = int(differs.sum())
-    better = different >= LEAST_DIFFERENT and bound > 0
-    return Judgement(len(old), different, gain, bound, better)
+    better = different >= MIN_DIFFERENT and bound > 0
+    return Estimate(len(old), different, gain, bound, better)
 
 
 def _evidence(logged: Logged, choices: Tensor, differs: Tensor, expected: Tensor) -> Tensor:

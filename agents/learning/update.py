@@ -8,9 +8,9 @@
 Each step is compared with the best before it on held-out requests. The log is cut into folds, and a
 fold judges a controller that learned from the others (cross-fitting, Chernozhukov et al. 2018,
 "Double/debiased machine learning", section 3). The controller that may take over learned from the
-whole log. A step takes over if its gain is above 0 with the stated confidence, and nothing speaks
-against the log, see `knobwise.agents.learning.doubts`. The next step builds on it even if it did
-not take over, since a small gain may show only together with others. An update makes two
+whole log. A step takes over if its gain is above 0 with the stated confidence, and there are no
+objections to the log, see `knobwise.agents.learning.acceptance`. The next step builds on it even if
+it did not take over, since a small gain may show only together with others. An update makes two
 comparisons, so a useless update takes over with at most twice the chance of a single comparison.
 """
 
@@ -25,19 +25,24 @@ from torch import Tensor
 
 from knobwise.agents.calibration.deployed_controller import DeployedController
 from knobwise.agents.deployed.arrays import configurations_of
+from knobwise.agents.learning.acceptance import (
+    FEW,
+    MAX_LOSS,
+    objections_to_labels,
+    objections_to_times,
+)
 from knobwise.agents.learning.adaptation import (
-    LEAST_CELLS,
+    MIN_CELLS,
     Offsets,
     Scales,
     adapted,
     copied,
+    distil_again,
     fit_offsets,
     posterior,
-    teach_again,
 )
-from knobwise.agents.learning.doubts import FEW, MOST_LOSS, doubted_labels, doubted_times
 from knobwise.agents.learning.logged import Logged, of_choices
-from knobwise.agents.learning.off_policy import Judgement, decisions, judge
+from knobwise.agents.learning.off_policy import Estimate, decisions, estimate_gain
 from knobwise.agents.teacher.outcomes import Prediction
 from knobwise.agents.teacher.teacher import NARROWEST
 from knobwise.common.errors import InputError
@@ -50,7 +55,7 @@ ACCURACY_SCALES = Scales(0.5, 0.3)
 """Prior standard deviations of offsets of logits."""
 ROUNDS = 12
 """Rounds of scoring."""
-LEAST_PRECISION = 0.05
+MIN_PRECISION = 0.05
 """Lower bound of the precision of a label, where accuracies are close to 0 or 1."""
 SPREADS = NARROWEST, 3.0
 """Bounds of the factor by which an update may scale the predicted spreads."""
@@ -63,16 +68,16 @@ class Update(NamedTuple):
     """The controller after the last step that took over; if none did, after the last step."""
     better: bool
     """True if a step took over, so that the controller is to serve."""
-    steps: dict[str, Judgement]
+    steps: dict[str, Estimate]
     """Comparisons of each step with the best before it, in order."""
-    doubts: dict[str, list[str]]
+    objections: dict[str, list[str]]
     """What speaks against each step that is better."""
     loss: float
     """The utility lost by the updates since a person last accepted one, if labels are wrong and the
     profile is right."""
 
 
-class Trial(NamedTuple):
+class Candidate(NamedTuple):
     """The controller after a step, on n requests that it did not learn from."""
 
     agent: DeployedController
@@ -84,11 +89,13 @@ class Trial(NamedTuple):
     expected: Tensor
     """float [n, C]: the utility of every configuration that these expect."""
 
-    def judged(self, old: Tensor, first: int = 0) -> Judgement:
+    def judged(self, old: Tensor, first: int = 0) -> Estimate:
         """Compare with the old choices int64 [n], on the labelled requests from `first` on."""
         rows = self.outcomes.labelled
         rows[:first] = False
-        return judge(self.outcomes[rows], self.expected[rows], old[rows], self.choices[rows])
+        return estimate_gain(
+            self.outcomes[rows], self.expected[rows], old[rows], self.choices[rows]
+        )
 
 
 def update(
@@ -108,41 +115,41 @@ def update(
         InputError: too few requests.
     """
     n = len(logged)
-    if n < LEAST_CELLS * FOLDS:
+    if n < MIN_CELLS * FOLDS:
         raise InputError(f"update: {n} requests are too few; let the controller serve more")
-    best, trials = _held_out(agent, logged)
+    best, candidates = _held_out(agent, logged)
     names = configurations_of(agent.decider)
-    by_times = trials[LATENCIES]
-    steps: dict[str, Judgement] = {}
-    doubts: dict[str, list[str]] = {}
+    by_times = candidates[LATENCIES]
+    steps: dict[str, Estimate] = {}
+    objections: dict[str, list[str]] = {}
     against: list[str] = []
     serving = None
-    for name, trial in trials.items():
+    for name, candidate in candidates.items():
         # is it better than the best so far?
-        steps[name] = trial.judged(best)
+        steps[name] = candidate.judged(best)
         if not steps[name].better:
             continue
-        # what speaks against it; doubts about a step that did not take over hold for the next too
+        # objections to a step that did not take over hold for the next too
         total = loss
         if name == LATENCIES:
             ratios = _ratios(agent, logged)
-            against = doubted_times(names, agent.configurations, logged.choice, ratios)
-            if trial.judged(best, n // 2).gain <= 0:
+            against = objections_to_times(names, agent.configurations, logged.choice, ratios)
+            if candidate.judged(best, n // 2).gain <= 0:
                 against.append("the later half of the requests shows no gain")
         else:
-            total = max(0.0, loss + _loss(by_times.agent, logged, best, trial.choices))
+            total = max(0.0, loss + _loss(by_times.agent, logged, best, candidate.choices))
             rows = logged.labelled
             by_profile = by_times.outcomes.accuracy[rows]
-            against = against + doubted_labels(names, logged[rows], by_profile, total)
-        doubts[name] = against
+            against = against + objections_to_labels(names, logged[rows], by_profile, total)
+        objections[name] = against
         if against and not accept:
             continue
         # it takes over
-        best = trial.choices
-        serving = trial.agent
-        loss = 0.0 if total > MOST_LOSS else total
+        best = candidate.choices
+        serving = candidate.agent
+        loss = 0.0 if total > MAX_LOSS else total
         against = []
-    return Update(serving or trial.agent, serving is not None, steps, doubts, loss)
+    return Update(serving or candidate.agent, serving is not None, steps, objections, loss)
 
 
 @torch.no_grad()
@@ -152,25 +159,25 @@ def _loss(agent: DeployedController, logged: Logged, old: Tensor, new: Tensor) -
     profile = copied(agent)
     # without what labels have taught it
     profile.teacher.accuracy_logits.zero_()
-    worth = _expected_utility(profile, logged)
-    return float((of_choices(worth, old) - of_choices(worth, new)).double().mean())
+    utility = _expected_utility(profile, logged)
+    return float((of_choices(utility, old) - of_choices(utility, new)).double().mean())
 
 
 def learn(agent: DeployedController, logged: Logged) -> dict[str, DeployedController]:
     """Let a controller learn from a log; return it after each step that the log allows."""
     after = {LATENCIES: adapted(agent, _latency_offsets(agent, logged), _features(agent, logged))}
-    lessons = logged[logged.seen & logged.labelled]
-    if len(lessons) >= FEW:
-        after[ACCURACIES] = _with_accuracies(after[LATENCIES], lessons)
+    labelled = logged[logged.seen & logged.labelled]
+    if len(labelled) >= FEW:
+        after[ACCURACIES] = _with_accuracies(after[LATENCIES], labelled)
     return after
 
 
-def _held_out(agent: DeployedController, logged: Logged) -> tuple[Tensor, dict[str, Trial]]:
+def _held_out(agent: DeployedController, logged: Logged) -> tuple[Tensor, dict[str, Candidate]]:
     """Let the controller learn from everything, and without each fold in turn to decide the fold's
     requests.
 
     Returns:
-        The choices of the old controller, int64 [n], and the trial of each step.
+        The choices of the old controller, int64 [n], and the candidate of each step.
     """
     n = len(logged)
     old = torch.zeros_like(logged.choice)
@@ -179,10 +186,10 @@ def _held_out(agent: DeployedController, logged: Logged) -> tuple[Tensor, dict[s
     accuracy = of_choices(_predictions(agent, logged).accuracy, logged.choice)
     by_profile.accuracy = accuracy.double()
     judged_by = {LATENCIES: by_profile, ACCURACIES: logged}
-    trials = {}
+    candidates = {}
     for name, controller in learn(agent, logged).items():
         expected = torch.zeros(n, len(agent.configurations))
-        trials[name] = Trial(controller, judged_by[name], torch.zeros_like(old), expected)
+        candidates[name] = Candidate(controller, judged_by[name], torch.zeros_like(old), expected)
     fold_of = torch.arange(n) % FOLDS
     for fold in range(FOLDS):
         rows = fold_of == fold
@@ -191,18 +198,18 @@ def _held_out(agent: DeployedController, logged: Logged) -> tuple[Tensor, dict[s
         old[rows] = decisions(agent.decider, test)
         # a step that this fold's log does not allow leaves the controller as it was
         last = agent
-        for name, trial in trials.items():
+        for name, candidate in candidates.items():
             last = in_fold.get(name, last)
-            trial.choices[rows] = decisions(last.decider, test)
-            trial.expected[rows] = _expected_utility(last, test)
-    return old, trials
+            candidate.choices[rows] = decisions(last.decider, test)
+            candidate.expected[rows] = _expected_utility(last, test)
+    return old, candidates
 
 
 # -- the steps -------------------------------------------------------------------------------------
 
 
 def _features(agent: DeployedController, logged: Logged) -> Tensor:
-    """Return the normalised features of logged requests, [n, width]."""
+    """Normalise the logged features as the controller was trained with them, [n, width]."""
     return agent.controller.normaliser(logged.features.to_dict(), len(logged))
 
 
@@ -264,7 +271,7 @@ def _accuracy_offsets(agent: DeployedController, logged: Logged) -> Tensor:
     for _ in range(ROUNDS):
         before = offsets[logged.choice]
         p = (predicted + before).sigmoid()
-        precision = (p * (1 - p)).mean().clamp_min(LEAST_PRECISION)
+        precision = (p * (1 - p)).mean().clamp_min(MIN_PRECISION)
         working = before + (logged.accuracy - p) / precision
         scales = ACCURACY_SCALES._replace(noise=float(precision) ** -0.5)
         offsets = posterior(agent.configurations, logged.choice, working, scales).mean
@@ -274,8 +281,8 @@ def _accuracy_offsets(agent: DeployedController, logged: Logged) -> Tensor:
 def _with_accuracies(agent: DeployedController, logged: Logged) -> DeployedController:
     """Return a copy of a controller that allows for offsets of the accuracies' logits.
 
-    Its teacher adds the offsets, its heads are taught again, and static's accuracies change by the
-    mean effect on logged requests.
+    Its teacher adds the offsets, its heads are distilled again, and static's accuracies change by
+    the mean effect on logged requests.
     """
     logits = _accuracy_offsets(agent, logged)
     agent = copied(agent)
@@ -283,6 +290,6 @@ def _with_accuracies(agent: DeployedController, logged: Logged) -> DeployedContr
     before = copy.deepcopy(agent.teacher)
     agent.teacher.accuracy_logits += logits.float()
     effect = agent.teacher.moments(x).accuracy.mean(0) / before.moments(x).accuracy.mean(0)
-    agent.settled.scale_static(np.ones(len(logits)), effect.double().numpy())
-    teach_again(agent, before, x)
+    agent.calibration.scale_static(np.ones(len(logits)), effect.double().numpy())
+    distil_again(agent, before, x)
     return agent

@@ -59,12 +59,14 @@ class SelectorActor(TensorDictModuleBase):
         return self.queries[rows], self.candidates[pool], pool >= 0
 
     def get_dist(self, tensordict: TensorDictBase) -> SequenceDistribution:
-        """Return the distribution that the group is drawn from."""
+        """Compute the distribution over sequences that a group is drawn from: logits over the
+        temperature, for the queries in `row` [P]."""
         inputs = self.inputs(tensordict["row"])
         return self.selector.distribution(*inputs, self.shots, self.temperature)
 
     def policy(self, tensordict: TensorDictBase) -> SequenceDistribution:
-        """Return the policy's own distribution, at temperature 1."""
+        """Compute the distribution over sequences at temperature 1, which is what is deployed, for
+        the queries in `row` [P]."""
         return self.selector.distribution(*self.inputs(tensordict["row"]), self.shots)
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:

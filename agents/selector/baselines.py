@@ -38,7 +38,7 @@ BATCH = 1024
 """Queries compared with their pools at a time."""
 
 
-def simple_ways(
+def selector_baselines(
     table: BeamTable, shots: int, trusted: Tensor | None = None, kinds: Kinds | None = None
 ) -> dict[str, Tensor]:
     """Return the choices of every simple way that the table supports, except `random`.
@@ -57,7 +57,7 @@ def simple_ways(
     Returns:
         Places int64 [Q, T], by the name of the way.
     """
-    ways = {way: best_places(cosines(table, way), shots) for way in ways_by_cosine(table)}
+    ways = {way: best_places(cosines(table, way), shots) for way in cosine_baselines(table)}
     ways["mmr"] = marginal_relevance(table, shots)
     if kinds is not None:
         # cosines differ by at most 2
@@ -110,7 +110,7 @@ def marginal_relevance(table: BeamTable, shots: int) -> Tensor:
     return torch.cat(chosen)
 
 
-def ways_by_cosine(table: BeamTable) -> list[str]:
+def cosine_baselines(table: BeamTable) -> list[str]:
     """Return the ways of `COSINES` that the table supports."""
     known = {"similarity"} | {f"{block}_similarity" for block in table.blocks}
     return [way for way in COSINES if way in known]

@@ -19,11 +19,11 @@ from torch import Tensor
 from knobwise.agents.selector.actor import BATCH, SelectorActor
 from knobwise.agents.selector.baselines import (
     Kinds,
+    cosine_baselines,
     cosines,
     random_places,
-    simple_ways,
+    selector_baselines,
     voters,
-    ways_by_cosine,
 )
 from knobwise.common.errors import InputError
 from knobwise.envs.demonstrations.beam_table import BeamTable, bank_rows
@@ -74,7 +74,7 @@ def decide_selectors(
     return judged_choices(table, scorer, choices, rows)
 
 
-def decide_simple(
+def decide_baselines(
     table: BeamTable,
     scorer: Scorer | None,
     shots: int,
@@ -96,17 +96,17 @@ def decide_simple(
         shots: T.
         seeds: seeds of `random`; for the other policies S = 1.
         rows: int64 [n], the queries.
-        trusted, kinds: see `simple_ways`; kinds are those of all queries.
+        trusted, kinds: see `selector_baselines`; kinds are those of all queries.
     """
     part = table.select(rows)
     if scorer is None:
-        decided = _simple_recorded(part, shots, seeds)
+        decided = _recorded_baselines(part, shots, seeds)
     else:
         if kinds is not None:
             kinds = kinds._replace(queries=kinds.queries[rows])
         drawn = [random_places(part, shots, seed) for seed in seeds]
         decided = {"random": judged_choices(table, scorer, drawn, rows)}
-        for name, places in simple_ways(part, shots, trusted, kinds).items():
+        for name, places in selector_baselines(part, shots, trusted, kinds).items():
             decided[name] = judged_choices(table, scorer, [places], rows)
         # the majority of the most similar demonstrations
         voted = scorer.vote(rows, bank_rows(table.pool[rows], voters(part))).float().cpu()
@@ -216,13 +216,13 @@ def recorded_choices(table: BeamTable, shots: int, preferences: Sequence[Tensor]
     return Decided(right, demonstrations)
 
 
-def _simple_recorded(table: BeamTable, shots: int, seeds: Sequence[int]) -> dict[str, Decided]:
+def _recorded_baselines(table: BeamTable, shots: int, seeds: Sequence[int]) -> dict[str, Decided]:
     """Return what `random` and the ways by cosine choose among recorded sequences, by name."""
     shape = table.beam_mask.shape
     # random preferences, one for each seed
     drawn = [torch.rand(shape, generator=torch.Generator().manual_seed(seed)) for seed in seeds]
     decided = {"random": recorded_choices(table, shots, drawn)}
-    for name in ways_by_cosine(table):
+    for name in cosine_baselines(table):
         # the sum over the sequence; an end adds nothing
         cosine = cosines(table, name).gather(1, table.sequences.clamp_min(0).flatten(1))
         similarity = cosine.view(table.sequences.shape)

@@ -69,11 +69,13 @@ class PointerNetwork(nn.Module):
         return Encoded(unit(self.query(state)), unit(self.candidate(items)), mask)
 
     def start(self, encoded: Encoded, sequences: int) -> Tensor:
-        """Return the state of J sequences before their first step."""
+        """Repeat the encoded queries for J sequences: the state before the first step, [P, J,
+        h]."""
         return encoded.state.unsqueeze(1).expand(-1, sequences, -1)
 
     def advance(self, state: Tensor, chosen: Tensor) -> Tensor:
-        """Return the state after candidates with these keys, [P, J, h], were chosen."""
+        """Update the state after a step: keys of the chosen candidates [P, J, h] → state [P, J,
+        h]."""
         return self.advance_by(state, chosen)
 
     def point(self, state: Tensor) -> Tensor:
@@ -236,7 +238,8 @@ class StateUpdate(nn.Module):
 
 
 def inner_projection(config: SelectorConfig) -> nn.Module:
-    """Return a projection h → h, for the query or for the candidates."""
+    """Make a projection h → h, for the query or for the candidates: linear near the identity, or
+    two layers with GELU."""
     width = config.width
     if config.projection == "linear":
         linear = nn.Linear(width, width, bias=False)
@@ -254,7 +257,8 @@ def inner_projection(config: SelectorConfig) -> nn.Module:
 
 
 def two_layers(config: SelectorConfig, features: int) -> nn.Module:
-    """Return a projection d → h, for the query or for the candidates of v1."""
+    """Make a projection d → h of two layers with ReLU, for the query or for the candidates of
+    v1."""
     return nn.Sequential(
         nn.Linear(features, config.width),
         nn.LayerNorm(config.width),

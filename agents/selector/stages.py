@@ -64,7 +64,8 @@ class SelectorStage(Stage):
         return contexts.set("action", recorded)
 
     def metrics(self, data: TensorDictBase) -> dict[str, float]:
-        """Return rewards and accuracy of the drawn sequences, and β."""
+        """Compute the means of reward and accuracy over the drawn sequences, and log β beside
+        them."""
         mask = present(data)
         drawn = {"Reward": data["next", "reward"][mask]}
         if self.setup.reward_model is None:  # a predicted answer says nothing about the accuracy
@@ -117,8 +118,9 @@ class SFT(SelectorStage):
         self.imitation.diagnostics = watched
 
     def loss(self, minibatch: TensorDictBase) -> TensorDictBase:
-        """Return the cross-entropy of the queries that have something to teach."""
-        out: TensorDictBase = self.imitation(taught(minibatch))
+        """Compute −mean ln π of the recorded sequences of each query, averaged over the queries
+        that can be learned from."""
+        out: TensorDictBase = self.imitation(informative(minibatch))
         return out
 
     def validation_loss(self, batch: TensorDictBase) -> Tensor:
@@ -145,7 +147,8 @@ class SequenceRCE(SFT):
         return super().metrics(data) | {"Temperature": self.temperature}
 
     def validation_loss(self, batch: TensorDictBase) -> Tensor:
-        """Return the cross-entropy at the last τ."""
+        """Compute the cross-entropy to softmax(reward/τ) at the last τ, so that validations of
+        different epochs compare."""
         self._set(RCE_TEMPERATURES[1])
         loss: Tensor = self.imitation(batch)["loss_rce"]
         return loss
@@ -194,21 +197,24 @@ class SequenceGRPO(SelectorStage):
         return contexts
 
     def loss(self, minibatch: TensorDictBase) -> TensorDictBase:
-        """Return GRPO's loss of the queries that have something to teach."""
+        """Compute the loss of `GRPOLoss` over the queries that can be learned from, with rewards in
+        units of their spread."""
         loss = self.setup.loss
         if self.reward_spread is None:
             # nothing was recorded that tells: by the draws that it learns from first
             self.reward_spread = spread_of(minibatch["next", "reward"], present(minibatch))
         self.grpo.reward_spread = self.reward_spread
-        out: TensorDictBase = self.grpo(taught(minibatch, loss.min_positive, loss.positive_above))
+        out: TensorDictBase = self.grpo(
+            informative(minibatch, loss.min_positive, loss.positive_above)
+        )
         if self.watched and loss.temperature_band is not None:
             # at the temperature of the draws policies differ from those of another temperature;
-            # the policy is that of all queries, also of those that teach nothing now
-            out["kl_to_ref"] = self._kl_of_policy(taught(minibatch))
+            # the policy is that of all queries, also of those left out here
+            out["kl_to_ref"] = self._kl_of_policy(informative(minibatch))
         return out
 
     def metrics(self, data: TensorDictBase) -> dict[str, float]:
-        """Return also the true calls so far, and the temperature."""
+        """Add the temperature, and with a scorer the calls of the answering model so far."""
         logged = super().metrics(data)
         if self.setup.env.scorer is not None:
             logged |= {"True_Calls": self.setup.calls} | self.corrected
@@ -301,13 +307,14 @@ def spread_of(rewards: Tensor, mask: Tensor) -> float:
     return float(reward_spread(rewards, even_weight(mask))) or 1.0
 
 
-def taught(
+def informative(
     minibatch: TensorDictBase, min_positive: float = 0.0, positive_above: float | None = None
 ) -> TensorDictBase:
-    """Return the queries of a minibatch that have something to teach, or all if none has.
+    """Return the queries of a minibatch that a policy can learn from, or all if there are none.
 
-    A query has nothing to teach if it has no sequences, or if less than a share `min_positive` of
-    them is positive: has a reward above `positive_above`, or if that is None a right answer.
+    Nothing can be learned from a query that has no sequences, or if less than a share
+    `min_positive` of them is positive: has a reward above `positive_above`, or if that is None a
+    right answer.
     """
     mask = present(minibatch)
     if min_positive > 0:
@@ -318,7 +325,7 @@ def taught(
         count = (positive & mask).sum(-1, keepdim=True)
         mask = mask & (count >= min_positive * mask.sum(-1, keepdim=True))
     minibatch = minibatch.copy().set("group_mask", mask)
-    teaches = mask.any(-1)
-    if teaches.any():
-        return minibatch[teaches]
+    informs = mask.any(-1)
+    if informs.any():
+        return minibatch[informs]
     return minibatch

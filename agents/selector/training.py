@@ -20,7 +20,7 @@ from knobwise.agents.selector.actor import SelectorActor
 from knobwise.agents.selector.evaluation import choose, judged_choices, recorded_choices
 from knobwise.agents.selector.reward_model import REWARD, RewardModel
 from knobwise.agents.selector.selector import Selector
-from knobwise.agents.selector.stages import STAGES, SelectorStage, spread_of, taught
+from knobwise.agents.selector.stages import STAGES, SelectorStage, informative, spread_of
 from knobwise.agents.training.seeding import seeded, weight_sums
 from knobwise.agents.training.settings import StageConfig
 from knobwise.agents.training.stage import Validation
@@ -99,7 +99,11 @@ class SelectorSetup:
         self.agent = self._actor(start).to(self.device).eval()
         self.reference = self._actor(reference).to(self.device).eval().requires_grad_(False)
         self.agent.selector.stage = stage
-        about: dict[str, Any] = {"unprofiled": "error", "lean": True, "group_size": "all"}
+        about: dict[str, Any] = {
+            "unprofiled": "error",
+            "observe_features": False,
+            "group_size": "all",
+        }
         about |= {"reward": reward, "groups": groups, "seed": seed, "device": self.device}
         if live:
             about |= {"group_size": self.loss.group_size, "shots": shots}
@@ -211,7 +215,7 @@ class SelectorSetup:
             dist = self.agent.policy(drawn)
             drawn["action"], log_prob = dist.sample_with_log_prob(self.agent.group_size)
             batch["action"] = drawn["action"] if live else batch["sequences"]
-            batch = taught(self._validation.step(batch))
+            batch = informative(self._validation.step(batch))
         metrics = {"Loss": float(self.stage.validation_loss(batch))}
         if self.stage.name != "sft":
             reference = self.reference.policy(drawn).log_prob(drawn["action"])

@@ -71,10 +71,10 @@ def near_best(
     limits = np.array([limit_ms])
     if controller.fall_back(limit_ms, drift) is not None:
         assert controller.static is not None
-        worth = controller.static.mean_utility(limits * controller.factor(drift))[0]
+        utility = controller.static.mean_utility(limits * controller.factor(drift))[0]
     else:
         blocks = {name: np.asarray(block)[None] for name, block in features.items()}
         log_probs = controller.log_probs(blocks, limits, None, drift)[0]
         # log-probabilities in units of utility
-        worth = log_probs / controller.header["sharpness"]
-    return np.flatnonzero(worth >= worth.max() - loss).tolist()
+        utility = log_probs / controller.header["sharpness"]
+    return np.flatnonzero(utility >= utility.max() - loss).tolist()

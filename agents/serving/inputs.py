@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from knobwise.agents.deployed.arrays import Array, as_limit, as_numbers, encoded
-from knobwise.agents.deployed.controller import MOST_MS
+from knobwise.agents.deployed.controller import MAX_MS
 from knobwise.common.errors import InputError
 
 
@@ -33,7 +33,7 @@ def limit_of(value: Any, unit: str = "ms", name: str = "budget_ms") -> float:
         limit = as_limit(value, name)
     except ValueError as error:
         raise InputError(str(error)) from error
-    if not 0 < limit < MOST_MS:
+    if not 0 < limit < MAX_MS:
         raise InputError(f"{name}={limit}: must be positive and finite, in {unit}")
     return limit
 

@@ -38,7 +38,7 @@ class Explanation:
     """For each `configuration` the `probability` with which the policy draws it, the highest first;
     and as its teacher expects them, `accuracy` in 0 … 1, `latency_ms`, `on_time` (the probability)
     and `utility`, accuracy · on_time. Under a mean budget nothing is late, and utility is accuracy
-    − latency/worth. With a drift there is also `slower`: latency with it / without. A policy
+    − price · latency. With a drift there is also `slower`: latency with it / without. A policy
     without a teacher has only the probability."""
     runner_up: dict[str, Any] | None
     """The first row of `expected` that was not chosen; None if there is only one configuration."""
@@ -76,9 +76,9 @@ class KnobPolicy:
     def __init__(self, loaded: Loaded) -> None:
         self.loaded = loaded
         self.agent = loaded.controller
-        if self.agent.sense == "mean" and not self.agent.settled.mean:
+        if self.agent.constraint == "mean" and not self.agent.calibration.mean:
             raise InputError(
-                "the worths for mean budgets are not calibrated yet; let the training finish"
+                "the prices of mean budgets are not calibrated yet; let the training finish"
             )
         network = loaded.network
         self.unit = network.unit
@@ -192,9 +192,9 @@ class KnobPolicy:
         # the row of the guard; the mean offset acts on the budget, as `NumpyController` has it
         guard: GuardRow | None = None
         decider = self.agent.decider
-        if self.agent.settled.guard and decider.calibrated is not None:
+        if self.agent.calibration.guard and decider.calibrated is not None:
             (group,) = decider.calibrated.groups(limits * decider.factor(drift))
-            guard = self.agent.settled.guard[group].copy()
+            guard = self.agent.calibration.guard[group].copy()
         budget = float(limits[0])
         return Explanation(
             decision=dict(decided["configuration"]),
@@ -211,7 +211,7 @@ class KnobPolicy:
     ) -> str:
         """Return why a configuration was chosen."""
         if guard is not None and not guard["deployed"]:
-            static = "the static mix" if self.agent.sense == "mean" else "budget-aware static"
+            static = "the static mix" if self.agent.constraint == "mean" else "budget-aware static"
             return f"the guard lets {static} decide, which treats all inputs alike"
         reason = "the policy's most probable choice"
         if row["probability"] < expected[0]["probability"]:
@@ -233,7 +233,7 @@ class KnobPolicy:
             count = math.ceil(math.log(high / low) / EXACT)
             budgets = np.geomspace(low, high, count + 2)
         else:
-            # no other budget has a worth
+            # no other budget has a price
             budgets = np.sort(mean.budgets_ms)
         repeated = {}
         for name, block in blocks.items():
@@ -255,8 +255,8 @@ class KnobPolicy:
         numbers |= {"accuracy": moments.accuracy, "latency_ms": moments.latency_ms}
         mean = agent.decider.mean
         if mean is not None:
-            worths = torch.from_numpy(mean.worths[mean.groups(limits)])
-            return numbers | {"utility": moments.score(worths, "mean")}
+            values_ms = torch.from_numpy(mean.values_ms[mean.groups(limits)])
+            return numbers | {"utility": moments.score(values_ms, "mean")}
         if drift is not None:
             # the teacher expects the drifted latencies
             slow = moments.log_latency + torch.as_tensor(drift[0]).float()

@@ -22,7 +22,7 @@ from knobwise.agents.deployed.arrays import Array, Arrays, configurations_of
 from knobwise.agents.deployed.controller import NumpyController
 from knobwise.common.errors import InputError
 from knobwise.common.progress import progress
-from knobwise.envs.bandit.budgets import LEAST_LATENCY_MS
+from knobwise.envs.bandit.budgets import MIN_LATENCY_MS
 from knobwise.envs.tables.profile_table import ProfileTable
 
 Decide = Callable[[Arrays, Array], Array]
@@ -53,7 +53,7 @@ class Deployed(nn.Module):
             import onnxscript  # noqa: F401
         except ImportError as error:
             raise InputError(f"onnx=true: {error}; pip install 'knobwise[onnx]'") from error
-        if agent.sense != "deadline":
+        if agent.constraint != "deadline":
             raise InputError(
                 "onnx=true: the controller is for a mean over requests; leave onnx=true out, or "
                 "train one with budget=quantiles"
@@ -78,7 +78,7 @@ class Deployed(nn.Module):
         if self.guard is None:
             return self.controller(x, limits).argmax(1)
         # as `policy.calibrated.Guard` has it: the calibrated budget nearest in ln ms
-        logs = limits.double().clamp_min(LEAST_LATENCY_MS).log()
+        logs = limits.double().clamp_min(MIN_LATENCY_MS).log()
         group = (logs.unsqueeze(1) - self.logs).abs().argmin(1)
         planned = (limits * self.margin[group]).float()
         chosen = self.controller(x, planned).argmax(1)

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from knobwise.agents.deployed.arrays import LEAST_MS, Arrays, configurations_of
+from knobwise.agents.deployed.arrays import MIN_MS, Arrays, configurations_of
 from knobwise.agents.deployed.controller import Expected, NumpyController
 from knobwise.agents.serving.exploration import Exploration, near_best
 from knobwise.agents.serving.inputs import blocks_of, limit_of
@@ -57,7 +57,7 @@ class Overhead:
 
     def left_of(self, budget_ms: float) -> float:
         """Return what is left for an answer after a decision that takes as long as the latest."""
-        return max(LEAST_MS, budget_ms - self.decision_ms - self.beyond_ms)
+        return max(MIN_MS, budget_ms - self.decision_ms - self.beyond_ms)
 
 
 class Runtime:

@@ -53,9 +53,9 @@ SCALES = 0.25, 3.0
 """Bounds of κ."""
 LARGEST = 1e6
 """A number beyond any mean or variance of the filter."""
-LEAST_SPREAD = 1e-3
+MIN_SPREAD = 1e-3
 """Lower bound of a predicted spread, in ln ms."""
-MOST_OFFSET = math.log(1000)
+MAX_OFFSET = math.log(1000)
 """Bound of a residual, in ln ms."""
 FORGET_EVERY = 16
 """Answers after which offsets are shrunk; each time would cost more than all the rest."""
@@ -139,10 +139,10 @@ class LatencyTracker:
         if not (timed and -math.inf < log_latency < math.inf and 0 <= spread < math.inf):
             return self.ignore("an answer without a positive, finite time")
         # the part of ln ms that was not predicted, in the units of its spread
-        residual = min(max(math.log(measured_ms) - log_latency, -MOST_OFFSET), MOST_OFFSET)
+        residual = min(max(math.log(measured_ms) - log_latency, -MAX_OFFSET), MAX_OFFSET)
         scale = self._scale
         # a spread of 0 would let a single answer decide everything
-        noise = (scale * max(spread, LEAST_SPREAD)) ** 2
+        noise = (scale * max(spread, MIN_SPREAD)) ** 2
         z = self._follow(self._elements[configuration], residual, noise)
         # κ² follows the clipped squares of residuals, exponentially weighted
         scale *= math.sqrt(1 + SPREAD_GAIN * (z * z / CLIPPED_SQUARE - 1))
@@ -203,11 +203,11 @@ class LatencyTracker:
         """
         self._begin()
         # times that are missing are NaN, and stay NaN
-        ratios = np.clip(log_ratios, -MOST_OFFSET, MOST_OFFSET)
+        ratios = np.clip(log_ratios, -MAX_OFFSET, MAX_OFFSET)
         timed = ~np.isnan(ratios)
         if timed.any():
             self._mean[0] = level = float(np.median(ratios[timed]))
-            spread = max(1.4826 * float(np.median(np.abs(ratios[timed] - level))), LEAST_SPREAD)
+            spread = max(1.4826 * float(np.median(np.abs(ratios[timed] - level))), MIN_SPREAD)
             for cell in np.flatnonzero(timed).tolist():
                 self._follow(self._elements[configurations[cell]], float(ratios[cell]), spread**2)
             self._refresh()

@@ -1,4 +1,4 @@
-"""Lessons: a teacher's expectations about requests, for a policy to imitate.
+"""Distillation targets: the utility that a teacher expects of requests, for a policy to imitate.
 
 The teacher can be asked about any request. On the samples that it was fitted on, its predictions
 are too close to what was measured. So a policy learns from requests that are composed of samples;
@@ -23,13 +23,13 @@ REQUESTS = 8192
 """Requests that each network learns from; fewer where training draws fewer, or memory is short."""
 LIMITS = 4
 """Limits that the teacher is asked about for each request."""
-MOST_CELLS = 1 << 25
+MAX_CELLS = 1 << 25
 """The most cells in memory: requests × limits × configurations × networks."""
 BEYOND = (0.8, 1.15)
 """Limits are drawn from the first factor × the lowest judged limit to the second × the highest."""
 
 
-def lessons_of(
+def distillation_targets(
     fitted: FittedTeacher,
     table: ProfileTable,
     judged: Tensor,
@@ -45,7 +45,7 @@ def lessons_of(
         fitted: the teachers.
         table: the profile whose samples the requests are composed of.
         judged: float [B], the judged limits.
-        draws: lessons that training will draw; R is never larger.
+        draws: contexts that training will draw; R is never larger.
         seed: the seed of requests, limits and drift.
         drift: the largest size of drift, in ln ms; 0 for none.
         values: float [values, C], see `drift_values`.
@@ -54,7 +54,7 @@ def lessons_of(
 
     Returns:
         float [M, R, V, …]. `x`: the normalised features, the same under all limits of a request.
-        `limit`. `worth` [M, R, V, C]: the expected worth of every configuration. Under drift
+        `limit`. `utility` [M, R, V, C]: the expected utility of every configuration. Under drift
         `by_value` [M, R, V, values]: what the heads read of it.
     """
     generator = torch.Generator().manual_seed(seed)
@@ -66,21 +66,25 @@ def lessons_of(
         teachers.append((teacher, fitted.rows[kept]))
     teachers.append((fitted.teacher, fitted.rows))
     cells = len(teachers) * LIMITS * table.num_configurations
-    count = max(1, min(REQUESTS, MOST_CELLS // cells, draws))
-    lessons = []
-    with progress("preparing lessons", len(teachers), quiet_s=2) as tick:
+    count = max(1, min(REQUESTS, MAX_CELLS // cells, draws))
+    targets = []
+    with progress("preparing distillation", len(teachers), quiet_s=2) as tick:
         for finished, (teacher, rows) in enumerate(teachers, 1):
             x = composed_of(table, fitted.teacher.normaliser, rows, count, generator)
             if augment:
                 x[::2] += fitted.teacher.normaliser.noise(augment, len(x[::2]), generator)
             limits = drawn_limits(judged, (count, LIMITS), generator)
             offsets = drawn_drift(table.configurations, drift, (count, LIMITS), generator)
-            lesson = {"x": x, "limit": limits, "worth": teacher.teach(x, limits, offsets)}
+            target = {
+                "x": x,
+                "limit": limits,
+                "utility": teacher.expected_utility(x, limits, offsets),
+            }
             if offsets is not None:
-                lesson["by_value"] = drift_inputs(offsets, values)
-            lessons.append(lesson)
+                target["by_value"] = drift_inputs(offsets, values)
+            targets.append(target)
             tick(finished, "teachers")
-    parts = joined_by_name(lessons, torch.stack)
+    parts = joined_by_name(targets, torch.stack)
     parts["x"] = parts["x"].unsqueeze(2).expand(-1, -1, LIMITS, -1)
     return TensorDict(parts, parts["limit"].shape)
 

@@ -124,7 +124,8 @@ class Expert(nn.Module):
         return Prediction(self.accuracy(inputs), self.log_latency(inputs), self.spread)
 
     def plain(self) -> dict[str, Any]:
-        """Return tensors and plain values, for a checkpoint."""
+        """Pack settings, kinds and weights of both regressors into plain values, the part of a
+        checkpoint that `restored` reads."""
         names = "name", "spread", "settings"
         plain = {name: getattr(self, name) for name in names}
         for part, regressor in self.named_children():
@@ -133,7 +134,7 @@ class Expert(nn.Module):
 
     @classmethod
     def restored(cls, plain: dict[str, Any]) -> Expert:
-        """Return the expert that `plain` describes."""
+        """Build the expert from what `plain` packed."""
         regressors = {}
         for part in ("accuracy", "log_latency"):
             kind, state = plain[part]
@@ -197,9 +198,9 @@ class Experts(NamedTuple):
             return cls(measured, normaliser, [])
         x = padded(normaliser.of_rows(table, rows)).double().numpy()
         # the centres and the filled holes must not come from held-out rows
-        lessons = []
+        by_fold = []
         for fit, hold in division:
-            lessons.append((hold, Targets(table, rows[torch.from_numpy(fit)], x[fit])))
+            by_fold.append((hold, Targets(table, rows[torch.from_numpy(fit)], x[fit])))
         # those of all rows, for the final fit
         targets = Targets(table, rows, x)
         fitted = []
@@ -207,7 +208,7 @@ class Experts(NamedTuple):
             for done, name in enumerate(families, 1):
                 # without features there is only padding to learn from
                 settings = FAMILIES[name].settings if normaliser.width else ()
-                fitted.append(_fit(name, measured, targets, lessons, settings, seed))
+                fitted.append(_fit(name, measured, targets, by_fold, settings, seed))
                 tick(done, name.replace("_", " "))
         return cls(measured, normaliser, fitted)
 
@@ -241,13 +242,13 @@ def _fit(
     name: str,
     measured: MeasuredRows,
     targets: Targets,
-    lessons: Sequence[tuple[Rows, Targets]],
+    by_fold: Sequence[tuple[Rows, Targets]],
     settings: Sequence[Any],
     seed: int,
 ) -> FittedExpert:
     """Fit a family, with these settings and a constant to choose from.
 
-    `lessons` are of each fold the positions that are held out, and the targets of the others.
+    `by_fold` are of each fold the positions that are held out, and the targets of the others.
     """
     # float64 to fit on, float32 to predict from
     x = torch.from_numpy(targets.x).float()
@@ -261,8 +262,8 @@ def _fit(
     held_out = torch.zeros(len(settings) + 1, *targets.values.shape)
     of_folds: list[list[Regressor]] = []
     fitting = Parallel(n_jobs=-1, prefer="threads", return_as="generator")
-    results = fitting(itertools.starmap(delayed(fitted), lessons))
-    for (hold, _), models in zip(lessons, results, strict=True):
+    results = fitting(itertools.starmap(delayed(fitted), by_fold))
+    for (hold, _), models in zip(by_fold, results, strict=True):
         for setting, model in enumerate(models):
             held_out[setting, hold] = model(x[hold])
         of_folds.append(models)

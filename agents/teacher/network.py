@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from knobwise.agents.controller.networks import MemberLinear
+from knobwise.agents.controller.networks import StackedLinear
 from knobwise.agents.controller.settings import PolicyConfig
 from knobwise.agents.teacher.outcomes import Prediction
 from knobwise.envs.bandit.budgets import log_measured
@@ -40,7 +40,7 @@ class PredictedOutcomes(NamedTuple):
     spread: Tensor
 
     def predicted(self) -> Prediction:
-        """Return the outcomes in the form of any predictor."""
+        """Turn logits of accuracy into probabilities; ln ms and its spread stay, [*, C] each."""
         return Prediction(self.accuracy_logits.sigmoid(), *self[1:])
 
 
@@ -57,38 +57,38 @@ class OutcomeNetwork(nn.Module):
 
     def __init__(self, features: int, count: int, config: PolicyConfig, bins: bool) -> None:
         super().__init__()
-        members = config.fold_networks
+        networks = config.fold_networks
         self.dropout = Dropout(config.teacher_dropout)
         self.register_buffer("edges", torch.zeros(BINS + 1, features if bins else 0))
         inputs = features * (1 + BINS * bins)
         widths = [inputs] + [config.teacher_hidden] * config.layers
         self.layers = nn.ModuleList(
-            MemberLinear(members, *sizes) for sizes in itertools.pairwise(widths)
+            StackedLinear(networks, *sizes) for sizes in itertools.pairwise(widths)
         )
         # accuracy, mean and spread of ln ms
-        self.outcome_head = MemberLinear(members, config.teacher_hidden, 3 * count, zero=True)
-        self.skip = MemberLinear(members, inputs, 2 * count, zero=True)
+        self.outcome_head = StackedLinear(networks, config.teacher_hidden, 3 * count, zero=True)
+        self.skip = StackedLinear(networks, inputs, 2 * count, zero=True)
 
     @torch.no_grad()
     def start_from(
-        self, x: Tensor, accuracy: Tensor, latency_ms: Tensor, member_rows: Tensor
+        self, x: Tensor, accuracy: Tensor, latency_ms: Tensor, network_rows: Tensor
     ) -> None:
         """Begin at the means of a table.
 
         Args:
             x: features [n, d].
             accuracy, latency_ms: [n, C], NaN where not profiled.
-            member_rows: bool [M, n], which samples each member is fitted on.
+            network_rows: bool [M, n], which samples each network is fitted on.
         """
         # bins with as many samples each
         shares = torch.linspace(0, 1, BINS + 1)
         for column in range(self.edges.shape[1]):
             self.edges[:, column] = x[:, column].quantile(shares)
         log_latency = log_measured(latency_ms)
-        # what was held out of a member must not be in what it starts from
-        for member, mine in enumerate(member_rows):
+        # what was held out of a network must not be in what it starts from
+        for network, mine in enumerate(network_rows):
             start = _means(accuracy[mine], log_latency[mine])
-            self.outcome_head.bias[member, 0].copy_(torch.cat(start))
+            self.outcome_head.bias[network, 0].copy_(torch.cat(start))
 
     def forward(self, x: Tensor) -> PredictedOutcomes:
         """Predict outcomes [M, n, C] for features [M, n, d]."""

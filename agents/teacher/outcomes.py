@@ -37,15 +37,15 @@ class Prediction(NamedTuple):
         logs = log_ms(budgets_ms).unsqueeze(-1)
         return torch.special.ndtr((logs - self.log_latency) / self.spread)
 
-    def score(self, limits: Tensor, sense: str = "deadline") -> Tensor:
+    def score(self, limits: Tensor, constraint: str = "deadline") -> Tensor:
         """Score every configuration under limits: [*] → [*, C].
 
         Under a deadline b the score is the expected utility Â·Φ((ln b − μ)/σ): feasibility is soft,
-        without a cut-off. Under a mean budget a limit is a worth w, the ms that a right answer may
-        cost, and the score is Â − L̂/w.
+        without a cut-off. Under a mean budget a limit is w = 1/price, the ms that a right
+        answer may cost, and the score is Â − L̂/w.
         """
         accuracy = self.accuracy.clamp(1e-3, 1.0)
-        if sense == "deadline":
+        if constraint == "deadline":
             return accuracy * self.meets(limits)
         return accuracy - self.latency_ms / limits.unsqueeze(-1)
 

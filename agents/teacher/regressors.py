@@ -25,7 +25,7 @@ MOVED = ("left", "right", "roots")
 """The buffers of trees that hold positions of nodes; joining trees moves these."""
 JOINED = (*MOVED, "feature", "threshold", "value", "fit", "components")
 """The buffers of trees that hold one tree, or one ensemble, after the other."""
-MOST_POINTS = 2000
+MAX_POINTS = 2000
 """Kernel ridge regression is fitted on at most this many samples."""
 AT_ONCE = 256
 """Predictions are made for so many requests at a time, so that what lies between stays in the
@@ -58,7 +58,7 @@ class Regressor(nn.Module):
         return type(self)(**state)
 
     def outputs(self, columns: slice) -> Any:
-        """Return a regressor for some of the outputs."""
+        """Copy the regressor with some of its o outputs alone."""
         state = self.state_dict()
         for name in state.keys() & OUTPUTS:
             state[name] = state[name][..., columns]
@@ -176,7 +176,7 @@ def _rounded_down(threshold: Tensor) -> Tensor:
 
 
 def constant(y: Array, features: int) -> Linear:
-    """Return the best prediction without features."""
+    """Fit the mean of y [n, o], which ignores its `features` inputs; it is the setting to beat."""
     return Linear(weight=np.zeros((features, y.shape[1])), bias=y.mean(0))
 
 
@@ -203,10 +203,10 @@ def kernel_ridge(
     """Fit kernel ridge regressions with a Gaussian kernel (Saunders et al. 1998).
 
     A setting is (width² as a multiple of the median squared distance, α). The cost grows with n³,
-    so at most `MOST_POINTS` samples are drawn.
+    so at most `MAX_POINTS` samples are drawn.
     """
-    if len(x) > MOST_POINTS:
-        part = np.random.default_rng(seed).permutation(len(x))[:MOST_POINTS]
+    if len(x) > MAX_POINTS:
+        part = np.random.default_rng(seed).permutation(len(x))[:MAX_POINTS]
         x = x[part]
         y = y[part]
     # squared distances between all pairs of samples

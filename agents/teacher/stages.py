@@ -33,7 +33,7 @@ PATIENCE = 6
 
 
 def sizes_of_minibatches(contexts: int, minibatch: int) -> Iterator[int]:
-    """Return how many contexts each minibatch of a pass has."""
+    """Cut a pass of `contexts` into minibatches: the size of each, the last one perhaps smaller."""
     return (min(minibatch, contexts - first) for first in range(0, contexts, minibatch))
 
 
@@ -73,16 +73,17 @@ class Regression(ControllerStage):
             self.teacher.load_state_dict(self.with_bins)
 
     def minibatches(self, buffer: ReplayBuffer) -> Iterator[TensorDictBase]:
-        """Draw rows of the networks' samples, [n, M], in the place of collected contexts."""
+        """Draw rows of the networks' samples, [n, M], instead of collected contexts."""
         networks = self.setup.networks
         for count in sizes_of_minibatches(self.settings.contexts, self.settings.minibatch):
             rows = self.setup.env.contexts.draw_rows(count * networks).to(self.setup.device)
             yield TensorDict({"row": rows.view(count, networks)}, [count])
 
     def loss(self, minibatch: TensorDictBase) -> TensorDictBase:
-        """Return the regression's loss on the measurements of the drawn samples."""
+        """Compute two means over the drawn samples: the cross-entropy of their accuracies, and the
+        negative log-likelihood of their ln ms."""
         rewards = self.setup.env.rewards
-        row = minibatch["row"][:, : self.teacher.members].T  # [M, n]
+        row = minibatch["row"][:, : self.teacher.networks].T  # [M, n]
         predicted = self.teacher.network(self.setup.rows.features_of(row))
         row = row % self.setup.table.num_samples  # row i + k·N is a copy of sample i
         measured = (rewards.accuracy, self.log_latency, self.variance)
@@ -99,19 +100,19 @@ class Regression(ControllerStage):
     def _log_probs(self, limit: Tensor) -> Tensor:
         """Return log-probs like those of `HeldOut.log_probs`, but by the teacher's networks."""
         setup = self.setup
-        rows = setup.held_out.by_network[:, : self.teacher.members].T
+        rows = setup.held_out.by_network[:, : self.teacher.networks].T
         predicted = self.teacher.network(setup.rows.all_features[rows]).predicted()
-        scores = setup.policy.sharpness * predicted.score(limit.to(setup.device), setup.sense)
+        scores = setup.policy.sharpness * predicted.score(limit.to(setup.device), setup.constraint)
         mask = setup.table.mask[rows].to(setup.device)
         scores = scores.masked_fill(~mask, -torch.inf).transpose(0, 1)  # [longest, M, C]
-        return scores[setup.held_out.places].log_softmax(-1)
+        return scores[setup.held_out.positions].log_softmax(-1)
 
 
 class Distillation(ControllerStage):
     """The heads imitate what the teacher expects of requests.
 
     Args:
-        lessons: makes the lessons, float [M, R, V, …], when they are first drawn.
+        targets: makes the distillation targets, float [M, R, V, …], when they are first drawn.
     """
 
     name = "imitation"
@@ -119,14 +120,14 @@ class Distillation(ControllerStage):
     dropout = True
     collects = False
 
-    def __init__(self, setup: ControllerSetup, lessons: Callable[[], TensorDict]) -> None:
+    def __init__(self, setup: ControllerSetup, targets: Callable[[], TensorDict]) -> None:
         super().__init__(
             setup,
             setup.controller,
             iterations=setup.settings.pretrain_iterations,
             lr=setup.settings.pretrain_lr,
         )
-        self.lessons = lessons
+        self.targets = targets
 
     def start(self, trainer: Trainer) -> None:
         """Load the best teacher; from here on the heads are judged and kept."""
@@ -135,24 +136,24 @@ class Distillation(ControllerStage):
         trainer.state.best = Best()
 
     def minibatches(self, buffer: ReplayBuffer) -> Iterator[TensorDictBase]:
-        """Draw random lessons for each network, [M, n], in the place of collected contexts."""
-        lessons = self.lessons()
-        members, requests, limits = lessons.shape
+        """Draw random targets for each network, [M, n], instead of collected contexts."""
+        targets = self.targets()
+        networks, requests, limits = targets.shape
         for count in sizes_of_minibatches(self.settings.contexts, self.settings.minibatch):
-            request = torch.randint(requests, (members, count))
-            limit = torch.randint(limits, (members, count))
-            drawn = lessons[torch.arange(members).unsqueeze(1), request, limit]
+            request = torch.randint(requests, (networks, count))
+            limit = torch.randint(limits, (networks, count))
+            drawn = targets[torch.arange(networks).unsqueeze(1), request, limit]
             yield drawn.to(self.setup.device)
 
     def loss(self, minibatch: TensorDictBase) -> TensorDictBase:
-        """Return the heads' cross-entropy to the teacher on lessons.
+        """Return the heads' cross-entropy to the teacher, a scalar.
 
-        The target is softmax(sharpness · the teacher's expected worths).
+        The target is softmax(sharpness · the utility that the teacher expects).
         """
         inputs = minibatch["x"], minibatch["limit"], None, minibatch.get("by_value", None)
         log_probs = self.setup.controller.network(*inputs)
         temperature = 1 / self.setup.policy.sharpness
-        loss = reward_weighted_cross_entropy(log_probs, minibatch["worth"], temperature)
+        loss = reward_weighted_cross_entropy(log_probs, minibatch["utility"], temperature)
         return TensorDict({"loss_imitation": loss.mean()})
 
 

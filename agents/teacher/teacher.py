@@ -25,7 +25,7 @@ from knobwise.agents.teacher.experts import Expert, Experts, MeasuredRows
 from knobwise.agents.teacher.network import WIDEST, OutcomeNetwork
 from knobwise.agents.teacher.outcomes import HOPELESS, Prediction, pick
 from knobwise.agents.teacher.weights import HeldOutScores, stack_weights, weights_of_folds
-from knobwise.envs.bandit.budgets import thinned
+from knobwise.envs.bandit.budgets import subsample
 from knobwise.envs.tables.profile_table import ProfileTable
 
 LEARNED = ("latency_offset", "latency_variance", "accuracy_logits")
@@ -42,12 +42,12 @@ class MemberPredictions(NamedTuple):
     Attributes:
         weights: of K members, float [K, 1, 1].
         members: their predictions, [K, n, C].
-        sense: of the budget, see `Controller`.
+        constraint: of the budget, see `Controller`.
     """
 
     weights: Tensor
     members: Prediction
-    sense: str
+    constraint: str
 
     def mean(self, values: Tensor) -> Tensor:
         """Return the weighted mean over the members: [K, n, C] → [n, C]."""
@@ -59,12 +59,12 @@ class MemberPredictions(NamedTuple):
         return self.mean(self.members.log_latency)
 
     def score(self, limits: Tensor, mask: Tensor | None = None) -> Tensor:
-        """Return the worth of every configuration under limits [n], [n, C].
+        """Return the utility of every configuration under limits [n], [n, C].
 
         Where no configuration inside the mask is likely to be on time, a faster one is worth more.
         """
-        score = self.mean(self.members.score(limits, self.sense))
-        if self.sense != "deadline":
+        score = self.mean(self.members.score(limits, self.constraint))
+        if self.constraint != "deadline":
             return score
         likely = self.mean(self.members.meets(limits))
         if mask is not None:
@@ -74,7 +74,8 @@ class MemberPredictions(NamedTuple):
         return torch.where(hopeless, -self.log_latency, score)
 
     def moments(self) -> Prediction:
-        """Return accuracy, and mean and standard deviation of ln ms, of the mixture."""
+        """Compute expected accuracy, and mean and standard deviation of ln ms, of the mixture of
+        all members, [n, C] each."""
         accuracy, log_latency, spread = self.members
         mean = self.log_latency
         variance = self.mean(spread**2 + log_latency**2) - mean**2
@@ -96,15 +97,15 @@ def concatenated(predictions: Sequence[Prediction]) -> Prediction:
 
 
 class Teacher(nn.Module):
-    """Predicts outcomes by a network of M members and by experts; its own decisions are those of a
+    """Predicts outcomes by M networks side by side and by experts; its own decisions are those of a
     `Policy`.
 
     Args:
-        network: of M members, which count alike.
+        network: M networks side by side, which count alike.
         normaliser: of the features.
         experts: beside the network.
         weights: float [1 + experts], the network's first.
-        sense: of the budget, see `Controller`.
+        constraint: of the budget, see `Controller`.
     """
 
     informed = True
@@ -119,14 +120,14 @@ class Teacher(nn.Module):
         normaliser: FeatureNormaliser,
         experts: Sequence[Expert] = (),
         weights: Tensor | None = None,
-        sense: str = "deadline",
+        constraint: str = "deadline",
     ) -> None:
         super().__init__()
         self.network = network
         self.normaliser = normaliser
         self.experts = nn.ModuleList(experts)
         self.register_buffer("weights", torch.ones(1) if weights is None else weights.float())
-        self.sense = sense
+        self.constraint = constraint
         # what was learned after training, see `knobwise update`, [C] each
         count = network.outcome_head.bias.shape[-1] // 3
         for name in LEARNED:
@@ -139,23 +140,23 @@ class Teacher(nn.Module):
         rows: Tensor,
         config: PolicyConfig,
         normaliser: FeatureNormaliser,
-        member_rows: Tensor,
-        sense: str = "deadline",
+        network_rows: Tensor,
+        constraint: str = "deadline",
     ) -> Teacher:
         """Return a fresh network without experts, at the means of these rows (int64 [n]).
 
-        Each member is fitted on `member_rows`, bool [M, n].
+        Each network is fitted on `network_rows`, bool [M, n].
         """
-        member_rows = thinned(member_rows.T).T
-        rows = thinned(rows)
+        network_rows = subsample(network_rows.T).T
+        rows = subsample(rows)
         x = normaliser.of_rows(table, rows)
         bins = 0 < normaliser.width <= WIDEST
         network = OutcomeNetwork(normaliser.width, table.num_configurations, config, bins)
-        network.start_from(x, table.accuracy[rows], table.latency_ms[rows], member_rows)
-        return cls(network, normaliser, sense=sense)
+        network.start_from(x, table.accuracy[rows], table.latency_ms[rows], network_rows)
+        return cls(network, normaliser, constraint=constraint)
 
     @property
-    def members(self) -> int:
+    def networks(self) -> int:
         """The number of networks side by side."""
         return len(self.network.outcome_head.bias)
 
@@ -165,9 +166,9 @@ class Teacher(nn.Module):
         weights = []
         predictions = []
         if share > 0:
-            # the network's members count alike
-            weights += [share / self.members] * self.members
-            predictions.append(self.network(x.expand(self.members, -1, -1)).predicted())
+            # the networks count alike
+            weights += [share / self.networks] * self.networks
+            predictions.append(self.network(x.expand(self.networks, -1, -1)).predicted())
         for weight, expert in zip(of_experts, self.experts, strict=True):
             if weight > 0:
                 weights.append(weight)
@@ -175,10 +176,11 @@ class Teacher(nn.Module):
                 parts = (part.expand(1, len(x), -1) for part in expert(x))
                 predictions.append(Prediction(*parts))
         members = self._moved(concatenated(predictions))
-        return MemberPredictions(x.new_tensor(weights).reshape(-1, 1, 1), members, self.sense)
+        return MemberPredictions(x.new_tensor(weights).reshape(-1, 1, 1), members, self.constraint)
 
     def _moved(self, prediction: Prediction) -> Prediction:
-        """Return a prediction with what was learned after training."""
+        """Apply what `knobwise update` learned after training: logits of accuracy shift, ln ms
+        shifts and gets more variance."""
         if not any(getattr(self, name).any() for name in LEARNED):
             return prediction
         accuracy = prediction.accuracy
@@ -194,8 +196,9 @@ class Teacher(nn.Module):
         )
 
     @torch.no_grad()
-    def teach(self, x: Tensor, limits: Tensor, offsets: Tensor | None = None) -> Tensor:
-        """Return the worths that the heads learn to imitate, for several limits of each request.
+    def expected_utility(self, x: Tensor, limits: Tensor, offsets: Tensor | None = None) -> Tensor:
+        """Return the utility that is expected of every configuration, for several limits of each
+        request. The heads learn to imitate it.
 
         Args:
             x: normalised features [n, width].
@@ -203,7 +206,7 @@ class Teacher(nn.Module):
             offsets: of ln ms, [n, V, C]; None for no drift.
 
         Returns:
-            worths, float [n, V, C].
+            Float [n, V, C]; under a mean budget accuracy − latency/limit.
         """
         parts = []
         for rows, still in self._mixtures(x):
@@ -249,7 +252,8 @@ class Teacher(nn.Module):
         return {"weights": weights, "settings": settings}
 
     def plain(self) -> dict[str, Any]:
-        """Return tensors and plain values, for a checkpoint."""
+        """Pack network, experts, weights and what updates learned into plain values, the part of a
+        checkpoint that `restored` reads."""
         return {
             "network": self.network.state_dict(),
             "experts": [expert.plain() for expert in self.experts if isinstance(expert, Expert)],
@@ -267,7 +271,7 @@ class Teacher(nn.Module):
         network = OutcomeNetwork(normaliser.width, count, controller.config, bins)
         network.load_state_dict(state)
         experts = [Expert.restored(expert) for expert in plain["experts"]]
-        teacher = cls(network, normaliser, experts, plain["weights"], controller.sense)
+        teacher = cls(network, normaliser, experts, plain["weights"], controller.constraint)
         for name in LEARNED:
             getattr(teacher, name).copy_(plain["learned"][name])
         return teacher.eval()
@@ -307,20 +311,20 @@ def fit_teacher(
     A member that is worth more alone than with the others, by more than chance, decides alone.
 
     Args:
-        rows: int64 [n], what the network's members were fitted on in folds (`folds_of` with the
+        rows: int64 [n], what the networks were fitted on in folds (`folds_of` with the
             same seed).
-        network: a teacher without experts, of at least two members.
-        limits: float [B] that worth is averaged over, see `Controller`.
+        network: a teacher without experts, of at least two networks.
+        limits: float [B] that utility is averaged over, see `Controller`.
         seed: of folds and trees.
         experts: fitted on the same rows and features, for the same limits, in as many folds; None
             fits those of `config`.
     """
-    sense = network.sense
+    constraint = network.constraint
     normaliser = network.normaliser
     families = config.experts if normaliser.width else ()
     if experts is None:
-        budgets_ms = limits if sense == "deadline" else limits[:0]
-        settings = budgets_ms, families, seed, normaliser, network.members
+        budgets_ms = limits if constraint == "deadline" else limits[:0]
+        settings = budgets_ms, families, seed, normaliser, network.networks
         experts = Experts.fit(table, rows, *settings)
     fitted = experts.of_families(families)
     measured = experts.measured
@@ -328,17 +332,19 @@ def fit_teacher(
     # weights from predictions out of fold
     unseen = _held_out(network, table, rows, folds)
     predictions = [unseen, *(family.out_of_fold for family in fitted)]
-    known = HeldOutScores.of_predictions(predictions, measured, limits, sense)
+    known = HeldOutScores.of_predictions(predictions, measured, limits, constraint)
     weights, of_folds = _weights(known, measured)
     # the teacher of all samples
     all_experts = [family.expert for family in fitted]
-    teacher = Teacher(network.network, normaliser, all_experts, weights, sense)
+    teacher = Teacher(network.network, normaliser, all_experts, weights, constraint)
     # and one for each fold, with the parts that have not seen it
     teachers = []
-    for member, of_fold in enumerate(of_folds):
-        experts_of_fold = [family.of_folds[member] for family in fitted]
-        inner = _of_member(network.network, member)
-        teachers.append(Teacher(inner, normaliser, experts_of_fold, of_fold, sense).eval())
+    for fold, weights_of_fold in enumerate(of_folds):
+        experts_of_fold = [family.of_folds[fold] for family in fitted]
+        inner = _network_alone(network.network, fold)
+        teachers.append(
+            Teacher(inner, normaliser, experts_of_fold, weights_of_fold, constraint).eval()
+        )
     return FittedTeacher(teacher.eval(), teachers, rows, folds)
 
 
@@ -347,11 +353,11 @@ def _held_out(
 ) -> Prediction:
     """Predict the outcomes of each sample by the network that was not fitted on it, [n, C]."""
     x = teacher.normaliser.of_rows(table, rows)
-    # each sample was held out of one member
+    # each sample was held out of one network
     unseen_by = torch.empty(len(rows), dtype=torch.int64)
-    for member, held in enumerate(folds):
-        unseen_by[held] = member
-    predicted = teacher.network(x.expand(teacher.members, -1, -1)).predicted()
+    for fold, held in enumerate(folds):
+        unseen_by[held] = fold
+    predicted = teacher.network(x.expand(teacher.networks, -1, -1)).predicted()
     return Prediction(*(part[unseen_by, torch.arange(len(rows))] for part in predicted))
 
 
@@ -366,10 +372,10 @@ def _weights(known: HeldOutScores, measured: MeasuredRows) -> tuple[Tensor, list
     return alone, [alone] * len(of_folds)
 
 
-def _of_member(network: OutcomeNetwork, member: int) -> OutcomeNetwork:
-    """Return one member of a network alone."""
+def _network_alone(network: OutcomeNetwork, index: int) -> OutcomeNetwork:
+    """Return one of the M networks side by side, alone."""
     alone = copy.deepcopy(network)
-    # every parameter has the members first
+    # every parameter has the networks first
     for parameter in alone.parameters():
-        parameter.data = parameter.data[[member]]
+        parameter.data = parameter.data[[index]]
     return alone

@@ -23,16 +23,16 @@ LEVEL = 0.05
 
 
 class HeldOutScores(NamedTuple):
-    """The expected and the actual worth of every configuration for held-out samples.
+    """The expected and the actual utility of every configuration for held-out samples.
 
     Attributes:
-        scores: the worth that each of K members expects, float [B, n, C].
-        worth: the actual worth, float [B, n, C]; anything where not profiled.
+        scores: the utility that each of K members expects, float [B, n, C].
+        utility: the actual utility, float [B, n, C]; anything where not profiled.
         mask: bool [n, C], what was profiled.
     """
 
     scores: list[Tensor]
-    worth: Tensor
+    utility: Tensor
     mask: Tensor
 
     @classmethod
@@ -41,26 +41,26 @@ class HeldOutScores(NamedTuple):
         predictions: Sequence[Prediction],
         measured: MeasuredRows,
         limits: Tensor,
-        sense: str = "deadline",
+        constraint: str = "deadline",
     ) -> HeldOutScores:
         """Score the predictions of K members for held-out samples under limits [B], and look up
-        the actual worth; see `Controller` for `sense`."""
-        scores = [prediction.score(limits.unsqueeze(1), sense) for prediction in predictions]
+        the actual utility; see `Controller` for `constraint`."""
+        scores = [prediction.score(limits.unsqueeze(1), constraint) for prediction in predictions]
         by_limit = limits[:, None, None]  # [B, 1, 1], beside outcomes [n, C]
-        worth = (measured.accuracy - measured.latency_ms / by_limit).nan_to_num()
-        if sense == "deadline":
-            worth = expected_utility(measured.accuracy, measured.measurements_ms, by_limit)
-        return cls(scores, worth, measured.mask)
+        utility = (measured.accuracy - measured.latency_ms / by_limit).nan_to_num()
+        if constraint == "deadline":
+            utility = expected_utility(measured.accuracy, measured.measurements_ms, by_limit)
+        return cls(scores, utility, measured.mask)
 
     def take(self, positions: Tensor) -> HeldOutScores:
         """Return the part for some of the samples, int64 [m]."""
         scores = [score[:, positions] for score in self.scores]
-        return HeldOutScores(scores, self.worth[:, positions], self.mask[positions])
+        return HeldOutScores(scores, self.utility[:, positions], self.mask[positions])
 
-    def worth_of_best(self, score: Tensor) -> Tensor:
-        """Return the worth of taking the best score [B, n, C] of every sample, float64 [B, n]."""
+    def utility_of_best(self, score: Tensor) -> Tensor:
+        """Return the utility of taking the best score [B, n, C] of every sample, float64 [B, n]."""
         chosen = score.masked_fill(~self.mask, -torch.inf).argmax(-1, keepdim=True)
-        return self.worth.gather(-1, chosen).squeeze(-1).double()
+        return self.utility.gather(-1, chosen).squeeze(-1).double()
 
     def joined(self, weights: Tensor) -> Tensor:
         """Return the scores of all members by these weights [K]: Σ_k w_k·scores_k, [B, n, C]."""
@@ -68,9 +68,9 @@ class HeldOutScores(NamedTuple):
         pairs = zip(weights.tolist(), self.scores, strict=True)
         return torch.stack([weight * score for weight, score in pairs if weight > 0]).sum(0)
 
-    def mean_worth(self, score: Tensor) -> float:
-        """Return the mean of `worth_of_best`."""
-        return float(self.worth_of_best(score).mean())
+    def mean_utility(self, score: Tensor) -> float:
+        """Return the mean of `utility_of_best`."""
+        return float(self.utility_of_best(score).mean())
 
     def better_alone(self, joined: Tensor) -> int | None:
         """Return the member that is worth most alone, if it beats all members together.
@@ -81,8 +81,10 @@ class HeldOutScores(NamedTuple):
         Args:
             joined: scores [B, n, C] of all members, by weights that have not seen the samples.
         """
-        together = self.worth_of_best(joined).mean(0)
-        gains = torch.stack([self.worth_of_best(score).mean(0) - together for score in self.scores])
+        together = self.utility_of_best(joined).mean(0)
+        gains = torch.stack(
+            [self.utility_of_best(score).mean(0) - together for score in self.scores]
+        )
         best = int(gains.mean(1).argmax())
         if is_better(gains[best], 1 - LEVEL / len(gains)):
             return best
@@ -92,11 +94,11 @@ class HeldOutScores(NamedTuple):
 def stack_weights(held_out: HeldOutScores) -> Tensor:
     """Return weights of K members, float64 [K], not negative, sum 1: the mean of two rules.
 
-    One fits the worth itself: least squares without negative weights, after subtracting each
+    One fits the utility itself: least squares without negative weights, after subtracting each
     sample's mean over its configurations, because only differences inside a sample decide (Breiman
     1996, "Stacked Regressions"). The other fits the decisions: greedy ensemble selection with
-    replacement on mean worth (Caruana et al. 2004, "Ensemble Selection from Libraries of Models"),
-    keeping the best prefix. Few samples mislead either rule more easily alone.
+    replacement on mean utility, keeping the best prefix (Caruana et al. 2004, "Ensemble Selection
+    from Libraries of Models"). Few samples mislead either rule more easily alone.
     """
     return (_least_squares(held_out) + _greedy(held_out)) / 2
 
@@ -118,7 +120,7 @@ def weights_of_folds(held_out: HeldOutScores, folds: Sequence[Fold]) -> tuple[li
 
 
 def _least_squares(held_out: HeldOutScores) -> Tensor:
-    """Return the weights that fit the worth itself."""
+    """Return the weights that fit the utility itself."""
     from scipy.optimize import nnls
 
     mask = held_out.mask
@@ -131,7 +133,7 @@ def _least_squares(held_out: HeldOutScores) -> Tensor:
 
     columns = torch.stack([inside(score) for score in held_out.scores])
     gram = (columns @ columns.T).numpy()
-    wanted = (columns @ inside(held_out.worth)).numpy()
+    wanted = (columns @ inside(held_out.utility)).numpy()
     # the normal equations as least squares: ‖lower.T·w − lower⁻¹·wanted‖²
     lower = np.linalg.cholesky(gram + (1e-9 * np.trace(gram) + 1e-12) * np.eye(len(gram)))
     weights, _ = nnls(lower.T, np.linalg.solve(lower, wanted))
@@ -144,12 +146,12 @@ def _greedy(held_out: HeldOutScores) -> Tensor:
     total = torch.zeros_like(held_out.scores[0])
     most = -np.inf
     for _ in range(ROUNDS):
-        worth = [held_out.mean_worth(total + score) for score in held_out.scores]
-        winner = int(np.argmax(worth))
+        utility = [held_out.mean_utility(total + score) for score in held_out.scores]
+        winner = int(np.argmax(utility))
         counts[winner] += 1
         total = total + held_out.scores[winner]
-        if worth[winner] > most + 1e-9:
-            most = worth[winner]
+        if utility[winner] > most + 1e-9:
+            most = utility[winner]
             best = counts.clone()
     return _normal(best)
 

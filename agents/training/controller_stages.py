@@ -48,7 +48,8 @@ class ControllerStage(Stage):
         return contexts if setup.critic is None else setup.critic(contexts)
 
     def _policies(self, reference: bool) -> dict[str, Controller]:
-        """Return the policies that are asked when contexts are collected, by key."""
+        """Name the controllers whose log-probs of the draws (under an exact loss of all
+        configurations) are stored with the contexts."""
         names = ("action_log_prob", "reference_log_prob")
         if self.setup.exact:
             names = ("behaviour_log_probs", "reference_log_probs")
@@ -58,7 +59,8 @@ class ControllerStage(Stage):
         return policies
 
     def metrics(self, data: TensorDictBase) -> dict[str, float]:
-        """Return metrics of the drawn groups under their logged names."""
+        """Compute mean and standard deviation of reward, accuracy and latency over the drawn
+        groups, and under deadlines the share of draws that are late."""
         data = data.flatten(0, 1).cpu()
         table = self.setup.env.table
         cells = data["row"].unsqueeze(1), data["configuration"]
@@ -116,7 +118,8 @@ class RCE(ControllerStage):
         self.rce.diagnostics = watched
 
     def loss(self, minibatch: TensorDictBase) -> TensorDictBase:
-        """Return the cross-entropy to the softmax of all rewards."""
+        """Compute the cross-entropy to softmax(reward/τ) over all configurations of each context, a
+        scalar."""
         out: TensorDictBase = self.rce(self.setup.with_rewards(minibatch))
         return out
 
@@ -142,11 +145,11 @@ class GRPO(ControllerStage):
         self.stored = keys - {"action"}
 
     def _make_loss(self) -> Any:
-        """Return the loss module."""
+        """Make the LossModule that the stage minimises; subclasses make another."""
         return GRPOLoss(self.setup.actor, **self._coefficients(), functional=False)
 
     def _coefficients(self) -> dict[str, Any]:
-        """Return the settings of the loss."""
+        """Collect the arguments of the loss; β is that of the setup."""
         return self.setup.loss.of_grpo() | {"kl_to_ref_coeff": self.setup.kl_coeff}
 
     def start(self, trainer: Trainer) -> None:
@@ -270,6 +273,6 @@ class PPO(GRPO):
 
 
 def grpo_stage(setup: ControllerSetup) -> GRPO:
-    """Return the last stage, by `loss.objective`."""
+    """Make the last stage by `loss.objective`: draws, all configurations, or PPO with a critic."""
     kinds = {"sampled": GRPO, "exact": ExactGRPO, "ppo": PPO}
     return kinds[setup.loss.objective](setup)

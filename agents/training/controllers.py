@@ -27,7 +27,7 @@ from knobwise.agents.training.settings import OptimiserConfig
 from knobwise.agents.training.state import Provenance
 from knobwise.agents.training.trainer import Trainer
 from knobwise.common.errors import InputError
-from knobwise.envs.bandit.budgets import default_budgets, judged_worths
+from knobwise.envs.bandit.budgets import default_budgets, judged_values
 from knobwise.envs.bandit.contexts import LIMIT_KEYS
 from knobwise.envs.bandit.reward_kinds import KINDS
 from knobwise.envs.bandit.settings import REWARDS, BalanceConfig, BudgetConfig, RewardConfig
@@ -36,7 +36,7 @@ from knobwise.envs.tables.drift import copies_of, rows_of_copies
 from knobwise.envs.tables.profile_table import ProfileTable, Split
 from knobwise.losses.settings import LossConfig
 
-MOST_NOISE = 1 << 24
+MAX_NOISE = 1 << 24
 """Numbers that are drawn for `policy.augment`; in larger tables copies share them."""
 SPREAD_CELLS = 1 << 22
 """The spread of rewards is measured on at most as many rewards, or one context for each network."""
@@ -51,20 +51,20 @@ class ControllerSetup:
             `test` is not used.
         reward: the reward; under a mean budget it is always `priced`.
         budgets_ms: float [B], the budgets of validation; None for the default budgets. Under a
-            mean budget, validation uses worths instead.
+            mean budget, validation uses values of a right answer instead.
         cost_ms: the time that a decision and its features take, which the reward charges.
         init_from: a checkpoint whose heads training starts from, with the statistics that its
             inputs are standardised by (`started_from`); None for fresh weights. Samples that it was
             trained on count as seen.
         fold_seed: seed of the folds; None for `seed`.
-        teaching: what teaches the controller; its `make` is called with this right after the
-            networks are there. None for nothing.
+        distiller: makes the teacher of the controller; its `make` is called with this right after
+            the networks are there. None for nothing.
 
     Attributes:
         networks: M, the number of networks side by side.
         folds: the rows that each fold's network is fitted on, and those that it is judged on.
         fitted: int64 [n], the rows that the deployed network is fitted on.
-        limits: float [B], the judged budgets in ms, or worths.
+        limits: float [B], the judged budgets in ms, or values of a right answer.
         controller, reference: the networks that learn, and a copy for the KL.
         actor, critic: the policy that draws, and for PPO its value network.
         env: where contexts and rewards come from.
@@ -89,7 +89,7 @@ class ControllerSetup:
         fold_seed: int | None = None,
         seed: int = 0,
         device: str = "cpu",
-        teaching: Any = None,
+        distiller: Any = None,
     ) -> None:
         self.table = table
         self.split = split
@@ -101,12 +101,12 @@ class ControllerSetup:
         self.fold_seed = seed if fold_seed is None else fold_seed
         self.device = torch.device(device)
         self.networks = self.policy.networks_trained
-        self.sense = "deadline" if budget is None else budget.sense
-        self.priced = self.sense == "mean"
-        self.limit_key = LIMIT_KEYS[self.sense]
+        self.constraint = "deadline" if budget is None else budget.constraint
+        self.priced = self.constraint == "mean"
+        self.limit_key = LIMIT_KEYS[self.constraint]
         if self.priced:
-            reward = REWARDS[self.sense]
-            budgets_ms = judged_worths(table)
+            reward = REWARDS[self.constraint]
+            budgets_ms = judged_values(table)
         self.limits = default_budgets(table) if budgets_ms is None else budgets_ms
         # utility under budgets is judged, and the reward under prices
         self.judged_by = "utility"
@@ -127,15 +127,15 @@ class ControllerSetup:
             network_rows = [*network_rows, self.fitted]
 
         # networks: fresh, or those of the checkpoint
-        controller = Controller.for_table(table, self.fitted, self.policy, self.sense)
+        controller = Controller.for_table(table, self.fitted, self.policy, self.constraint)
         self.start_sums: list[float] | None = None
         if start is not None:
             controller = started_from(str(init_from), start, controller)
             self.start_sums = weight_sums(controller.state_dict())
         self.controller = controller
-        self.teaching = teaching
-        if teaching is not None:
-            teaching.make(self).to(self.device).eval()
+        self.distiller = distiller
+        if distiller is not None:
+            distiller.make(self).to(self.device).eval()
         controller.to(self.device).eval()
         self.reference = copy.deepcopy(controller).requires_grad_(False)
 
@@ -149,11 +149,11 @@ class ControllerSetup:
         noise = None
         if noisy and self.copied is not table:
             self.augment = self.policy.augment
-            count = min(self.copied.num_samples, MOST_NOISE // controller.normaliser.width)
+            count = min(self.copied.num_samples, MAX_NOISE // controller.normaliser.width)
             generator = torch.Generator().manual_seed(seed)
             noise = controller.normaliser.noise(self.augment, max(count, 1), generator)
         self.actor = make_actor(
-            controller, table, self.group_size, members=True, offsets=offsets, noise=noise
+            controller, table, self.group_size, all_networks=True, offsets=offsets, noise=noise
         ).to(self.device)
         self.critic: Any = None
         if self.loss.objective == "ppo":
@@ -171,7 +171,7 @@ class ControllerSetup:
             seed=seed,
             unprofiled="error",
             action="configuration",
-            lean=True,
+            observe_features=False,
             cost_ms=cost_ms,
             device=self.device,
         )
@@ -273,7 +273,7 @@ def controller_trainer(
 ) -> Trainer:
     """Return the training of a controller that learns from rewards alone: RCE, then GRPO or PPO.
 
-    With a teacher (`policy.teacher`) it is `knobwise.agents.calibration.taught.taught_trainer`.
+    With a teacher (`policy.teacher`) it is `agents.calibration.training.distillation_trainer`.
 
     Args:
         table, split, settings: see `ControllerSetup`.
@@ -282,10 +282,10 @@ def controller_trainer(
     with seeded(seed, device):
         setup = ControllerSetup(table, split, seed=seed, device=device, **settings)
         stages = [RCE(setup), grpo_stage(setup)]
-        return trainer_of(setup, setup.controller, stages, folder, log)
+        return make_trainer(setup, setup.controller, stages, folder, log)
 
 
-def trainer_of(
+def make_trainer(
     setup: ControllerSetup,
     agent: nn.Module,
     stages: list[ControllerStage],
@@ -309,7 +309,7 @@ def trainer_of(
             setup.held_out.policies(setup.held_out_log_probs), logged
         ),
         judged_by=setup.judged_by,
-        identity=(setup.policy, setup.sense, setup.start_sums),
+        identity=(setup.policy, setup.constraint, setup.start_sums),
         trained_on="on another profile or with another policy, or from other weights",
         provenance=provenance,
         setup=setup,
@@ -345,7 +345,7 @@ def reward_spread_of(trainer: Trainer) -> float | None:
     return next((spread for spread in reversed(spreads) if spread is not None), None)
 
 
-def kept_is_of_grpo(trainer: Trainer) -> bool:
+def best_is_of_grpo(trainer: Trainer) -> bool:
     """Return True if the weights that are kept are GRPO's, and not from before it."""
     return trainer.state.best.iteration > trainer.stages[-1].first
 
@@ -362,4 +362,4 @@ def gained_by_sample(trainer: Trainer) -> dict[str, Tensor]:
     best = trainer.state.best.by_sample
     if before is None or best is None:
         return {}
-    return {"start": before if kept_is_of_grpo(trainer) else best, "best": best}
+    return {"start": before if best_is_of_grpo(trainer) else best, "best": best}

@@ -18,37 +18,37 @@ from torch.nn.utils.rnn import pad_sequence
 from knobwise.agents.controller.actor import Actor
 from knobwise.agents.training.stage import Validation
 from knobwise.common.errors import InputError
-from knobwise.envs.bandit.budgets import thinned
+from knobwise.envs.bandit.budgets import subsample
 from knobwise.envs.bandit.outcomes import DeadlineOutcomes, outcomes_of
 from knobwise.envs.bandit.reward import RewardTable
 from knobwise.envs.tables.profile_table import ProfileTable, Split
 from knobwise.envs.tables.splits import folds_of
 
-MOST_JUDGED = 1 << 16
+MAX_JUDGED = 1 << 16
 """Held-out samples that a network is judged on in training."""
 PRICED_METRICS = ("Reward", "Accuracy", "Latency", "Loss")
 """What is logged of a validation under prices, where nothing is late."""
 
 
 def divided(
-    table: ProfileTable, split: Split, members: int, seed: int
+    table: ProfileTable, split: Split, fold_networks: int, seed: int
 ) -> tuple[list[Tensor], list[Tensor]]:
     """Return the rows that each fold's network is fitted on, and those it is judged on.
 
     Raises:
-        InputError: there are fewer samples (or images) than members.
+        InputError: there are fewer samples (or images) than networks.
     """
-    if members == 1:
-        return [split.train], [thinned(split.validation, MOST_JUDGED)]
+    if fold_networks == 1:
+        return [split.train], [subsample(split.validation, MAX_JUDGED)]
     rows = split.fitted
-    folds = folds_of(table, rows, seed, members)
-    if len(folds) < members:
+    folds = folds_of(table, rows, seed, fold_networks)
+    if len(folds) < fold_networks:
         raise InputError(
-            f"policy.fold_networks={members}: profile {table.name!r} has only {len(folds)} "
-            "samples (or images) outside its test part; use fewer members"
+            f"policy.fold_networks={fold_networks}: profile {table.name!r} has only {len(folds)} "
+            "samples (or images) outside its test part; use fewer networks"
         )
     fitted, held_out = zip(*folds, strict=True)
-    judged = [thinned(rows[hold], MOST_JUDGED) for hold in held_out]
+    judged = [subsample(rows[hold], MAX_JUDGED) for hold in held_out]
     return [rows[fit] for fit in fitted], judged
 
 
@@ -59,7 +59,7 @@ class HeldOut:
         table: the profile.
         rows: the rows held out of each fold, int64 [n] each.
         networks: M.
-        limits: float [B], the judged budgets in ms, or under prices worths.
+        limits: float [B], the judged budgets in ms, or 1/price under mean budgets.
         rewards: the rewards of training.
         judged_by: `utility` or `reward`, the outcome that is the score.
         cost_ms: the time of a decision, which budgets pay for.
@@ -67,7 +67,7 @@ class HeldOut:
     Attributes:
         rows: int64 [n], all held-out samples, fold by fold.
         by_network: int64 [longest, M], the samples held out of each network, filled up by row 0.
-        places: the places of `rows` in `by_network`, int64 [n] twice: row and column.
+        positions: of `rows` in `by_network`, int64 [n] twice: row and column.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class HeldOut:
         self.rows = torch.cat([*rows])
         columns = pad_sequence([*rows], padding_value=-1)
         network, position = (columns.T >= 0).nonzero(as_tuple=True)
-        self.places = position, network
+        self.positions = position, network
         # the network of all samples is not judged: its column is a filler
         self.by_network = functional.pad(columns.clamp_min(0), (0, networks - len(rows)))
         # judging takes the cost of a decision off the budgets, so rewards do not charge it
@@ -108,7 +108,7 @@ class HeldOut:
         inputs = {row_key: rows, limit_key: limit.expand(len(rows))}
         contexts = TensorDict(inputs, [len(rows)], device=self.rewards.accuracy.device)
         log_probs = actor.get_dist(contexts).log_probs
-        return log_probs.unflatten(0, self.by_network.shape)[self.places]
+        return log_probs.unflatten(0, self.by_network.shape)[self.positions]
 
     def policies(self, log_probs: Callable[[Tensor], Tensor]) -> Tensor:
         """Return the log-probs that a function gives for each judged limit, [B, n, C]."""

@@ -63,7 +63,7 @@ class Validation(NamedTuple):
     """What is logged as histograms, [n] each, without `Val/`."""
 
     def named(self) -> tuple[dict[str, float], dict[str, Tensor]]:
-        """Return metrics and distributions under their logged names."""
+        """Put `Val/` before the names of metrics (float) and distributions ([n]), for the log."""
         metrics = {f"Val/{name}": value for name, value in self.metrics.items()}
         return metrics, {f"Val/{name}": values for name, values in self.distributions.items()}
 
@@ -144,7 +144,8 @@ class Stage(ABC):
         """Decide for freshly drawn contexts, and write down what the losses need."""
 
     def minibatches(self, buffer: ReplayBuffer) -> Iterator[TensorDictBase]:
-        """Return the minibatches of a pass over the collected contexts."""
+        """Split the collected contexts, in random order, into minibatches of
+        `settings.minibatch`."""
         return iter(buffer.sample().split(self.settings.minibatch))
 
     @abstractmethod
@@ -166,7 +167,7 @@ class Stage(ABC):
         return trainer.validate(trainer.log is not None)
 
     def is_better(self, validation: Validation, best: Best) -> bool:
-        """Return True if weights with this validation replace the best."""
+        """Compare scores: True if the weights just validated replace the best."""
         return validation.score > best.score
 
     def is_past_its_peak(self, iteration: int, scores: list[tuple[int, float]]) -> bool:
@@ -181,7 +182,8 @@ class Stage(ABC):
         return bool(scored) and 0 < patience <= iteration + max(scored)[1]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a resumed training needs of it, beside the weights that learn."""
+        """Collect what a resumed training needs beside the weights that learn: spread of rewards,
+        coefficients under control."""
         coefficients = [float(control.coefficient) for control in self.kl_controls]
         return {"reward_spread": self.reward_spread, "coefficients": coefficients}
 
@@ -199,7 +201,7 @@ class Stage(ABC):
         return self.first + self.iterations
 
     def share(self, iteration: int) -> float:
-        """Return the share of the stage that is done, 0 … 1."""
+        """Compute how much of the stage is done at an iteration of the whole training, 0 … 1."""
         return (iteration - self.first) / max(self.iterations, 1)
 
     def optimiser(self, module: nn.Module) -> torch.optim.Optimizer:

@@ -188,7 +188,7 @@ class Trainer:
                 # what there is before anything is learned
                 if not state.scores:
                     self._evaluate(self.stage)
-                self._stop_if_told()
+                self._stop_if_interrupted()
                 for stage in self.stages:
                     while state.iteration < stage.end and not state.finished:
                         if state.iteration == stage.first:
@@ -199,16 +199,16 @@ class Trainer:
                         metrics = self._train_step(stage, stream)
                         if metrics:
                             self._log(metrics, self._speed())
-                        tick(state.iteration + 1, self._note(stage))
+                        tick(state.iteration + 1, self._progress_note(stage))
                         state.iteration += 1
 
                         # evaluate: keep the best, save, end a stage that is past its peak
                         if self.evaluates or state.iteration == self.total:
                             self._evaluate(stage)
                         if not state.finished:
-                            self._stop_if_told()
+                            self._stop_if_interrupted()
         except KeyboardInterrupt as stop:
-            stop.add_note(self._what_is_saved())
+            stop.add_note(self._saved_progress())
             raise
         self.collector.shutdown()
         self.agent.load_state_dict(state.best.state)
@@ -265,14 +265,15 @@ class Trainer:
         return {f"Train/{name}": value for name, value in metrics.items()}
 
     def _speed(self) -> dict[str, float]:
-        """Return the actions per second since the last call."""
+        """Compute actions collected per second of training since the last call, without
+        evaluations, and start counting anew."""
         speed = {"Train/Actions_Per_Second": self._actions / self._seconds}
         self._actions = 0
         self._seconds = 0.0
         return speed
 
-    def _note(self, stage: Stage) -> str:
-        """Return what the progress bar says."""
+    def _progress_note(self, stage: Stage) -> str:
+        """Say for the progress bar which stage trains, and the best score so far."""
         best = self.state.best
         if best.state is None:  # none yet where the heads have just begun
             return stage.name
@@ -315,7 +316,7 @@ class Trainer:
 
     # -- stopping and resuming ---------------------------------------------------------------------
 
-    def _stop_if_told(self) -> None:
+    def _stop_if_interrupted(self) -> None:
         """Stop here if a signal came, with this iteration saved."""
         if self._held.number is not None:
             self._save()
@@ -334,7 +335,7 @@ class Trainer:
             loaded.save(self.folder / "last.pt", self.folder / PREVIOUS)
             self.saved = self.state.iteration
 
-    def _what_is_saved(self) -> str:
+    def _saved_progress(self) -> str:
         """Return a note that tells the user what is on disk of this training."""
         if self.folder is None or self.saved is None:
             return f"{self.title}: nothing was saved yet"
@@ -342,7 +343,8 @@ class Trainer:
         return f"{self.title}: {self.folder / 'last.pt'} {holds}"
 
     def training_state(self) -> TrainingState:
-        """Return the state, with what live objects hold now."""
+        """Copy weights, optimiser, stages, contexts and random state from the live objects into the
+        state that last.pt holds."""
         self.state.agent = self.agent.state_dict()
         self.state.optimiser = self.optimiser.state_dict()
         self.state.stages = [stage.state_dict() for stage in self.stages]

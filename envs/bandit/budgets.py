@@ -26,24 +26,24 @@ TIME_OUT_SHARE = 0.01
 TIME_OUT_RATIO = 5
 """It must also occur more than this many times as often as the second largest. Costs that depend on
 the configuration alone repeat too, but evenly."""
-MOST_SAMPLES = 1 << 19
+MAX_SAMPLES = 1 << 19
 """Statistics such as quantiles use at most this many samples, so that large tables need little
 memory."""
 OCTAVES = 7
 """Octaves from the lowest to the highest frequency of a budget's encoding by pairs."""
-LEAST_LATENCY_MS = 1e-9
+MIN_LATENCY_MS = 1e-9
 """Lower bound of budgets and of the arguments of logarithms. It is below any cost in any unit, even
 USD."""
 
 
-def thinned(samples: Tensor, most: int = MOST_SAMPLES) -> Tensor:
+def subsample(samples: Tensor, most: int = MAX_SAMPLES) -> Tensor:
     """Keep every k-th sample, so that at most `most` are left: [n, *] → [≤ most, *]."""
     return samples[:: max(1, math.ceil(len(samples) / most))]
 
 
 def log_ms(latency_ms: Tensor) -> Tensor:
     """Return ln of budgets in ms (or in the unit of the cost that stands for latency)."""
-    return latency_ms.clamp_min(LEAST_LATENCY_MS).log()
+    return latency_ms.clamp_min(MIN_LATENCY_MS).log()
 
 
 def log_measured(latency_ms: Tensor) -> Tensor:
@@ -53,7 +53,7 @@ def log_measured(latency_ms: Tensor) -> Tensor:
     NaN stays.
     """
     above = latency_ms[latency_ms > 0]
-    least = float(above.min()) / 10 if len(above) else LEAST_LATENCY_MS
+    least = float(above.min()) / 10 if len(above) else MIN_LATENCY_MS
     return latency_ms.clamp_min(least).log()
 
 
@@ -85,8 +85,8 @@ def default_budgets(table: ProfileTable, rows: Tensor | None = None) -> Tensor:
         float32 [B].
     """
     which = slice(None) if rows is None else rows
-    latency_ms = thinned(table.without_first_look.latency_ms[which])
-    mask = thinned(table.mask[which])
+    latency_ms = subsample(table.without_first_look.latency_ms[which])
+    mask = subsample(table.mask[which])
     quantiles = torch.tensor(DEFAULT_QUANTILES)
     # the profiled latencies, and how often the largest of them occurs
     ordered = latency_ms[mask].sort().values
@@ -105,7 +105,7 @@ def default_budgets(table: ProfileTable, rows: Tensor | None = None) -> Tensor:
     if len(torch.searchsorted(ordered, budgets, right=True).unique()) < len(budgets):
         above = ordered[ordered >= floor]
         budgets = above[(quantiles.double() * len(above)).long()]
-    return budgets.clamp_min(LEAST_LATENCY_MS).unique()
+    return budgets.clamp_min(MIN_LATENCY_MS).unique()
 
 
 def _quantile(values: Tensor, shares: Tensor) -> Tensor:
@@ -117,10 +117,10 @@ def _quantile(values: Tensor, shares: Tensor) -> Tensor:
     return torch.lerp(ordered[low], ordered[high], (position - low).to(ordered.dtype))
 
 
-def worths_range(latencies_ms: Tensor) -> Tensor:
-    """Return the least and the greatest worth of a right answer to consider, float32 [2], in ms.
+def value_range(latencies_ms: Tensor) -> Tensor:
+    """Return the least and the greatest value of a right answer to consider, float32 [2], in ms.
 
-    The price of time under a mean budget is λ = 1/worth. The least worth is the 3 % quantile of the
+    The price of time under a mean budget is λ = 1/value. The least value is the 3 % quantile of the
     latencies above 0, where only what is nearly free pays. The greatest is thirty times their 97 %
     quantile, where a gain of some 3 points pays for the slowest.
     """
@@ -131,22 +131,22 @@ def worths_range(latencies_ms: Tensor) -> Tensor:
     return torch.stack([low, 30 * high])
 
 
-def limits_seen(table: ProfileTable, rows: Tensor, sense: str) -> Tensor:
+def limits_seen(table: ProfileTable, rows: Tensor, constraint: str) -> Tensor:
     """Return the limits that a network's encoding of them is standardised by.
 
     They are the profiled latencies of these rows (int64), [n]; under a mean budget the least and
-    the greatest worth, [2].
+    the greatest value, [2].
     """
     latencies_ms = table.latency_ms[rows][table.mask[rows]]
-    return latencies_ms if sense == "deadline" else worths_range(latencies_ms)
+    return latencies_ms if constraint == "deadline" else value_range(latencies_ms)
 
 
-def judged_worths(table: ProfileTable) -> Tensor:
-    """Return five worths in ms by which a policy for mean budgets is validated, float32 [5].
+def judged_values(table: ProfileTable) -> Tensor:
+    """Return five values of a right answer, in ms, float32 [5], that validate mean budgets.
 
-    They are evenly spaced in logarithm inside `worths_range`.
+    They are evenly spaced in logarithm inside `value_range`.
     """
-    low, high = worths_range(table.latency_ms[table.mask]).log().tolist()
+    low, high = value_range(table.latency_ms[table.mask]).log().tolist()
     return torch.linspace(low, high, 7)[1:-1].exp()
 
 
@@ -227,11 +227,11 @@ class Relative(Strategy):
         return self.numbers[drawn] * latency_ms
 
 
-class Worths(Strategy):
-    """Under a mean budget: worths, evenly on a log scale."""
+class AnswerValues(Strategy):
+    """Under a mean budget: values of a right answer (1/price), evenly on a log scale."""
 
     def prepared(self, config: BudgetConfig, latencies_ms: Tensor) -> Tensor:
-        return worths_range(latencies_ms).log()
+        return value_range(latencies_ms).log()
 
     def __call__(self, rows: Tensor, generator: torch.Generator | None) -> Tensor:
         low, high = self.numbers
@@ -251,7 +251,7 @@ command line needs a line in `experiments/settings/choices.py` beside it."""
 class BudgetSampler:
     """Draw budgets for samples of a table.
 
-    Under `sense="mean"` it draws worths instead.
+    Under `constraint="mean"` it draws values of a right answer instead.
 
     Args:
         table: the profile.
@@ -266,16 +266,16 @@ class BudgetSampler:
         self, table: ProfileTable, config: BudgetConfig, rows: Tensor | None = None
     ) -> None:
         self.config = config
-        one_of("budget.sense", config.sense, REWARDS)
+        one_of("budget.constraint", config.constraint, REWARDS)
         one_of("budget.strategy", config.strategy, STRATEGIES)
-        rows = thinned(torch.arange(table.num_samples) if rows is None else rows)
+        rows = subsample(torch.arange(table.num_samples) if rows is None else rows)
         latencies_ms = table.latency_ms[rows][table.mask[rows]]
-        strategy = Worths if config.sense == "mean" else STRATEGIES[config.strategy]
+        strategy = AnswerValues if config.constraint == "mean" else STRATEGIES[config.strategy]
         self._draw = strategy(table, config, latencies_ms)
 
     def __call__(self, rows: Tensor, generator: torch.Generator | None = None) -> Tensor:
         """Draw a positive budget in ms for each of these samples, int64 [n] → float32 [n]."""
-        return self._draw(rows, generator).clamp_min(LEAST_LATENCY_MS)
+        return self._draw(rows, generator).clamp_min(MIN_LATENCY_MS)
 
 
 class BudgetEncoding(nn.Module):

@@ -21,7 +21,7 @@ from knobwise.envs.bandit.settings import REWARDS, BudgetConfig, RewardConfig
 from knobwise.envs.tables.profile_table import ProfileTable
 
 LIMIT_KEYS = {"deadline": "budget_ms", "mean": "worth_ms"}
-"""The key of a request's limit, by the sense of the budget."""
+"""The key of a request's limit, by the constraint of the budget."""
 
 
 def fresh_seed() -> int:
@@ -158,7 +158,7 @@ def chosen_context(
     """Read the options of `reset`, by which a person chooses `count` contexts.
 
     The options are `row` or `sample_id` (with `dataset`, where data sets share ids), and
-    `budget_ms`, or under a mean budget `worth_ms`. A single row, budget or worth holds for every
+    `budget_ms`, or under a mean budget `worth_ms`. A single row, budget or value holds for every
     context; else there is one for each.
 
     Returns:
@@ -215,23 +215,23 @@ def _row_of_id(sample_id: str, dataset: str | None, table: ProfileTable) -> int:
     return int(rows[0])
 
 
-def reward_under(budget: BudgetConfig, reward: RewardConfig | str | None) -> RewardConfig:
+def reward_for(budget: BudgetConfig, reward: RewardConfig | str | None) -> RewardConfig:
     """Return the settings of a reward that is given as such, by its kind, or not at all.
 
-    The default is that of the sense of the budget, see `REWARDS`.
+    The default is that of the constraint of the budget, see `REWARDS`.
 
     Raises:
-        InputError: the reward does not go with the sense of the budget.
+        InputError: the reward does not go with the constraint of the budget.
     """
-    one_of("budget.sense", budget.sense, REWARDS)
-    reward = reward or REWARDS[budget.sense]
+    one_of("budget.constraint", budget.constraint, REWARDS)
+    reward = reward or REWARDS[budget.constraint]
     if isinstance(reward, str):
         one_of("reward.kind", reward, KINDS)
         reward = RewardConfig(kind=reward, **KINDS[reward].settings)
-    if KINDS[reward.kind].sense != budget.sense:
-        suited = [kind for kind, about in KINDS.items() if about.sense == budget.sense]
+    if KINDS[reward.kind].constraint != budget.constraint:
+        suited = [kind for kind, about in KINDS.items() if about.constraint == budget.constraint]
         raise InputError(
-            f"reward.kind={reward.kind}: does not suit budget.sense={budget.sense}, which goes "
-            f"with {', '.join(suited)}"
+            f"reward.kind={reward.kind}: does not suit "
+            f"budget.constraint={budget.constraint}, which goes with {', '.join(suited)}"
         )
     return reward

@@ -30,9 +30,9 @@ class ConfigBanditEnv(gymnasium.Env[Observation, Any]):
 
     Description:
         A contextual bandit that replays a profile: no model runs, because every outcome was
-        measured before. Under a mean budget (`BudgetConfig(sense="mean")`) a request has no budget
-        of its own. It is limited by the worth of a right answer, in ms, and the reward is
-        accuracy − latency/worth.
+        measured before. Under a mean budget (`BudgetConfig(constraint="mean")`) a request has no
+        budget of its own. It is limited by the value of a right answer, in ms, and the reward is
+        accuracy − latency/value.
 
     Action space:
         `MultiDiscrete(knob sizes)`: for each knob of `env.unwrapped.table.knobs` the index of its
@@ -50,7 +50,7 @@ class ConfigBanditEnv(gymnasium.Env[Observation, Any]):
         By default the reward that training uses, see `Replay`.
 
     Starting state:
-        A random sample and a random budget or worth, unless `reset(options=…)` chooses them: `row`
+        A random sample and a random budget or value, unless `reset(options=…)` chooses them: `row`
         or `sample_id` (with `dataset`, where data sets share ids), `budget_ms` or `worth_ms`.
 
     Episode end:
@@ -110,7 +110,7 @@ class ConfigBanditEnv(gymnasium.Env[Observation, Any]):
     def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
     ) -> tuple[Observation, dict[str, Any]]:
-        """Draw a sample and its budget or worth, as far as the options do not choose them."""
+        """Draw a sample and its budget or value, as far as the options do not choose them."""
         super().reset(seed=seed)
         return self._single(*self._batch.draw(seed, options), None)
 

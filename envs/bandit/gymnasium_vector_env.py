@@ -100,7 +100,7 @@ class ConfigBanditVectorEnv(VectorEnv[Observation, NDArray[Any], NDArray[Any]]):
             name: torch.where(block.isnan(), block.nanmedian(0).values.nan_to_num(), block)
             for name, block in table.features.items()
         }
-        self.limit_key = LIMIT_KEYS[budget.sense]
+        self.limit_key = LIMIT_KEYS[budget.constraint]
         self.knob_keys = self._replay.knob_keys
         blocks: dict[str, Any] = {name: _box(block) for name, block in self._features.items()}
         blocks[self.limit_key] = spaces.Box(0.0, float(np.finfo(np.float32).max), ())
@@ -114,7 +114,8 @@ class ConfigBanditVectorEnv(VectorEnv[Observation, NDArray[Any], NDArray[Any]]):
         self._over = np.zeros(num_envs, dtype=bool)
 
     def _actions(self) -> spaces.Space[Any]:
-        """Return the space of one action."""
+        """Describe the action of one environment: a knob index each (MultiDiscrete, or a Dict by
+        knob), or one of C configurations."""
         if self.knob_keys:
             knobs = zip(self.knob_keys, self.table.knob_sizes, strict=True)
             return spaces.Dict({name: spaces.Discrete(size) for name, size in knobs})
@@ -321,13 +322,13 @@ def oracle(rewards: RewardTable, rows: Tensor, limits: Tensor) -> Tensor:
     """Find the best profiled configuration of each sample, int64 [n].
 
     It has the highest utility, and of equal ones the lowest latency; under the reward `priced` it
-    has the highest accuracy − latency/worth instead. Of several measurements of a cell the mean
+    has the highest accuracy − latency/value instead. Of several measurements of a cell the mean
     counts.
 
     Args:
         rewards: of the table.
         rows: int64 [n], the samples.
-        limits: float [n], budgets in ms; under `priced` the worth of a right answer in ms.
+        limits: float [n], budgets in ms; under `priced` the value of a right answer in ms.
     """
     # an unprofiled cell counts as infinitely late: it gains nothing, and of the cells that gain
     # nothing it is the slowest
@@ -340,7 +341,7 @@ def oracle(rewards: RewardTable, rows: Tensor, limits: Tensor) -> Tensor:
     if rewards.repeats_ms is not None:
         measured = rewards.repeats_ms.index_select(0, rows)
     limits = limits.unsqueeze(1)
-    if rewards.kind.sense == "mean":
+    if rewards.kind.constraint == "mean":
         gain = accuracy - measured.nanmean(-1).nan_to_num(torch.inf) / limits
     else:
         count = rewards.count

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from knobwise.envs.bandit.budgets import LEAST_LATENCY_MS
+from knobwise.envs.bandit.budgets import MIN_LATENCY_MS
 from knobwise.envs.bandit.reward import RewardTable, share_on_time
 from knobwise.envs.bandit.settings import TRAINING_REWARD
 from knobwise.envs.tables.profile_table import ProfileTable
@@ -88,7 +88,7 @@ def outcomes_of(
     cells = rows.unsqueeze(1), chosen
     quick = table.without_first_look
     added_ms = torch.as_tensor(cost_ms).to(budgets_ms).expand(chosen.shape)
-    limits = (budgets_ms - added_ms).clamp_min(LEAST_LATENCY_MS)
+    limits = (budgets_ms - added_ms).clamp_min(MIN_LATENCY_MS)
     device = rewards.accuracy.device
     # a request of one choice for each sample and deadline
     request = [values.to(device) for values in (cells[0], chosen.unsqueeze(2), limits)]

@@ -45,7 +45,7 @@ class View:
     """A PIL image, or an array [h, w] or [h, w, 3], uint8 or floats in 0–1."""
 
     def words(self) -> str:
-        """Return the decision as text."""
+        """Write the request, the decision and its outcome as lines of text."""
         lines = [self._request()]
         if self.question:
             lines.append(f"Question: {self.question}")

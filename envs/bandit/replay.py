@@ -13,7 +13,7 @@ from torch import Tensor
 
 from knobwise.common.checks import one_of
 from knobwise.common.errors import InputError
-from knobwise.envs.bandit.contexts import reward_under
+from knobwise.envs.bandit.contexts import reward_for
 from knobwise.envs.bandit.reward import RewardTable
 from knobwise.envs.bandit.settings import BudgetConfig, RewardConfig
 from knobwise.envs.tables.profile_table import ActionIndex, ProfileTable
@@ -61,8 +61,8 @@ class Replay:
         cost_ms: the time that a decision and its features take; it is added to every latency.
 
     Raises:
-        InputError: a setting that does not exist, a reward that does not go with the sense of the
-            budget, or `action_keys="knobs"` with `action="configuration"`.
+        InputError: a setting that does not exist, a reward that does not go with the constraint of
+            the budget, or `action_keys="knobs"` with `action="configuration"`.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class Replay:
             one_of("action_keys=knobs: action", action, ["knobs"])
             self.knob_keys = [knob.name for knob in table.knobs]
         # everything lies on the device where decisions arrive
-        config = reward_under(budget or BudgetConfig(), reward)
+        config = reward_for(budget or BudgetConfig(), reward)
         self.rewards = RewardTable(table, config, device, repeats, cost_ms)
         self.find = ActionIndex(table.configurations).to(device)
         self.configurations = table.configurations.to(device)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from knobwise.common.errors import InputError
 from knobwise.common.imports import imported, in_a_line
-from knobwise.envs.bandit.budgets import LEAST_LATENCY_MS
+from knobwise.envs.bandit.budgets import MIN_LATENCY_MS
 from knobwise.envs.bandit.reward_kinds import KINDS
 from knobwise.envs.bandit.settings import RewardConfig
 from knobwise.envs.tables.profile_table import ProfileTable
@@ -120,7 +120,7 @@ class RewardFunction:
             self.knobs[knob.name] = sizes[column]
         # try it on every cell, under the median latency as the budget
         latency_ms = table.latency_ms.to(device)
-        budget_ms = latency_ms.nanmedian().clamp_min(LEAST_LATENCY_MS)
+        budget_ms = latency_ms.nanmedian().clamp_min(MIN_LATENCY_MS)
         self(table.accuracy.to(device), latency_ms, budget_ms, torch.arange(len(configurations)))
 
     def __call__(

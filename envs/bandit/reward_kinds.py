@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 class RewardKind:
     """A kind of reward.
 
-    A formula takes accuracy, latency in ms, budget in ms (under a mean budget the worth of a right
+    A formula takes accuracy, latency in ms, budget in ms (under a mean budget the value of a right
     answer), complexity in [0, 1], and the settings. Its tensors are float and broadcast; it returns
     the rewards of all decisions, NaN where accuracy or latency is, and changes no argument.
     """
@@ -33,13 +33,13 @@ class RewardKind:
     """For the help."""
     formula: Formula | None
     """None: the settings name the user's own function, see `RewardFunction`."""
-    sense: str = "deadline"
-    """The sense of the budget that it goes with."""
+    constraint: str = "deadline"
+    """The constraint of the budget that it goes with."""
     uses_complexity: bool = False
     """Without, complexity is 0."""
     judged_by: str = "utility"
     """By what the best weights are chosen: `utility`, or the `reward` itself."""
-    taught: bool = False
+    learned_by_teacher: bool = False
     """Whether the teacher learns it. Otherwise the teacher learns utility, which is where training
     by this reward then starts."""
     settings: Mapping[str, Any] = field(default_factory=dict)
@@ -61,7 +61,7 @@ def utility(
 def priced(
     accuracy: Tensor, latency_ms: Tensor, budget_ms: Tensor, _: Tensor | float, config: RewardConfig
 ) -> Tensor:
-    """Compute α·accuracy − latency/worth; the budget is the worth of a right answer, in ms."""
+    """Compute α·accuracy − latency/value; the budget is the value of a right answer, in ms."""
     return config.alpha * accuracy - latency_ms / budget_ms
 
 
@@ -97,15 +97,15 @@ KINDS = {
     "utility": RewardKind(
         "α·accuracy if the budget is met, else −`miss`",
         utility,
-        taught=True,
+        learned_by_teacher=True,
         settings={"miss": 0.2},
     ),
     "priced": RewardKind(
-        "α·accuracy − latency/worth, under a mean budget only",
+        "α·accuracy − λ·latency, under a mean budget only",
         priced,
-        sense="mean",
+        constraint="mean",
         judged_by="reward",
-        taught=True,
+        learned_by_teacher=True,
     ),
     "function": RewardKind("what `function` returns", None, judged_by="reward"),
 }

@@ -20,11 +20,11 @@ class BudgetConfig:
     itself times 0.8, 1.0 or 1.2, as in the original controller; `fixed`: one of `values_ms`."""
     values_ms: tuple[float, ...] = ()
     """The budgets for `fixed`, in ms."""
-    sense: str = "deadline"
+    constraint: str = "deadline"
     """`deadline`: every request has its own budget; `mean`: the average over the requests must not
-    exceed it. A policy is then conditioned on the worth of a right answer, the ms that it may cost
-    (1/λ, λ the price of time). Training draws worths evenly on a log scale, and rewards accuracy −
-    latency/worth. The worth that gives a mean latency is calibrated on held-out samples."""
+    exceed it. A policy is then conditioned on the value of a right answer, the ms that it may cost
+    (1/λ, λ the price of time). Training draws these evenly on a log scale, and rewards accuracy −
+    λ·latency. The λ that gives a mean latency is calibrated on held-out samples."""
 
 
 @dataclass
@@ -80,4 +80,4 @@ class RewardConfig:
 TRAINING_REWARD = RewardConfig(kind="utility", **KINDS["utility"].settings)
 """The default reward of training and of the environments."""
 REWARDS = {"deadline": TRAINING_REWARD, "mean": RewardConfig(kind="priced")}
-"""The default reward, by the sense of the budget."""
+"""The default reward, by the constraint of the budget."""

@@ -30,8 +30,8 @@ class ConfigBandit(SingleStepEnv):
     """Decide for P contexts at once: one decision for each, or a group of G.
 
     Observation: `row` int64 [P], the row of the table, and `budget_ms` float32 [P]; under a mean
-    budget `worth_ms` in its place. With `lean=True`, as in the training loop, that is all.
-    Otherwise there are also the feature blocks [P, d], `mask` bool [P, C] (the configurations
+    budget `worth_ms` in its place. With `observe_features=False`, as in the training loop, that is
+    all. Otherwise there are also the feature blocks [P, d], `mask` bool [P, C] (the configurations
     profiled for the sample), and of the actions `accuracy` and `latency_ms`, float32 [P, G], 0
     before the step. With `full_information=True` there is also `reward_per_configuration` float32
     [P, C], means over repeated measurements, NaN if not profiled.
@@ -59,7 +59,7 @@ class ConfigBandit(SingleStepEnv):
         rows: int64 [n], the samples to draw from (the training split), None for all. From M such
             lists contexts are drawn in turn, context i from list i mod M.
         seed: of the contexts; None for a fresh one from torch's generator, see `fresh_seed`.
-        lean: leave features, mask and outcomes out of the observations.
+        observe_features: False leaves features, mask and outcomes out of the observations.
         full_information: add the rewards of all configurations to the observations.
         balance: how often each sample is drawn, see `BalanceConfig`.
         options: `unprofiled`, `action`, `action_keys`, `repeats` and `cost_ms`, see `Replay`;
@@ -92,7 +92,7 @@ class ConfigBandit(SingleStepEnv):
         reward: RewardConfig | str | None = None,
         rows: Tensor | Sequence[Tensor] | None = None,
         seed: int | None = None,
-        lean: bool = False,
+        observe_features: bool = True,
         full_information: bool = False,
         device: torch.device | str | None = None,
         balance: str = "none",
@@ -102,8 +102,9 @@ class ConfigBandit(SingleStepEnv):
         super().__init__(device=device, batch_size=batch_shape(batch_size))
         self.table = table
         self.contexts = ContextSampler(table, budget, rows, seed, balance)
-        self.limit_key = LIMIT_KEYS[budget.sense]
-        self.lean = lean
+        self.limit_key = LIMIT_KEYS[budget.constraint]
+        # `lean` says the opposite, and was the name before
+        self.observe_features = not options.pop("lean", not observe_features)
         self.full_information = full_information
         self.replay = Replay(table, budget, reward, device=device, **options)
         self.rewards = self.replay.rewards
@@ -122,7 +123,8 @@ class ConfigBandit(SingleStepEnv):
             )
 
     def _actions(self) -> TensorSpec:
-        """Return the spec of the actions."""
+        """Describe an action: knob indices [P, (G), K], a key for each knob, or indices of
+        configurations [P, (G)]."""
         sizes = self.table.knob_sizes
         shape = (*self.batch_size, *self.outcome_shape[1:])
         if self.replay.knob_keys:
@@ -134,7 +136,7 @@ class ConfigBandit(SingleStepEnv):
         return Categorical(self.table.num_configurations, shape)
 
     def _observations(self) -> dict[str, TensorSpec]:
-        """Return the spec of each part of an observation."""
+        """Describe each key that a reset writes, by its shape for P contexts."""
         batch = self.batch_size
         c = self.table.num_configurations
         specs: dict[str, TensorSpec] = {"row": Categorical(self.table.num_samples, batch)}
@@ -142,7 +144,7 @@ class ConfigBandit(SingleStepEnv):
         shapes: dict[str, tuple[int, ...]] = {self.limit_key: ()}
         if self.full_information:
             shapes["reward_per_configuration"] = (c,)
-        if not self.lean:
+        if self.observe_features:
             shapes |= {name: block.shape[1:] for name, block in self.table.features.items()}
             shapes |= dict.fromkeys(OUTCOMES, self.outcome_shape[1:])
             specs["mask"] = Binary(c, (*batch, c), dtype=torch.bool)
@@ -150,7 +152,7 @@ class ConfigBandit(SingleStepEnv):
 
     def _about(self) -> str:
         budget = self.contexts.budgets.config
-        limits = budget.strategy if budget.sense == "deadline" else budget.sense
+        limits = budget.strategy if budget.constraint == "deadline" else budget.constraint
         size = f"{self.table.num_samples} samples × {self.table.num_configurations} configurations"
         return f"{self.table.name!r}: {size}, budget {limits}, reward {self.rewards.config.kind}"
 
@@ -243,7 +245,7 @@ class ConfigBandit(SingleStepEnv):
         limits = self.current[self.limit_key]
         replayed = self.replay(rows, action, limits, self.contexts.generator)
         content = self.current | self._described() | {"reward": replayed.reward}
-        if not self.lean:
+        if self.observe_features:
             for name in OUTCOMES:
                 content[name] = getattr(replayed, name).view(self.outcome_shape)
         return self._with_end(content, ended=True)
@@ -251,10 +253,10 @@ class ConfigBandit(SingleStepEnv):
     def _described(self) -> dict[str, Tensor]:
         """Return the features, masks and outcomes (still 0) of the current contexts.
 
-        Nothing if `lean`. The tensors are new, because transforms and policies may change in place
-        what they get.
+        Nothing without `observe_features`. The tensors are new, because transforms and policies may
+        change in place what they get.
         """
-        if self.lean:
+        if not self.observe_features:
             return {}
         blocks = {**self.table.features, "mask": self.table.mask}
         rows = self.current["row"].cpu()

@@ -17,7 +17,7 @@ from knobwise.envs.demonstrations.settings import DemonstrationRewardConfig
 
 INFORMATION_SCALE = 10.0
 """Under `hybrid` an information gain of 1/10 counts as much as a right answer."""
-LEAST_SPREAD = 1e-6
+MIN_SPREAD = 1e-6
 """A smaller standard deviation counts as rounding, and so as 0."""
 
 
@@ -76,7 +76,7 @@ def adapted(weights: Tensor, values: Tensor, exists: Tensor) -> Tensor:
     # standard deviation inside the group
     centred = (values - values.sum(-2, keepdim=True) / count).where(exists, 0.0)
     spread = (centred.square().sum(-2, keepdim=True) / count).sqrt()
-    scaled = weights * spread.where(spread > LEAST_SPREAD, 0.0)
+    scaled = weights * spread.where(spread > MIN_SPREAD, 0.0)
     total = scaled.sum(-1, keepdim=True)
     same_sum = weights.sum(-1, keepdim=True) * scaled / total.where(total > 0, 1.0)
     return torch.where(total > 0, same_sum, weights)

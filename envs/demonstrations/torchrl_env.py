@@ -121,8 +121,9 @@ class DemonstrationBandit(SingleStepEnv):
 
     Observation: `row` int64 [P] (row of the table) and `vqa_correct` float32 [P, G]: whether the
     answer after each sequence is right; 0 before the step, NaN if not recorded or without a
-    sequence. Unless `lean`, as in the training loop, also the embeddings `query` [P, d] and `pool`
-    [P, N, d], 0 where there is no candidate, and `mask` bool [P, N], True where there is one.
+    sequence. Unless `observe_features=False`, as in the training loop, also the embeddings `query`
+    [P, d] and `pool` [P, N, d], 0 where there is no candidate, and `mask` bool [P, N], True where
+    there is one.
     Without a scorer also `sequences` int64 [P, B, T], the recorded sequences of the query's group,
     −1 after the end, and `group_mask` bool [P, B], True for each of them.
 
@@ -173,7 +174,7 @@ class DemonstrationBandit(SingleStepEnv):
         groups: GroupConfig | None = None,
         unprofiled: str = "nearest",
         action: str = "places",
-        lean: bool = False,
+        observe_features: bool = True,
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__(device=device, batch_size=batch_shape(batch_size))
@@ -204,7 +205,7 @@ class DemonstrationBandit(SingleStepEnv):
         self.reward_config = (reward or DemonstrationRewardConfig()).resolved(table.fields)
         self.unprofiled = unprofiled
         self.by_index = action == "sequence"
-        self.lean = lean
+        self.observe_features = observe_features
         self.shots = shots
         self.contexts = Passes(rows, count, fresh_seed() if seed is None else seed)
         self._rows: Tensor | None = None  # the queries of the last reset
@@ -240,7 +241,7 @@ class DemonstrationBandit(SingleStepEnv):
             "row": Categorical(table.num_queries, batch),
             "vqa_correct": Unbounded((*batch, *group)),
         }
-        if not self.lean:
+        if self.observe_features:
             observation |= {
                 "query": Unbounded((*batch, d)),
                 "pool": Unbounded((*batch, n, d)),
@@ -285,7 +286,7 @@ class DemonstrationBandit(SingleStepEnv):
         The tensors are new, so that transforms may change them.
         """
         out = {"row": rows}
-        if not self.lean:
+        if self.observe_features:
             pool = self.pool[rows]
             mask = pool >= 0
             candidates = self.candidates[pool.clamp_min(0)].masked_fill(~mask.unsqueeze(2), 0.0)

@@ -39,7 +39,7 @@ MEASURES = frozenset(
     }
 )
 """Columns of measurements, which are never knobs."""
-LEAST_SAMPLES = 5
+MIN_SAMPLES = 5
 """Fewer samples with a setting each may be a first try, and more are a log of decisions."""
 ZERO_WIDTH = "[\u200b-\u200d\u2060\ufeff]"
 """Characters that nobody sees."""
@@ -117,7 +117,7 @@ def knobs_and_features(
 
 def _refuse_log(frame: pl.DataFrame, keys: pl.DataFrame, knobs: Sequence[str]) -> None:
     """Raise InputError if settings differ between samples, but inside none."""
-    if keys.n_unique() < LEAST_SAMPLES or not knobs or frame.select(knobs).n_unique() < 2:
+    if keys.n_unique() < MIN_SAMPLES or not knobs or frame.select(knobs).n_unique() < 2:
         return
     if not _varying(frame, keys, knobs):
         raise InputError(
@@ -133,7 +133,7 @@ def _note_log(
     settings = keys.hstack(frame.select(knobs)).unique()
     sizes = settings.group_by(keys.columns).len()["len"]
     several = (sizes > 1).sum()
-    if len(sizes) >= LEAST_SAMPLES and 2 * several < len(sizes) and settings.n_unique(knobs) > 1:
+    if len(sizes) >= MIN_SAMPLES and 2 * several < len(sizes) and settings.n_unique(knobs) > 1:
         notes.append(
             f"{several} of {len(sizes)} samples have more than one setting: for the others, as in "
             "a log of decisions, nothing else can be replayed"

@@ -18,9 +18,9 @@ AUTO = "auto"
 """The setting that makes features of all columns that are constant inside each sample."""
 MISSING = ("", "?", "nan", "na", "n/a", "null", "none")
 """Spellings of a number that is missing, in lower case."""
-MOST_VALUES = 50
+MAX_VALUES = 50
 """The most values of a text that get a place."""
-LEAST_SAMPLES = 2
+MIN_SAMPLES = 2
 """A value of a text gets a place if so many samples have it."""
 KINDS = (pl.Null, pl.Boolean, pl.String, pl.Categorical, pl.Enum)
 """Types of columns that may be features, beside numbers."""
@@ -58,7 +58,7 @@ def fit_column(series: pl.Series) -> Column:
     # the most frequent values get a place
     present = read.filter(pl.col("text") != "")
     counts = present["text"].value_counts().sort("count", "text", descending=[True, False])
-    frequent = counts.filter(pl.col("count") >= LEAST_SAMPLES).head(MOST_VALUES)
+    frequent = counts.filter(pl.col("count") >= MIN_SAMPLES).head(MAX_VALUES)
     if 2 * frequent["count"].sum() < len(present):
         raise InputError(
             f"{what} is text with {len(counts)} different values in {len(read)} samples, too many "

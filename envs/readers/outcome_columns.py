@@ -69,13 +69,13 @@ FINE = {
 }
 """Values of such a column where nothing failed, in lower case; so are 200 and its like."""
 
-MOST_ROWS = 100_000
+MAX_ROWS = 100_000
 """Of a longer table, as many samples are looked at as have about so many rows."""
 FEWEST_MEETINGS = 12
 """If fewer are expected, that there are none may be chance."""
 FEWEST_IN_GRID = 8
 """The same where all samples have equal settings, which is rarer still."""
-MOST_REPEATED = 0.25
+MAX_REPEATED = 0.25
 """Where requests were sent again, so many of the expected values of an outcome may meet."""
 COMPLETE = 0.9
 """A column that has more of its values in each sample was set, whatever its name says."""
@@ -189,7 +189,7 @@ class Design:
             repeats: columns that may number measurements of the same setting.
         """
         # whole samples, the same ones whatever the order of the rows
-        step = math.ceil(len(frame) / MOST_ROWS)
+        step = math.ceil(len(frame) / MAX_ROWS)
         if step > 1:
             names = keys.unique().sort(keys.columns).gather_every(step)
             chosen = keys.with_row_index("row").join(names, on=keys.columns, how="semi")["row"]
@@ -253,7 +253,7 @@ class Design:
         knobs are equal. If fewer than `fewest` are expected, that none meet may be chance."""
         met, expected = self.meetings(columns, knobs)
         surely = expected - met >= math.sqrt(fewest * expected) > 0
-        return surely and met <= MOST_REPEATED * expected
+        return surely and met <= MAX_REPEATED * expected
 
     def doubtful(self, knobs: Sequence[str]) -> list[str]:
         """Return those of these knobs of which hardly two values meet where the others are equal,
@@ -263,7 +263,7 @@ class Design:
         for column in knobs:
             for others in ([c for c in knobs if c != column], regular):
                 met, expected = self.meetings([column], others)
-                if column not in (*regular, *doubtful) and met <= MOST_REPEATED * expected > 0:
+                if column not in (*regular, *doubtful) and met <= MAX_REPEATED * expected > 0:
                     doubtful.append(column)
         return doubtful
 

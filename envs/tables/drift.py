@@ -18,7 +18,7 @@ from knobwise.envs.tables.profile_table import ProfileTable
 
 COPIES = 4
 """Each sample has this many copies; fewer in large tables."""
-MOST_CELLS = 1 << 24
+MAX_CELLS = 1 << 24
 """The table and its copies together have at most this many cells."""
 RANGE = 3.0
 """The smallest size of a drift is e^−RANGE times the largest."""
@@ -79,7 +79,7 @@ def copies_of(
         offsets of latencies, in ln ms, float [N·(1 + copies), C], None without drift. The table
         itself if there are no copies: without drift and noise, or if it is too large.
     """
-    count = min(COPIES, MOST_CELLS // table.latency_ms.numel() - 1)
+    count = min(COPIES, MAX_CELLS // table.latency_ms.numel() - 1)
     if not (drift or noisy) or count < 1:
         return table, None
     if not drift:

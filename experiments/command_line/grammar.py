@@ -23,7 +23,7 @@ ANY = "any"
 NONE = "none"
 """What an option may hold; see `kinds_of`."""
 INTERPOLATION = re.compile(r"\$\{([\w.]*:?)")
-AT_MOST = 9
+MAX_PARTS = 9
 """The most parts between commas that are tried as one name."""
 Kinds = Mapping[str, set[str]]
 
@@ -148,7 +148,7 @@ def _split(text: str) -> Iterator[str]:
     pieces = text.split(",")
     first = 0
     while first < len(pieces):
-        longest = min(len(pieces), first + AT_MOST)
+        longest = min(len(pieces), first + MAX_PARTS)
         names = (",".join(pieces[first:end]) for end in range(longest, first + 1, -1))
         name = next(filter(os.path.lexists, names), pieces[first])
         yield name

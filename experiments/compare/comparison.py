@@ -19,7 +19,7 @@ from knobwise.experiments.evidence.results import (
 from knobwise.experiments.evidence.statistics import Difference, holm
 from knobwise.experiments.evidence.task import LEARNED, condition_of
 
-MOST_DRAWN = 4
+MAX_DRAWN = 4
 """So many lines can be told apart in a chart; the tables hold all runs."""
 
 
@@ -128,10 +128,10 @@ class Comparison:
 
     def drawn(self) -> list[Run]:
         """Return the runs in charts: the first one and the best of the others, at most
-        `MOST_DRAWN`."""
-        if len(self.runs) <= MOST_DRAWN:
+        `MAX_DRAWN`."""
+        if len(self.runs) <= MAX_DRAWN:
             return self.runs
-        best = [i for i in self.ranking() if i][: MOST_DRAWN - 1]
+        best = [i for i in self.ranking() if i][: MAX_DRAWN - 1]
         return [self.runs[i] for i in sorted([0, *best])]
 
     def listed(self) -> list[Entry]:

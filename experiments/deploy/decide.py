@@ -9,7 +9,7 @@ import numpy as np
 import polars as pl
 
 from knobwise.agents.deployed.arrays import Array
-from knobwise.agents.deployed.controller import MOST_MS, NumpyController
+from knobwise.agents.deployed.controller import MAX_MS, NumpyController
 from knobwise.agents.serving.inputs import limit_of
 from knobwise.common.errors import InputError, naming
 from knobwise.common.files import written_whole
@@ -114,7 +114,7 @@ def _decided(
         blocks[name], wrong = _block(controller, frame, name)
         faults.append(wrong)
     limits = _limits(frame, config)
-    valid = (limits > 0) & (limits < MOST_MS)
+    valid = (limits > 0) & (limits < MAX_MS)
     if controller.mean is not None:
         calibrated = np.isclose(limits.to_numpy()[:, None], controller.mean.budgets_ms, 1e-3, 0)
         valid &= pl.Series(calibrated.any(1))

@@ -25,12 +25,12 @@ from knobwise.experiments.evidence.controllers import EVALUATORS, gain_on_held_o
 from knobwise.experiments.evidence.decisions import write_decisions
 from knobwise.experiments.evidence.run_folder import checkpoint_at
 from knobwise.experiments.evidence.schema import RunResults
-from knobwise.experiments.evidence.selectors import judge_selectors
+from knobwise.experiments.evidence.selectors import evaluate_selectors
 from knobwise.experiments.report.report import print_results
 from knobwise.experiments.settings.beams import check_judged, read_data
 from knobwise.experiments.settings.options import EvaluateRun, ExplainRun, ExportRun
 from knobwise.experiments.settings.profiles import read_profile
-from knobwise.experiments.train.controller import judge_beside_baselines
+from knobwise.experiments.train.controller import evaluate_beside_baselines
 
 
 def run(config: EvaluateRun) -> RunResults:
@@ -88,11 +88,11 @@ def evaluate_controller(loaded: Loaded, config: EvaluateRun) -> tuple[RunResults
     table = fitting_profile(config, loaded)
     policy = loaded.controller
     split = _split_for(loaded, table, config)
-    evaluator = EVALUATORS[policy.sense]
+    evaluator = EVALUATORS[policy.constraint]
     budgets_ms = evaluator.budgets_for(policy, table, split, config.budgets_ms)
     judged = evaluator(table, split, budgets_ms, RewardTable(table, config.reward))
     with threadpool_limits(1):
-        results, decisions = judge_beside_baselines(judged, config, [policy], [0])
+        results, decisions = evaluate_beside_baselines(judged, config, [policy], [0])
     results |= held_out_choices([loaded])
     if gain := gain_on_held_out([loaded]):
         results |= {"grpo_gain": gain}
@@ -104,13 +104,13 @@ def fitting_profile(config: EvaluateRun | ExplainRun | ExportRun, loaded: Loaded
 
     Raises:
         InputError: its configurations, features or unit are not those that the controller was
-            trained with, or the controller has no worths.
+            trained with, or the controller has no prices.
     """
     table = read_profile(config.profile, loaded)
     checkpoint = config.checkpoint
     agent = loaded.controller
     with naming(checkpoint):
-        EVALUATORS[agent.sense].check_trained(agent)
+        EVALUATORS[agent.constraint].check_trained(agent)
     network = agent.controller
     if table.unit != network.unit:
         raise InputError(
@@ -178,4 +178,4 @@ def evaluate_selector(loaded: Loaded, config: EvaluateRun) -> tuple[RunResults, 
     policy = loaded.extra.get("policy") or loaded.selector.stage
     shots = loaded.extra.get("shots", config.judged_shots[0])
     request = data._replace(test_rows=rows), {policy: [loaded]}, config.judged_shots, [0], shots
-    return judge_selectors(*request, {policy: []}, config.baselines)
+    return evaluate_selectors(*request, {policy: []}, config.baselines)

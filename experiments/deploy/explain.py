@@ -13,14 +13,14 @@ import torch
 from rich.console import Console
 
 from knobwise.agents.deployed.controller import Drift
-from knobwise.agents.evaluation.baselines import LookupTable, static_of
+from knobwise.agents.evaluation.baselines import LookupTable, fit_static
 from knobwise.agents.serving.knob_policy import KnobPolicy
 from knobwise.agents.serving.tracker import LatencyTracker
 from knobwise.agents.training.checkpoint import load_checkpoint
 from knobwise.common.errors import InputError
 from knobwise.common.files import write_json
 from knobwise.common.json_text import decoded
-from knobwise.envs.bandit.budgets import LEAST_LATENCY_MS
+from knobwise.envs.bandit.budgets import MIN_LATENCY_MS
 from knobwise.envs.tables.cost_words import in_words
 from knobwise.envs.tables.profile_table import ProfileTable
 from knobwise.envs.tables.units import check_time
@@ -34,7 +34,7 @@ from knobwise.experiments.settings.profiles import read_questions
 from knobwise.experiments.wording.choice_sentences import decision, setting
 from knobwise.experiments.wording.words import number, quantity
 
-MOST = 10
+MAX_ROWS = 10
 """Number of configurations in the table of a decision."""
 EXPECTED = ("probability", "utility", "accuracy", "latency_ms", "on_time")
 """What may be expected of each configuration; without a teacher it is the probability alone."""
@@ -86,7 +86,7 @@ def _of_sample(config: ExplainRun, sample: str) -> dict[str, Any]:
     drift = _drift(config.tracker, policy)
     features = table.blocks(torch.tensor(row))
     # the range of budgets in which the explanation looks for another decision
-    low, high = table.latency_ms[table.mask].clamp_min(LEAST_LATENCY_MS).aminmax()
+    low, high = table.latency_ms[table.mask].clamp_min(MIN_LATENCY_MS).aminmax()
     between_ms = float(low), float(high)
     decided = policy.decide(
         features, config.budget_ms, explain=True, drift=drift, between_ms=between_ms
@@ -111,8 +111,8 @@ def _other_choices(policy: KnobPolicy, table: ProfileTable, budget_ms: float) ->
     is deployed or else fitted on the profile, and by the policy for `typical` features, their means
     over the samples; None if it reads no features."""
     rows = torch.arange(table.num_samples)
-    static: Any = policy.agent.decider.static or static_of(table, rows)
-    if policy.agent.sense == "mean":
+    static: Any = policy.agent.decider.static or fit_static(table, rows)
+    if policy.agent.constraint == "mean":
         static = LookupTable(table, rows, 0.0)
     (choice,) = static.choose(
         {}, np.array([budget_ms]), np.ones((1, table.num_configurations), bool)
@@ -163,7 +163,7 @@ def _print(explained: dict[str, Any], table: ProfileTable) -> None:
         elif row["configuration"] == runner_up.get("configuration"):
             mark = "runner-up"
         # the chosen one and its runner-up are shown wherever they stand
-        if i < MOST or mark:
+        if i < MAX_ROWS or mark:
             measured = row["measured"] or {}
             numbers = {key: row[key] for key in EXPECTED if key in row}
             numbers |= {f"measured_{key}": measured.get(key) for key in MEASURED}

@@ -28,7 +28,7 @@ from threadpoolctl import threadpool_limits
 from torch import Tensor
 
 from knobwise.agents.deployed.calibrated import Static
-from knobwise.agents.evaluation.baselines import BestStatic, averages, static_of
+from knobwise.agents.evaluation.baselines import BestStatic, averages, fit_static
 from knobwise.agents.evaluation.budgets import judged_budgets
 from knobwise.agents.serving.adaptive_model import AdaptiveModel
 from knobwise.agents.serving.runtime import DECISIONS_KEPT
@@ -38,7 +38,7 @@ from knobwise.common.errors import InputError
 from knobwise.common.files import write_json
 from knobwise.common.imports import in_a_line
 from knobwise.common.progress import progress
-from knobwise.envs.bandit.budgets import LEAST_LATENCY_MS
+from knobwise.envs.bandit.budgets import MIN_LATENCY_MS
 from knobwise.envs.tables.profile_table import ProfileTable
 from knobwise.experiments.compare.comparison import Comparison
 from knobwise.experiments.compare.runs import Run
@@ -113,7 +113,7 @@ def run_live(
         speed = float(np.exp(np.nanmedian(ratios or [0.0])))
         stream = replace(stream, budgets_ms=stream.budgets_ms * speed)
         fixed = fixed_configurations(table, fitted, budgets)
-        server = Server(served, static_of(table, fitted), fixed, stream, requests, settings)
+        server = Server(served, fit_static(table, fitted), fixed, stream, requests, settings)
         for tracker in server.trackers:
             tracker.warm_start(choices, ratios)
         stopped = server.serve()
@@ -280,7 +280,7 @@ class Server:
         """
         tracker = self.tracker
         spent_ms = statistics.median(self.latest or [0.0])
-        limit = max(float(self.stream.budgets_ms[i]) - spent_ms, LEAST_LATENCY_MS)
+        limit = max(float(self.stream.budgets_ms[i]) - spent_ms, MIN_LATENCY_MS)
         drift = tracker.drift
         start = clock_ms()
         choice = self.static.single(limit * math.exp(-tracker.level))

@@ -14,8 +14,8 @@ import torch
 from numpy.typing import NDArray
 
 from knobwise.agents.deployed.controller import Drift, NumpyController
-from knobwise.agents.serving.tracker import LEAST_SPREAD
-from knobwise.envs.bandit.budgets import LEAST_LATENCY_MS
+from knobwise.agents.serving.tracker import MIN_SPREAD
+from knobwise.envs.bandit.budgets import MIN_LATENCY_MS
 from knobwise.envs.tables.profile_table import ProfileTable
 from knobwise.experiments.evidence.decisions import SCHEMA
 from knobwise.experiments.evidence.schema import (
@@ -172,7 +172,7 @@ def speed_of(table: ProfileTable, stream: Stream, served: Record) -> tuple[float
     Their median is the speed, since a single stall of the machine is longer than many answers.
     """
     profiled_ms = table.latency_ms.double().numpy()[_cells(stream, served)]
-    ratios = served["inference_ms"] / profiled_ms.clip(LEAST_LATENCY_MS)
+    ratios = served["inference_ms"] / profiled_ms.clip(MIN_LATENCY_MS)
     low, speed, high = np.quantile(ratios, [0.25, 0.5, 0.75]).tolist()
     return low, speed, high
 
@@ -366,14 +366,14 @@ def _timeline(stream: Stream, served: Record, configurations: int) -> list[Serve
         # a tracker has an offset for each configuration
         offsets = np.broadcast_to(offset, configurations)
         expected = served["log_latency"][i] + offsets[int(served["choice"][i])]
-        inference_ms = max(served["inference_ms"][i], LEAST_LATENCY_MS)
+        inference_ms = max(served["inference_ms"][i], MIN_LATENCY_MS)
         row = {
             "latency_ms": inference_ms + served["overhead_ms"][i],
             "budget_ms": stream.budgets_ms[i],
             "level": np.exp(offsets.mean()),
             "spread": scale,
             "residual": (np.log(inference_ms) - expected)
-            / max(scale * served["spread"][i], LEAST_SPREAD),
+            / max(scale * served["spread"][i], MIN_SPREAD),
         }
         rounded = {name: round(float(value), 4) for name, value in row.items()}
         rows.append(cast(ServedRow, rounded))

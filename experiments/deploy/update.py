@@ -7,6 +7,7 @@ Each update is a version on disk; which of them serves is a link, see
 
 from __future__ import annotations
 
+import itertools
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -40,7 +41,7 @@ from knobwise.experiments.settings.words import typed
 from knobwise.experiments.wording.words import counted
 
 REQUESTS = 500
-"""Number of samples of a profile that heads are taught on."""
+"""Number of samples of a profile that heads are distilled on."""
 UPDATE = "update.json"
 
 
@@ -69,7 +70,7 @@ def _update(config: UpdateRun, out: Path) -> None:
     loaded = load_checkpoint(checkpoint_at(config.checkpoint))
     agent = loaded.controller
     check_time("update", agent.controller.unit)
-    if agent.sense != "deadline" or agent.teacher is None:
+    if agent.constraint != "deadline" or agent.teacher is None:
         raise InputError(
             f"{config.checkpoint}: decides for mean budgets, or has no teacher whose expectations "
             "could move; train with policy=auto or policy=utility for deadlines"
@@ -188,8 +189,8 @@ def _from_log(config: UpdateRun, loaded: Loaded, digest: str) -> tuple[Loaded, d
         "better": result.better,
         "requests": len(log.rows),
         "set_aside": dict(log.aside),
-        "steps": {name: judgement._asdict() for name, judgement in result.steps.items()},
-        "doubts": result.doubts,
+        "steps": {name: estimate._asdict() for name, estimate in result.steps.items()},
+        "doubts": result.objections,
         "accepted": config.accept,
         "loss": result.loss,
     }
@@ -199,21 +200,22 @@ def _from_log(config: UpdateRun, loaded: Loaded, digest: str) -> tuple[Loaded, d
 
 def _print_steps(result: Update, accept: bool) -> None:
     """Print a line for each step of an update, and what speaks against the log."""
-    for name, judgement in result.steps.items():
+    for name, estimate in result.steps.items():
         print(
-            f"{name}: utility {judgement.gain:+.3f}, with 95 % confidence at least "
-            f"{judgement.bound:+.3f}; {judgement.different} of {judgement.requests} requests are "
+            f"{name}: utility {estimate.gain:+.3f}, with 95 % confidence at least "
+            f"{estimate.bound:+.3f}; {estimate.different} of {estimate.requests} requests are "
             "decided differently"
         )
     # those of the first step may hold for the second too
-    doubts = dict.fromkeys(doubt for reasons in result.doubts.values() for doubt in reasons)
-    if not doubts:
+    # each once, in order
+    objections = dict.fromkeys(itertools.chain.from_iterable(result.objections.values()))
+    if not objections:
         return
     advice = (
         "The log is doubtful. Compare some of these requests with their answers. Leave out what is "
         "wrong; if the log is right, give accept=true."
     )
-    print("It is accepted, although" if accept else advice, *doubts, sep="\n- ")
+    print("It is accepted, although" if accept else advice, *objections, sep="\n- ")
 
 
 def _from_cells(config: UpdateRun, loaded: Loaded, digest: str) -> tuple[Loaded, dict[str, Any]]:

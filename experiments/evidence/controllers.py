@@ -48,7 +48,7 @@ GAINED = Metric("test", value=pl.col("utility") - pl.col("utility_before"))
 """What GRPO added to the deployed policy."""
 
 
-def judge_controllers(
+def evaluate_controllers(
     evaluator: Deadlines | MeanBudgets,
     controllers: Sequence[DeployedController],
     seeds: Sequence[int],
@@ -235,7 +235,7 @@ def held_out_choices(loaded: Sequence[Loaded]) -> RunResults:
         extra = checkpoint.extra
         choice |= {"iteration": extra["iteration"], "grpo": extra.get("grpo", {})}
         choices["chosen"].append(choice)
-        if guard := checkpoint.controller.settled.guard:
+        if guard := checkpoint.controller.calibration.guard:
             choices["guard"].append(guard)
             if "level" in guard[0]:
                 choices["satisfaction_level"] = guard[0]["level"]

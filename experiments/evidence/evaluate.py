@@ -18,11 +18,11 @@ from knobwise.agents.calibration.deployed_controller import DeployedController
 from knobwise.agents.evaluation.baselines import (
     Oracle,
     StaticPerDataset,
+    fit_static,
     make_baselines,
-    static_of,
 )
 from knobwise.agents.evaluation.budgets import judged_budgets
-from knobwise.agents.evaluation.evaluation import judge
+from knobwise.agents.evaluation.evaluation import evaluate_policy
 from knobwise.agents.evaluation.own_cost import OwnCost
 from knobwise.agents.evaluation.policy import Policy
 from knobwise.agents.teacher.experts import Experts
@@ -94,7 +94,7 @@ def evaluate(
 
 
 def alone(policies: Sequence[Any]) -> dict[str, dict[int | None, Any]]:
-    """Return policies under their own names, which no seed changes."""
+    """Map each policy's name to the policy, as one without a seed: {name: {None: policy}}."""
     return {policy.name: {None: policy} for policy in policies}
 
 
@@ -150,11 +150,11 @@ class OnTable:
         """Add to the results what they have for this task alone."""
 
     def of_rows(self, rows: Tensor) -> Self:
-        """Return the evaluator of other test samples, int64 [n]."""
+        """Copy the evaluator for other test samples, rows int64 [n]."""
         return type(self)(self.table, self.split._replace(test=rows), self.budgets_ms)
 
     def chosen(self, configurations: Tensor) -> pl.Series:
-        """Return the labels of configurations int64 [n, B], as a column."""
+        """Label configurations int64 [n, B] by their knob values, as a column of n · B texts."""
         return self.labels[configurations.flatten().numpy()]
 
 
@@ -185,7 +185,9 @@ class Deadlines(OnTable):
     def outcomes(self, policy: Any, cost_ms: Any = 0.0) -> dict[str, Any]:
         """See `Evaluator`. A policy is a `Policy`; if it has a `teacher`, this one says what it
         expects."""
-        judged = judge(policy, self.table, self.rows, self.budgets_ms, self.rewards, cost_ms)
+        judged = evaluate_policy(
+            policy, self.table, self.rows, self.budgets_ms, self.rewards, cost_ms
+        )
         columns = dict(vars(judged))
         if getattr(policy, "teacher", None) is not None:
             left_ms = self.budgets_ms - cost_ms
@@ -228,14 +230,15 @@ class Deadlines(OnTable):
         return policies
 
     def references(self) -> list[Policy]:
-        """Return the ends of the oracle gap alone."""
-        return [static_of(self.table, self.split.fitted), Oracle(self.table, self.rows)]
+        """Make both ends of the oracle gap: budget-aware static, fitted on all but the test
+        samples, and the oracle."""
+        return [fit_static(self.table, self.split.fitted), Oracle(self.table, self.rows)]
 
     def deployed(self, controller: DeployedController) -> Policy:
-        """Return what decides of a controller."""
+        """Give the policy that decides for a controller: itself, guard included."""
         return controller
 
     def explained_by(self, controller: DeployedController) -> tuple[Tensor, Policy, Tensor | None]:
         """Return what decisions are explained with: the budgets [B], the static policy beside the
         controller, and the prices [B] of a ms, None where there are none."""
-        return self.budgets_ms, static_of(self.table, self.split.fitted), None
+        return self.budgets_ms, fit_static(self.table, self.split.fitted), None

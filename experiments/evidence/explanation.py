@@ -35,7 +35,7 @@ from knobwise.experiments.evidence.statistics import (
     resampled_means,
 )
 
-MOST = 1000
+MAX_SAMPLES = 1000
 """At most this many samples are explained, a random choice of a larger test part."""
 SEED = 0
 """The seed of all random numbers of this module."""
@@ -62,7 +62,7 @@ class Explained:
         prices: under mean budgets, float [B].
 
     Attributes:
-        rows: int64 [n], those of `test`, or `MOST` of them.
+        rows: int64 [n], those of `test`, or `MAX_SAMPLES` of them.
         chosen: int64 [n, B], the choices of the policy.
         static: int64 [n, B], the choices of the static policy.
         reads: bool [B], False where the guard decides without features.
@@ -81,7 +81,9 @@ class Explained:
         self.policy = policy
         self.budgets_ms = budgets_ms
         self.limits = budgets_ms.double().numpy()
-        drawn = torch.randperm(len(test), generator=torch.Generator().manual_seed(SEED))[:MOST]
+        drawn = torch.randperm(len(test), generator=torch.Generator().manual_seed(SEED))[
+            :MAX_SAMPLES
+        ]
         self.rows = test[drawn.sort().values]
         self.reads = torch.from_numpy(policy.reads_features(self.limits))
         self.features = table.blocks(self.rows)
@@ -96,8 +98,8 @@ class Explained:
         blocks = {name: block.numpy() for name, block in features.items()}
         return choices_of(self.policy, blocks, self.limits, self.mask)
 
-    def worth(self, chosen: Tensor, reads: Tensor) -> Tensor:
-        """Return the worth of choices, float64 [n, B].
+    def utility(self, chosen: Tensor, reads: Tensor) -> Tensor:
+        """Return the utility of choices, float64 [n, B].
 
         Args:
             chosen: int64 [n, B].
@@ -265,9 +267,9 @@ def with_more_time(explained: Explained) -> dict[str, float] | None:
 
 
 def importance(explained: Explained) -> list[Importance]:
-    """Return how much worth the policy loses when features are shuffled among the samples.
+    """Return how much utility the policy loses when features are shuffled among the samples.
 
-    Each feature block is shuffled, and each column of a narrow block; all places of a text are
+    Each feature block is shuffled, and each column of a narrow block; all columns of a text are
     shuffled together. scikit-learn's
     `permutation_importance` shuffles single columns and averages over samples; here the rows of a
     block stay together, and the interval is over samples. All columns are shuffled once, to find
@@ -278,10 +280,10 @@ def importance(explained: Explained) -> list[Importance]:
         its name if columns have names; null for a block), `lost` and its `ci95`.
     """
     generator = torch.Generator().manual_seed(SEED)
-    intact = explained.worth(explained.chosen, explained.reads).mean(1)
+    intact = explained.utility(explained.chosen, explained.reads).mean(1)
 
-    def lost(name: str, places: slice, repeats: int = REPEATS) -> NDArray[np.float64]:
-        """Shuffle some columns of a block, and return the worth that each sample loses, [n].
+    def lost(name: str, where: slice, repeats: int = REPEATS) -> NDArray[np.float64]:
+        """Shuffle some columns of a block, and return the utility that each sample loses, [n].
 
         It is the mean over shuffles and budgets.
         """
@@ -290,9 +292,9 @@ def importance(explained: Explained) -> list[Importance]:
         for _ in range(repeats):
             order = torch.randperm(len(intact), generator=generator)
             shuffled = block.clone()
-            shuffled[:, places] = block[order, places]
+            shuffled[:, where] = block[order, where]
             chosen = explained.decided(explained.features | {name: shuffled})
-            losses += intact - explained.worth(chosen, explained.reads).mean(1)
+            losses += intact - explained.utility(chosen, explained.reads).mean(1)
         return (losses / repeats).numpy()
 
     blocks = []
@@ -310,8 +312,8 @@ def importance(explained: Explained) -> list[Importance]:
     if len(single_columns) > TOP:
         single_columns.sort(key=lambda part: -lost(part[0], part[2], 1).mean())
     rows: list[Importance] = []
-    for name, key, places in blocks + single_columns[:TOP]:
-        loss = lost(name, places)
+    for name, key, where in blocks + single_columns[:TOP]:
+        loss = lost(name, where)
         rows.append(
             {
                 "name": name,
@@ -414,13 +416,13 @@ def _rules(
 
 
 def best_and_worst(explained: Explained, questions: Mapping[str, str]) -> BestAndWorst:
-    """Return the `best` and the `worst` decisions, by the worth that they `gain` over static.
+    """Return the `best` and the `worst` decisions, by the utility that they `gain` over static.
 
     There is at most one for each sample. Of equal gains those come first whose sample gains most
     (or loses most) over all budgets.
     """
-    policy = explained.worth(explained.chosen, explained.reads)
-    static = explained.worth(explained.static, explained.reads & False)  # it reads no features
+    policy = explained.utility(explained.chosen, explained.reads)
+    static = explained.utility(explained.static, explained.reads & False)  # it reads no features
     gains = (policy - static).numpy()
     lists: BestAndWorst = {"best": [], "worst": []}
     for decisions, signed in ((lists["best"], gains), (lists["worst"], -gains)):

@@ -165,9 +165,9 @@ class MeanBudgets(OnTable):
 
     @staticmethod
     def check_trained(controller: DeployedController) -> None:
-        """Raise InputError for a controller that does not know the worths of its budgets yet."""
-        if not controller.settled.mean:
-            raise InputError("its worths were not calibrated yet; let its training end")
+        """Raise InputError for a controller that does not know the prices of its budgets yet."""
+        if not controller.calibration.mean:
+            raise InputError("its prices were not calibrated yet; let its training end")
 
     @staticmethod
     def deadlines(budgets_ms: Tensor) -> Tensor:
@@ -215,9 +215,11 @@ class MeanBudgets(OnTable):
         results |= {"sense": "mean", "static_hull": self.reference.hull()}
         prices = {}
         for name, of_seeds in policies.items():
-            worths = [policy.worths for policy in of_seeds.values() if hasattr(policy, "worths")]
-            if worths:
-                prices[name] = (1 / torch.stack(worths)).mean(0).tolist()
+            values_ms = [
+                policy.values_ms for policy in of_seeds.values() if hasattr(policy, "values_ms")
+            ]
+            if values_ms:
+                prices[name] = (1 / torch.stack(values_ms)).mean(0).tolist()
         for row in (*results["rows"], *results.get("by_dataset", [])):
             row |= {"price": None, "worth_ms": None}
             # a price belongs to a budget, so a mean over the budgets has none
@@ -233,15 +235,17 @@ class MeanBudgets(OnTable):
         return [first, second, *priced, last]
 
     def references(self) -> list[MixingPolicy]:
-        """Return the static policies and the upper bound alone."""
+        """Make static mix and best single configuration, fitted on all but the test samples, and
+        the oracle at mean budgets."""
         about = *self.reference.averages, self.budgets_ms
         return [StaticMix(*about), BestSingle(*about), OracleAtMean(self.budgets_ms)]
 
     def deployed(self, controller: DeployedController) -> MixingPolicy:
-        """Return what decides of a controller."""
+        """Give the policy that decides for a controller under its calibrated mean budgets, mix
+        included."""
         return controller.under_mean_budgets()
 
     def explained_by(self, controller: DeployedController) -> tuple[Tensor, Policy, Tensor | None]:
         """See `Deadlines.explained_by`."""
-        prices = 1 / torch.from_numpy(controller.settled.mean["worths"])
+        prices = 1 / torch.from_numpy(controller.calibration.mean["worths"])
         return self.budgets_ms, LookupTable(self.table, self.split.fitted, 0.0), prices

@@ -27,7 +27,7 @@ from knobwise.experiments.evidence.task import DEMONSTRATIONS, task_of
 if TYPE_CHECKING:
     from knobwise.agents.calibration.guard import GuardRow
 
-MOST_BYTES = 100_000_000
+MAX_BYTES = 100_000_000
 """The longest `results.json` that is read."""
 DEEPEST = 40
 """The most levels of lists and objects in it."""
@@ -59,8 +59,8 @@ def read_results(run_folder: str | Path) -> RunResults:
     """
     path = Path(run_folder) / "results.json"
     try:
-        if path.stat().st_size > MOST_BYTES:
-            raise ValueError(f"more than {MOST_BYTES:,} bytes")
+        if path.stat().st_size > MAX_BYTES:
+            raise ValueError(f"more than {MAX_BYTES:,} bytes")
         results: RunResults = decoded(path.read_bytes())
         if is_deeper(results, DEEPEST):
             raise ValueError("nested too deeply")

@@ -393,4 +393,4 @@ class RunResults(TypedDict, total=False):
 
 
 PolicyRows = Literal["rows", "controls", "votes"]
-"""The keys of what has a row for each policy and place."""
+"""The keys of what has a row for each policy and condition."""

@@ -85,7 +85,7 @@ class Demonstrations:
         return {**columns, "choice": pl.Series(choices.ravel().tolist(), dtype=pl.String)}
 
 
-def judge_selectors(
+def evaluate_selectors(
     data: SelectorData,
     trained: Mapping[str, Sequence[Loaded]],
     judged_shots: Sequence[int],
@@ -109,7 +109,7 @@ def judge_selectors(
     # policy → number of shots → its choices
     decided: dict[str, dict[int, Decided]] = defaultdict(dict)
     for shots in judged_shots if baselines else ():
-        simple = evaluation.decide_simple(
+        simple = evaluation.decide_baselines(
             data.test,
             data.test_scorer,
             shots,

@@ -55,10 +55,10 @@ def summarise(
         if conditions:
             slices |= {condition: slice(i, i + 1) for i, condition in enumerate(judged)}
         cubes = [_Ratio.from_decisions(part, metric, len(judged)) for metric in estimated]
-        for condition, places in slices.items():
+        for condition, where in slices.items():
             row = {"policy": policy, "condition": condition, **means[policy, condition]}
             for metric, cube in zip(estimated, cubes, strict=True):
-                ratio = cube.over(places)
+                ratio = cube.over(where)
                 row[metric.key] = ratio.value
                 ratios.append(ratio)
                 if metric.in_parts:
@@ -127,9 +127,9 @@ class _Ratio(NamedTuple):
             arrays.append(np.stack(seeds).reshape(len(seeds), -1, conditions))
         return cls(*arrays)
 
-    def over(self, places: slice) -> _Ratio:
+    def over(self, where: slice) -> _Ratio:
         """Return the means over some of the conditions, [S, n]."""
-        return _Ratio(*(side[..., places].mean(-1) for side in self if side is not None))
+        return _Ratio(*(side[..., where].mean(-1) for side in self if side is not None))
 
     @property
     def value(self) -> float:

@@ -24,25 +24,25 @@ import torch
 from torch import Tensor
 
 from knobwise.agents.controller.features import FeatureNormaliser
-from knobwise.agents.evaluation.baselines import static_of
+from knobwise.agents.evaluation.baselines import fit_static
 from knobwise.agents.evaluation.policy import choices_of
 from knobwise.agents.teacher.experts import Experts
 from knobwise.agents.teacher.outcomes import Prediction, pick
 from knobwise.agents.teacher.weights import HeldOutScores, weights_of_folds
-from knobwise.envs.bandit.budgets import LEAST_LATENCY_MS
+from knobwise.envs.bandit.budgets import MIN_LATENCY_MS
 from knobwise.envs.bandit.outcomes import outcomes_of
 from knobwise.envs.bandit.reward import expected_utility
 from knobwise.envs.tables.profile_table import ProfileTable, median_of
 from knobwise.experiments.evidence.schema import Attainable, RunResults
 from knobwise.experiments.evidence.statistics import ends_of, resampled_means
 
-MOST_ONCE = 0.5
+MAX_ONCE = 0.5
 """Where more of the cells were measured once, most of the luck cannot be told."""
 QUICK = ("ridge", "kernel_ridge", "gradient_boosting")
 """The families of the quick predictors."""
-MOST_SAMPLES = 4000
+MAX_SAMPLES = 4000
 """Of larger profiles a random part of this size is used, so that inspection takes seconds."""
-MOST_CELLS = 250_000
+MAX_CELLS = 250_000
 """Samples × configurations; of profiles with more, a smaller part of the samples is used."""
 WIDEST = 512
 """More features than this are replaced by their first `COMPONENTS` principal components: fits take
@@ -59,7 +59,7 @@ def attainable(table: ProfileTable, budgets_ms: Tensor) -> Attainable | None:
     """
     if not table.features:
         return None
-    most = min(MOST_SAMPLES, max(MOST_CELLS // table.num_configurations, 500))
+    most = min(MAX_SAMPLES, max(MAX_CELLS // table.num_configurations, 500))
     rows = torch.randperm(table.num_samples, generator=torch.Generator().manual_seed(0))
     rows = rows[:most].sort().values
     normaliser = _narrowed(table, rows)
@@ -134,7 +134,7 @@ def gains_out_of_fold(table: ProfileTable, experts: Experts, budgets_ms: Tensor)
     rows = measured.rows
     static = torch.empty(len(rows), len(budgets_ms), dtype=torch.int64)
     for fit, hold in measured.folds:
-        policy = static_of(table, rows[fit])
+        policy = fit_static(table, rows[fit])
         static[hold] = choices_of(policy, {}, budgets_ms.numpy(), measured.mask[hold].numpy())
     unread = torch.zeros(len(budgets_ms), dtype=torch.bool)
     of_static = outcomes_of(table, rows, static, budgets_ms, reads=unread).utility
@@ -154,7 +154,7 @@ def quick_stack(experts: Experts, limits: Tensor) -> tuple[list[Tensor], Tensor]
         scores: of every configuration for every sample, out of fold, [B, n, C].
     """
     predictions = quick_predictions(experts)
-    limits = limits.clamp_min(LEAST_LATENCY_MS)
+    limits = limits.clamp_min(MIN_LATENCY_MS)
     held_out = HeldOutScores.of_predictions(predictions, experts.measured, limits)
     return weights_of_folds(held_out, experts.measured.folds)
 
@@ -179,7 +179,7 @@ def oracle_of_halves(table: ProfileTable, budgets_ms: Tensor) -> float | None:
     measured once.
     """
     table = table.without_first_look
-    if table.repeats_ms is None or repeated_share(table) < 1 - MOST_ONCE:
+    if table.repeats_ms is None or repeated_share(table) < 1 - MAX_ONCE:
         return None
     # in random order, and NaN last
     order = torch.rand(table.repeats_ms.shape, generator=torch.Generator().manual_seed(0))

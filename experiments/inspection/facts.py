@@ -17,8 +17,8 @@ import polars as pl
 import torch
 from torch import Tensor
 
-from knobwise.agents.evaluation.baselines import Oracle, static_of
-from knobwise.agents.evaluation.evaluation import judge
+from knobwise.agents.evaluation.baselines import Oracle, fit_static
+from knobwise.agents.evaluation.evaluation import evaluate_policy
 from knobwise.envs.bandit.budgets import default_budgets, log_moments
 from knobwise.envs.tables.cost_words import in_words
 from knobwise.envs.tables.profile_table import ProfileTable, median_of
@@ -192,9 +192,9 @@ def _headroom(table: ProfileTable, budgets_ms: Tensor) -> dict[str, list[Any]]:
     """Return for each budget, float [B], the utility of static and of the oracle, the share of
     samples that some configuration answers on time, and what static chooses."""
     rows = torch.arange(table.num_samples)
-    static = static_of(table, rows)
-    by_static = judge(static, table, rows, budgets_ms)
-    by_oracle = judge(Oracle(table, rows), table, rows, budgets_ms)
+    static = fit_static(table, rows)
+    by_static = evaluate_policy(static, table, rows, budgets_ms)
+    by_oracle = evaluate_policy(Oracle(table, rows), table, rows, budgets_ms)
     return {
         "budgets_ms": budgets_ms.tolist(),
         "budget_aware_static": by_static.utility.double().mean(0).tolist(),

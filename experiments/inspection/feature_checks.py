@@ -25,11 +25,11 @@ from knobwise.experiments.inspection.measured import (
     scaled,
 )
 
-LEAST_VARIED = 10
+MIN_VARIED = 10
 """Outcomes that differ in fewer samples may equal a feature by chance."""
-MOST_LEAKS = 3
+MAX_LEAKS = 3
 """So many features that hold an outcome are named."""
-MOST_NAMED = 5
+MAX_NAMED = 5
 """So many features with the same fault are named."""
 SHUFFLES = 20
 """Random orders that features are compared in."""
@@ -55,7 +55,7 @@ def copied_outcomes(measured: Measured) -> Findings:
     ranks = rankdata(filled(features), axis=0)
     ordered = rankdata(targets, axis=0, nan_policy="omit")
     likeness = np.fmax(correlations(features, targets), correlations(ranks, ordered))
-    for column in np.flatnonzero(likeness.max(1) > 0.9999)[:MOST_LEAKS]:
+    for column in np.flatnonzero(likeness.max(1) > 0.9999)[:MAX_LEAKS]:
         target = int(likeness[column].argmax())
         values = features[:, column]
         # a measured time has many values; 1e-6 is the precision of float32
@@ -88,7 +88,7 @@ def _outcomes(measured: Measured) -> tuple[np.ndarray, list[str]]:
                 columns[f"latency of {label}, repeat {r}"] = measured.repeats_ms[measured.few, c, r]
     targets = np.stack(list(columns.values()), 1)
     differ = (targets != np.nanmedian(targets, 0)) & ~np.isnan(targets)
-    varied = differ.sum(0) >= LEAST_VARIED
+    varied = differ.sum(0) >= MIN_VARIED
     return targets[:, varied], list(itertools.compress(columns, varied))
 
 
@@ -318,5 +318,5 @@ def _varies(block: Tensor) -> Tensor:
 def _named(names: Sequence[str], chosen: Iterable[bool]) -> str:
     """Return the first of the chosen names, in brackets."""
     few = [name for name, is_chosen in zip(names, chosen, strict=True) if is_chosen]
-    more = ", …" * (len(few) > MOST_NAMED)
-    return f" ({', '.join(few[:MOST_NAMED])}{more})"
+    more = ", …" * (len(few) > MAX_NAMED)
+    return f" ({', '.join(few[:MAX_NAMED])}{more})"

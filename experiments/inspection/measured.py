@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from knobwise.agents.controller.features import FeatureNormaliser
-from knobwise.envs.bandit.budgets import log_measured, thinned
+from knobwise.envs.bandit.budgets import log_measured, subsample
 from knobwise.envs.tables.profile_table import ProfileTable
 
-MOST_SAMPLES = 20_000
+MAX_SAMPLES = 20_000
 """Of larger tables every k-th sample is looked at."""
-MOST_FITTED = 1000
+MAX_FITTED = 1000
 """Regressions use at most this many samples."""
 PENALTIES = (1e-4, 1e-2, 1.0)
 """Of the regressions, as shares of the number of samples."""
@@ -25,7 +25,7 @@ PENALTIES = (1e-4, 1e-2, 1.0)
 class Measured:
     """What the checks look at: n samples, C configurations, d features.
 
-    Of a larger table these are at most `MOST_SAMPLES`, in their order.
+    Of a larger table these are at most `MAX_SAMPLES`, in their order.
 
     Attributes:
         table: the whole profile.
@@ -41,8 +41,8 @@ class Measured:
     """
 
     def __init__(self, table: ProfileTable, facts: Mapping[str, Any] | None = None) -> None:
-        rows = thinned(torch.arange(table.num_samples), MOST_SAMPLES)
-        few = thinned(torch.arange(len(rows)), MOST_FITTED)
+        rows = subsample(torch.arange(table.num_samples), MAX_SAMPLES)
+        few = subsample(torch.arange(len(rows)), MAX_FITTED)
         self.table = table
         self.facts = facts or {}
         self.accuracy = table.accuracy[rows].double().numpy()

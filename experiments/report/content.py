@@ -40,7 +40,8 @@ from knobwise.experiments.wording.words import cell, number, policy_name
 
 
 def content_of(comparison: Comparison) -> Content:
-    """Return what a page says of these runs, but for its details and figures."""
+    """Write title, verdict, tiles and tables of a page about one run or several; details and
+    figures follow apart."""
     run = comparison.reference
     kind = "knobwise run report"
     name = run.label

@@ -32,7 +32,8 @@ from knobwise.experiments.wording.words import number, policy_name, quantity
 
 
 def details(comparison: Comparison) -> list[Folded]:
-    """Return everything that a page folds; what is open can be seen at once."""
+    """Build the folded parts of a page: settings that differ, tables of every condition, records of
+    training, glossary, commands."""
     results = comparison.reference.results
     about = texts()["about"]
     task = comparison.task
@@ -72,7 +73,8 @@ def details(comparison: Comparison) -> list[Folded]:
 
 
 def _of_run(key: str) -> Callable[[Comparison], list[Any]]:
-    """Return what gives the records under a key of the results of a single run."""
+    """Make a function that reads the records under `key` of a single run; it gives [] for several
+    runs."""
 
     def rows(comparison: Comparison) -> list[Any]:
         results: Row = comparison.reference.results
@@ -88,14 +90,14 @@ def _calls(comparison: Comparison) -> list[Any]:
 
 
 def _by_seed(comparison: Comparison, rows: Sequence[Sequence[Row]]) -> list[Any]:
-    """Return the records of every seed, with the seed."""
+    """Flatten the records of each seed into one list, with the seed in each."""
     seeds = comparison.reference.results.get("seeds", range(len(rows)))
     pairs = zip(seeds, rows, strict=False)
     return [{**row, "seed": seed} for seed, of_seed in pairs for row in of_seed]
 
 
 def _guarantees(comparison: Comparison) -> list[Any]:
-    """Return what the guard found at each budget in each seed."""
+    """List the rows of the guard: one for each seed and budget."""
     return _by_seed(comparison, _of_run("guard")(comparison))
 
 
@@ -115,7 +117,8 @@ def _chosen(comparison: Comparison) -> list[Any]:
 
 
 def _stages(comparison: Comparison) -> list[Any]:
-    """Return the differences between policies that both runs trained."""
+    """List the tested differences between policies that both runs trained, with what is shown by
+    each."""
     return [asdict(each) | {"shown": words.shown_by(each)} for each in comparison.by_policy]
 
 
@@ -216,13 +219,12 @@ def rule_condition(bounds: Sequence[tuple[str, str, float]], unit: str) -> str:
 
 
 def _glossary(comparison: Comparison) -> dict[str, str]:
-    """Return the terms, and every policy in the tables."""
+    """Explain what is new here, and describe every policy in the tables: term → meaning."""
     task = comparison.task
     results = comparison.reference.results
     terms = dict(texts()["glossary"]["live" if "live" in results else task.name])
     if comparison.unit not in TIMES:
         terms |= texts()["glossary"]["not_charged"]
-        terms.pop("if free", None)
     # only policies of the project have a description
     policies = [row["policy"] for row in task.rows(results)]
     for policy in dict.fromkeys([*policies, *(run.policy for run in comparison.runs)]):

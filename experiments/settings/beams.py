@@ -27,7 +27,7 @@ from knobwise.experiments.settings.selector_options import (
 from knobwise.profiling.demonstrations.pools import Kinds
 from knobwise.profiling.demonstrations.scorers import (
     SCORES,
-    Remembering,
+    CachedScorer,
     Scorer,
     recorded_scores,
 )
@@ -130,7 +130,7 @@ def _answering(config: BeamFiles, table: BeamTable) -> tuple[Scorer, Kinds | Non
     answerer = read_answerer(config.model, config.vlm, "beams.")
     data = answerer.data
     _check_items(data, table)
-    scorer = Remembering(answerer.load())
+    scorer = CachedScorer(answerer.load())
     _remember(scorer, table)
     return scorer, kinds_of(data)
 
@@ -153,7 +153,7 @@ def _check_items(data: VQAData, table: BeamTable) -> None:
             )
 
 
-def _remember(scorer: Remembering, table: BeamTable) -> None:
+def _remember(scorer: CachedScorer, table: BeamTable) -> None:
     """Tell a scorer what was recorded, as far as it is whole; raise InputError if the scorer gives
     other answers."""
 

@@ -26,15 +26,17 @@ UTILITY = PolicyConfig(
     teacher=True, fold_networks=5, hidden=0, dropout=0.0, drift=0.3, utility_head=True
 )
 AUTO = replace(UTILITY, experts=EXPERTS)
-TAUGHT_OPTIMISER = OptimiserConfig(pretrain_lr=3e-3, iterations=400, lr=3e-4, patience=10, epochs=2)
-"""The optimiser of heads that were taught before GRPO."""
+DISTILLED_OPTIMISER = OptimiserConfig(
+    pretrain_lr=3e-3, iterations=400, lr=3e-4, patience=10, epochs=2
+)
+"""The optimiser of heads that are distilled before GRPO."""
 SAMPLED = LossConfig(objective="sampled", group_size=16)
 
 CHOICES: dict[str, dict[str, Any]] = {
     "policy": {"auto": AUTO, "utility": UTILITY, "independent": INDEPENDENT},
     "optimiser": {
-        "auto": TAUGHT_OPTIMISER,
-        "utility": TAUGHT_OPTIMISER,
+        "auto": DISTILLED_OPTIMISER,
+        "utility": DISTILLED_OPTIMISER,
         "independent": OptimiserConfig(),
     },
     "loss": {
@@ -47,13 +49,13 @@ CHOICES: dict[str, dict[str, Any]] = {
         "uniform": BudgetConfig(strategy="uniform"),
         "relative": BudgetConfig(strategy="relative"),
         "fixed": BudgetConfig(strategy="fixed"),
-        "mean": BudgetConfig(sense="mean"),
+        "mean": BudgetConfig(constraint="mean"),
     },
     "reward": {
         # no instances, as `function` is incomplete without reward.function
         name: asdict(RewardConfig()) | {"kind": name, **kind.settings}
         for name, kind in KINDS.items()
-        if kind.sense == "deadline"  # under a mean budget there is no choice
+        if kind.constraint == "deadline"  # under a mean budget there is no choice
     },
     "tracking": {
         mode: TrackingSettings(mode=mode) for mode in ("auto", "online", "offline", "disabled")

@@ -16,7 +16,7 @@ from knobwise.common.checks import with_new_names
 from knobwise.common.errors import InputError
 
 NAME = "config.yaml"
-MOST_BYTES = 200_000
+MAX_BYTES = 200_000
 """The longest file that is read; those of runs have some 5,000 bytes."""
 FLOAT = re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+")
 """Numbers that PyYAML alone takes for text, and others do not."""
@@ -56,9 +56,9 @@ def read_settings_file(path: Path) -> dict[str, Any]:
     """
     try:
         with path.open("rb") as file:
-            text = file.read(MOST_BYTES + 1)
-        if len(text) > MOST_BYTES:
-            raise ValueError(f"has more than {MOST_BYTES:,} bytes, so it holds no settings")
+            text = file.read(MAX_BYTES + 1)
+        if len(text) > MAX_BYTES:
+            raise ValueError(f"has more than {MAX_BYTES:,} bytes, so it holds no settings")
         content = yaml.load(text, Loader=_Loader)
         # bytes, sets and the like are no settings
         json.dumps(content)

@@ -19,7 +19,7 @@ from knobwise.envs.bandit.settings import (
     BudgetConfig,
     RewardConfig,
 )
-from knobwise.experiments.settings.choices import AUTO, SAMPLED, TAUGHT_OPTIMISER
+from knobwise.experiments.settings.choices import AUTO, DISTILLED_OPTIMISER, SAMPLED
 from knobwise.experiments.settings.selector_options import SelectorRun
 from knobwise.experiments.settings.tracking import Training
 from knobwise.losses.settings import LossConfig
@@ -85,21 +85,21 @@ class TrainRun(Training):
     """The limit in training: a deadline for each request; with mean, a limit on the mean over
     requests."""
     reward: RewardConfig = field(default_factory=lambda: replace(TRAINING_REWARD))
-    """The reward in training. Under budget=mean it is always accuracy − latency/worth."""
+    """The reward in training. Under budget=mean it is always accuracy − λ·latency."""
     balance: BalanceConfig = field(default_factory=BalanceConfig)
     """How often each sample is drawn in training."""
     policy: PolicyConfig = field(default_factory=lambda: replace(AUTO))
-    """A head for each knob on a light network. auto: taught by a network and experts that predict
-    outcomes, then trained by GRPO; utility: taught by a network alone, several times faster;
-    independent: by rewards alone."""
+    """A head for each knob on a light network. auto: distilled from a network and experts that
+    predict outcomes, then trained by GRPO; utility: distilled from a network alone, several times
+    faster; independent: by rewards alone."""
     loss: LossConfig = field(default_factory=lambda: replace(SAMPLED))
     """What GRPO, or PPO, minimises."""
-    optimiser: OptimiserConfig = field(default_factory=lambda: replace(TAUGHT_OPTIMISER))
+    optimiser: OptimiserConfig = field(default_factory=lambda: replace(DISTILLED_OPTIMISER))
     """How long and how fast each stage is trained; by default what suits the policy."""
     budgets_ms: list[float] | None = None
     """Budgets to judge at, in ms, or in the unit of costs that are no times; None for five
     quantiles of the table's latencies (under budget=mean, of the configurations' mean latencies).
-    Under budget=mean, worths are calibrated for these budgets only."""
+    Under budget=mean, prices are calibrated for these budgets only."""
     baselines: bool = True
     """Compare with every simple policy; false compares with budget-aware static and the oracle
     only."""
@@ -114,26 +114,26 @@ class TrainRun(Training):
         super().__post_init__()
         at_least("threads", self.threads, 1)
         kind = KINDS[self.reward.kind]
-        if kind.judged_by == "reward" and not kind.taught:
+        if kind.judged_by == "reward" and not kind.learned_by_teacher:
             # the aim is another one than utility
             if self.policy.experts:
                 raise InputError(
                     f"reward={self.reward.kind}: experts learn the reward utility only; give "
                     "policy=utility"
                 )
-            if self.budget.sense != kind.sense:
+            if self.budget.constraint != kind.constraint:
                 raise InputError(
-                    f"reward={self.reward.kind}: is for deadlines; budget={self.budget.sense} has "
-                    "a reward of its own"
+                    f"reward={self.reward.kind}: is for deadlines; "
+                    f"budget={self.budget.constraint} has a reward of its own"
                 )
 
 
 def resolve(config: TrainRun) -> TrainRun:
     """Return the settings with what follows from the kind of budget: under a mean budget it has a
     reward of its own."""
-    if config.budget.sense == "deadline":
+    if config.budget.constraint == "deadline":
         return config
-    return replace(config, reward=REWARDS[config.budget.sense])
+    return replace(config, reward=REWARDS[config.budget.constraint])
 
 
 @dataclass
@@ -201,7 +201,7 @@ class EvaluateRun:
     `train`."""
     budgets_ms: list[float] | None = None
     """Budgets to judge at, in ms; None for five quantiles of the table's latencies. A controller
-    for mean budgets is judged at those that its worths were calibrated for."""
+    for mean budgets is judged at those that its prices were calibrated for."""
     reward: RewardConfig = field(default_factory=lambda: replace(TRAINING_REWARD))
     """The reward that the column `reward` shows."""
     baselines: bool = True

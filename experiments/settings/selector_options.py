@@ -74,7 +74,8 @@ class BeamFiles:
 
 
 def language_task() -> VLMTaskConfig:
-    """Return how SmolLM2 was asked when its beams were recorded."""
+    """Give the settings by which SmolLM2 was asked when its beams were recorded: no chat template,
+    float32."""
     return VLMTaskConfig(chats=False, dtype="float32", batch_size=16)
 
 

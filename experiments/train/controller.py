@@ -15,9 +15,9 @@ import torch
 from threadpoolctl import threadpool_limits
 
 from knobwise.agents import deployed as policy_package
-from knobwise.agents.calibration.calibrate import deployed_by
+from knobwise.agents.calibration.calibrate import calibrate_controller
 from knobwise.agents.calibration.deployed_controller import DeployedController
-from knobwise.agents.calibration.taught import taught_trainer
+from knobwise.agents.calibration.training import distillation_trainer
 from knobwise.agents.controller.features import FeatureNormaliser
 from knobwise.agents.controller.settings import hidden_for
 from knobwise.agents.evaluation.budgets import few_budgets
@@ -25,7 +25,7 @@ from knobwise.agents.evaluation.own_cost import expected_cost_ms
 from knobwise.agents.teacher.experts import Experts
 from knobwise.agents.teacher.regressors import FAMILIES
 from knobwise.agents.training.checkpoint import Loaded, load_checkpoint
-from knobwise.agents.training.controllers import kept_is_of_grpo
+from knobwise.agents.training.controllers import best_is_of_grpo
 from knobwise.agents.training.trainer import Trainer
 from knobwise.common.progress import progress, say
 from knobwise.envs.bandit.reward_kinds import KINDS
@@ -38,9 +38,9 @@ from knobwise.envs.tables.units import MS
 from knobwise.experiments.evidence.controllers import (
     EVALUATORS,
     controller_results,
+    evaluate_controllers,
     gain_on_held_out,
     held_out_choices,
-    judge_controllers,
 )
 from knobwise.experiments.evidence.evaluate import Deadlines
 from knobwise.experiments.evidence.explanation import Explained, explain_policy
@@ -89,7 +89,7 @@ class ControllerExperiment(Experiment):
         self.split = divide(table, **asdict(config.split), number=number)
         # what everything but the trainers is fitted on
         self.fitted = self.split.fitted
-        self.evaluator = EVALUATORS[config.budget.sense]
+        self.evaluator = EVALUATORS[config.budget.constraint]
         self.evaluator.check(table, max(config.split.folds, config.split.repeats))
         # the budgets to judge at, float [B]
         self.budgets_ms = self.evaluator.budgets(table, self.split, config.budgets_ms)
@@ -108,10 +108,10 @@ class ControllerExperiment(Experiment):
             )
         kind = KINDS[self.config.reward.kind]
         setup = self.trainers[0].setup
-        if setup.teaching is not None and not kind.taught:
+        if setup.distiller is not None and not kind.learned_by_teacher:
             self.notes.append(
                 f"reward={self.config.reward.kind}: the teacher learns utility, and only GRPO "
-                "this reward, held to what was taught by loss.kl_to_ref_coeff "
+                "this reward, held to what was distilled by loss.kl_to_ref_coeff "
                 f"({setup.kl_coeff:g}); policy=independent learns this reward alone"
             )
         # the first split makes the experiments on the others
@@ -129,7 +129,7 @@ class ControllerExperiment(Experiment):
         settings = {name: getattr(config, name) for name in names}
         if not config.policy.project:  # experts read all features
             settings["experts"] = lambda: self.experts
-        return taught_trainer(
+        return distillation_trainer(
             self.table,
             self.split,
             seed=seed,
@@ -194,22 +194,22 @@ class ControllerExperiment(Experiment):
         )
 
     def completed(self, trainer: Trainer) -> Loaded:
-        """Return the controller that a finished training deploys, settled on held-out samples."""
+        """Return the controller that a finished training deploys, after its calibration."""
         # a finished training that was resumed holds its last weights, not its best
         trainer.agent.load_state_dict(trainer.state.best.state)
         with threadpool_limits(self.config.threads):
-            agent = deployed_by(trainer.setup, self.budgets_ms)
+            agent = calibrate_controller(trainer.setup, self.budgets_ms)
         extra = trainer.provenance(trainer)
         extra["before_grpo"] = None
         if extra["grpo"]:
             # where the kept weights are from before GRPO, it added nothing
             before = agent.controller
-            if kept_is_of_grpo(trainer):
+            if best_is_of_grpo(trainer):
                 before = trainer.setup.reference
             extra["before_grpo"] = before.state_dict()
         return Loaded(agent, self.table.name, self.table.digest, extra)
 
-    def judge(self, folder: Path) -> tuple[RunResults, pl.DataFrame]:
+    def evaluate(self, folder: Path) -> tuple[RunResults, pl.DataFrame]:
         """Judge every seed's best controller as it is deployed, and the baselines, on the test part
         of each split."""
         folders = [seed_folder(folder, seed) for seed in self.config.seeds]
@@ -232,7 +232,7 @@ class ControllerExperiment(Experiment):
             # every row is a mean over the splits; a sample counts once for each that judges it
             frames = [decisions.with_columns(split=pl.lit(0, pl.Int64))]
             for other in self.others:
-                _, judged = other.judge(folder / f"split{other.number}")
+                _, judged = other.evaluate(folder / f"split{other.number}")
                 frames.append(judged.with_columns(split=pl.lit(other.number, pl.Int64)))
             decisions = pl.concat(frames)
             tests = torch.cat([part.split.test for part in (self, *self.others)])
@@ -262,7 +262,7 @@ class ControllerExperiment(Experiment):
         evaluator = self.evaluator(self.table, self.split, self.budgets_ms, free_rewards)
         experts = self.experts if config.baselines else None
         with threadpool_limits(config.threads):
-            results, decisions = judge_beside_baselines(
+            results, decisions = evaluate_beside_baselines(
                 evaluator, config, controllers, config.seeds, experts, self.fold_seed, before
             )
         gain: GrpoGain = results.pop("grpo_gain", {})
@@ -290,7 +290,7 @@ class ControllerExperiment(Experiment):
         return results, decisions
 
 
-def judge_beside_baselines(
+def evaluate_beside_baselines(
     evaluator: Deadlines | MeanBudgets,
     config: TrainRun | EvaluateRun,
     controllers: Sequence[DeployedController],
@@ -299,7 +299,7 @@ def judge_beside_baselines(
     fold_seed: int = 0,
     before: Sequence[DeployedController | None] = (),
 ) -> tuple[RunResults, pl.DataFrame]:
-    """Judge controllers beside every simple way, see `judge_controllers`.
+    """Judge controllers beside every simple way, see `evaluate_controllers`.
 
     Args:
         config: says whether there are all baselines, and whether controllers pay for decisions.
@@ -317,7 +317,7 @@ def judge_beside_baselines(
         if evaluator.task.charged and table.features:
             estimate = attainable_by(table, experts, evaluator.budgets_ms)
         baselines = evaluator.baselines(experts, fold_seed)
-    results, decisions = judge_controllers(
+    results, decisions = evaluate_controllers(
         evaluator, controllers, seeds, baselines, config.own_cost, before
     )
     if estimate:
@@ -356,7 +356,7 @@ def before_grpo(loaded: Loaded) -> Any:
     agent = loaded.controller
     controller = copy.deepcopy(agent.controller)
     controller.load_state_dict(state)
-    return DeployedController(controller, agent.teacher, agent.settled)
+    return DeployedController(controller, agent.teacher, agent.calibration)
 
 
 def copy_policy(folder: Path) -> None:

@@ -60,7 +60,7 @@ def launch(
         say(f"run: {folder}")
         experiment.train(folder)
         say("judging every policy on held-out data …")
-        results, decisions = experiment.judge(folder)
+        results, decisions = experiment.evaluate(folder)
         started = (folder / "config.yaml").stat().st_mtime
         date = f"{datetime.fromtimestamp(started, UTC):%Y-%m-%d %H:%M}"
         results |= {

@@ -46,7 +46,7 @@ class Experiment(ABC):
         `checkpoints/seed<k>`."""
 
     @abstractmethod
-    def judge(self, folder: Path) -> tuple[RunResults, pl.DataFrame]:
+    def evaluate(self, folder: Path) -> tuple[RunResults, pl.DataFrame]:
         """Judge all policies on held-out data: the contents of `results.json` and of
         `decisions.parquet`."""
 

@@ -33,7 +33,7 @@ from knobwise.envs.demonstrations.settings import GroupConfig
 from knobwise.envs.demonstrations.torchrl_env import recorded_groups
 from knobwise.experiments.evidence.run_folder import checkpoint_at
 from knobwise.experiments.evidence.schema import RunResults
-from knobwise.experiments.evidence.selectors import judge_selectors
+from knobwise.experiments.evidence.selectors import evaluate_selectors
 from knobwise.experiments.evidence.task import UPPER
 from knobwise.experiments.settings.beams import (
     SelectorData,
@@ -58,7 +58,7 @@ from knobwise.experiments.train.run import (
     set_up_torch,
 )
 from knobwise.profiling.demonstrations.beam_search import score
-from knobwise.profiling.demonstrations.scorers import Remembering
+from knobwise.profiling.demonstrations.scorers import CachedScorer
 
 TAKEN = ("sft", "rce", "hidden_sft", "hidden_rce", *SIMPLE, *UPPER)
 """Names that no variant may have."""
@@ -105,11 +105,11 @@ class SelectorExperiment(Experiment):
             for done, _ in enumerate(trained, 1):
                 tick(done, "")
 
-    def judge(self, folder: Path) -> tuple[RunResults, pl.DataFrame]:
+    def evaluate(self, folder: Path) -> tuple[RunResults, pl.DataFrame]:
         """Judge every policy on the same held-out queries, and keep the best on validation.
         Controls do not compete."""
         config = self.config
-        results, decisions = judge_run(config, self.data, folder)
+        results, decisions = evaluate_run(config, self.data, folder)
         plans = config.plans.items()
         controls = {name for name, plan in plans if plan.variant.hidden or plan.reward.shuffled}
         # the validation score of every seed of every policy that competes
@@ -328,7 +328,7 @@ class SeedRun:
             actor = SelectorActor(selector, table, self.config.shots)
             draws = evaluation.draw(actor, rows, count)
         # information is the gain over the answer without demonstrations
-        scores = score(Remembering(scorer), rows, table.pool, draws)
+        scores = score(CachedScorer(scorer), rows, table.pool, draws)
         return table.with_beams(draws, scores, POLICY, k)
 
     def reward_model(
@@ -382,10 +382,10 @@ class SeedRun:
 # -- judging ---------------------------------------------------------------------------------------
 
 
-def judge_run(
+def evaluate_run(
     config: SelectorRun, data: SelectorData, folder: Path
 ) -> tuple[RunResults, pl.DataFrame]:
-    """Judge every policy of a run, see `judge_selectors`."""
+    """Judge every policy of a run, see `evaluate_selectors`."""
     # for each trained policy, one entry for each seed
     facts: RunResults = {"epochs": {}, "validation": {}}
     hidden = policies(config)
@@ -398,7 +398,7 @@ def judge_run(
         if name != "sft" or config.sft.epochs:
             facts["epochs"][name] = [checkpoint.extra["epoch"] for checkpoint in loaded]
         facts["validation"][name] = [checkpoint.extra["validation"] for checkpoint in loaded]
-    results, decisions = judge_selectors(
+    results, decisions = evaluate_selectors(
         data, trained, config.judged_shots, config.seeds, config.shots, hidden
     )
     return results | facts | learned_rewards(config, data, folder), decisions

@@ -10,6 +10,8 @@ from typing import Any
 from knobwise.common.errors import InputError
 
 RENAMED = {
+    "budget.sense": "budget.constraint",
+    "controller.sense": "controller.constraint",
     "policy.members": "policy.fold_networks",
     "optimiser.warmup_iterations": "optimiser.pretrain_iterations",
     "optimiser.warmup_lr": "optimiser.pretrain_lr",

@@ -30,7 +30,7 @@ LIMITS = dict.fromkeys(FULL, "make room") | {
     errno.ENOMEM: "raise the limit on memory (ulimit -v), or close other programs",
 }
 """Advice by the number of the error, where a limit of the system was met."""
-LEAST_ADDRESSES = 6 * 2**30
+MIN_ADDRESSES = 6 * 2**30
 """Address space that the smallest commands take with torch, in bytes: 4.6 to 5.7 GB where there are
 two cores. Most of it is reserved and never touched."""
 UNPACKED = "KNOBWISE_UNPACKED_MB"
@@ -80,10 +80,10 @@ def check_address_space() -> None:
     they end the process then, in words of their own, or hang.
 
     Raises:
-        OSError: less than `LEAST_ADDRESSES` bytes are allowed.
+        OSError: less than `MIN_ADDRESSES` bytes are allowed.
     """
     allowed, _ = resource.getrlimit(resource.RLIMIT_AS)
-    if 0 <= allowed < LEAST_ADDRESSES:
+    if 0 <= allowed < MIN_ADDRESSES:
         problem = f"{allowed / 2**30:.1f} GiB of addresses are allowed, torch and BLAS take 6"
         raise OSError(errno.ENOMEM, problem)
 

@@ -20,7 +20,7 @@ META_DATA = 3
 TYPE, NUM_VALUES, UNCOMPRESSED = 1, 5, 6
 WIDTHS = (1, 4, 8, 12, 4, 8, 16, 16)
 """Bytes of a decoded value of each type; of text and binary these are the views."""
-MOST_TIMES = 16
+MAX_TIMES = 16
 """A file may always unpack to so many times its size; tables of measurements reach 8."""
 BINARY = 6
 """From this type on values are bytes of any length, which stand beside their views."""
@@ -54,7 +54,7 @@ def refuse_unpacked(path: Path, size: int) -> None:
     A small file may hold billions of equal values, but large tables of measurements are large
     files.
     """
-    if size > MOST_TIMES * path.stat().st_size:
+    if size > MAX_TIMES * path.stat().st_size:
         check_unpacked(path, size)
 
 

@@ -35,7 +35,7 @@ from knobwise.envs.tables.tensor_file import (
 )
 from knobwise.profiling.demonstrations import beam_search
 from knobwise.profiling.demonstrations.pools import similarity
-from knobwise.profiling.demonstrations.scorers import Fields, Remembering, recorded_scores
+from knobwise.profiling.demonstrations.scorers import CachedScorer, Fields, recorded_scores
 from knobwise.profiling.demonstrations.settings import BeamProfileConfig
 from knobwise.profiling.demonstrations.tasks import BeamTask
 from knobwise.profiling.measuring.machine import (
@@ -131,7 +131,7 @@ def _draw_round(
         torch.manual_seed(config.draw_seed * _SEED_STEP + int(rows[0]))
         sequences = draw(rows, config.draws)
     # what is recorded is known
-    scorer = Remembering(task.scorer)
+    scorer = CachedScorer(task.scorer)
     pool = table.pool[rows]
     scorer.remember(*recorded_scores(table, rows, zero_shot))
     nothing = torch.full((len(rows), 1), -1)
@@ -142,7 +142,7 @@ def _draw_round(
 def _search(task: BeamTask, config: BeamProfileConfig, rows: Tensor) -> Fields:
     """Find sequences of the queries `rows` by all methods that need no policy."""
     table = task.table
-    scorer = Remembering(task.scorer)
+    scorer = CachedScorer(task.scorer)
     pool = table.pool[rows]
     # a chunk has its own seed, so that chunks can be done in any order
     generator = torch.Generator().manual_seed(int(rows[0]))
@@ -164,7 +164,7 @@ def _search(task: BeamTask, config: BeamProfileConfig, rows: Tensor) -> Fields:
 
 
 def _scored(
-    scorer: Remembering, rows: Tensor, pool: Tensor, sequences: dict[str, Tensor]
+    scorer: CachedScorer, rows: Tensor, pool: Tensor, sequences: dict[str, Tensor]
 ) -> Fields:
     """Return the sequences of each method side by side, with their scores."""
     joined = torch.cat(list(sequences.values()), 1)

@@ -46,7 +46,7 @@ class Scorer(Protocol):
         ...
 
 
-class Remembering:
+class CachedScorer:
     """Asks a scorer, and never twice for the same sequence of a query."""
 
     def __init__(self, scorer: Scorer) -> None:
@@ -84,7 +84,7 @@ class Remembering:
 def recorded_scores(
     table: BeamTable, rows: Tensor, names: Iterable[str]
 ) -> tuple[Tensor, Tensor, Fields]:
-    """Return what a table knows of the queries `rows`, int64 [n], for `Remembering.remember`.
+    """Return what a table knows of the queries `rows`, int64 [n], for `CachedScorer.remember`.
 
     It is the queries [k], demonstrations [k, T] and scores [k] of every recorded sequence of which
     all the scores `names` are known.

@@ -36,10 +36,10 @@ class Requests(ABC):
 
     @abstractmethod
     def item(self, sample_id: str) -> VQAItem:
-        """Return the item of a sample."""
+        """Read the question, its picture and its answers, by the id of the sample."""
 
     def request(self, sample_id: str) -> Request:
-        """Return the request of a sample."""
+        """Turn a sample into what a model is asked: picture and prompt."""
         item = self.item(sample_id)
         return Request(item.picture(), question_text(item, self.prompt))
 

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 CELL = 8  # pixels; the side of scikit-learn's digit images
 MAX_SIDE = 8  # cells
-LEAST_SIDE = 3  # cells
+MIN_SIDE = 3  # cells
 SEED = 1  # of the scenes of the built-in profile
 BLANK = 10  # stands for a blank cell among the digits
 ANSWER_TOKENS = MAX_SIDE + 1  # the longest answer is a row or a column, then <end>
@@ -86,7 +86,7 @@ def draw_samples(count: int, seed: int) -> list[Scene]:
 def draw_sample(row: int, seed: int) -> Scene:
     """Draw one sample, kind of question and sides uniform; it depends on (seed, row) alone."""
     rng = np.random.default_rng((seed, row))
-    rows, columns = rng.integers(LEAST_SIDE, MAX_SIDE + 1, size=2).tolist()
+    rows, columns = rng.integers(MIN_SIDE, MAX_SIDE + 1, size=2).tolist()
     question = str(rng.choice(QUESTIONS))
     return draw_scene(rng, rows, columns, question, load_digits())
 

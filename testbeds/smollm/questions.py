@@ -23,7 +23,7 @@ from knobwise.common.errors import InputError
 from knobwise.common.files import written_whole
 from knobwise.testbeds import to_out
 
-MOST = 90
+MAX_QUESTIONS = 90
 """Questions of one kind, at most."""
 SEED = 0
 
@@ -231,7 +231,7 @@ def _of_words() -> Iterator[Kind]:
 
 
 def questions(kinds: Iterable[Kind]) -> pl.DataFrame:
-    """Return at most `MOST` questions of each kind, in random order: id, question, answer,
+    """Return at most `MAX_QUESTIONS` questions of each kind, in random order: id, question, answer,
     question_type, and `part`, which is `query` or `demonstration`.
 
     Each thing is asked about once before any is asked about again. Things that one part asks about
@@ -244,7 +244,7 @@ def questions(kinds: Iterable[Kind]) -> pl.DataFrame:
         order = [pairs[i] for i in rng.permutation(len(pairs))]
         phrasings = [kind.phrasings[i] for i in rng.permutation(len(kind.phrasings))]
         numbered = itertools.islice(
-            itertools.product(range(len(phrasings)), enumerate(order)), MOST
+            itertools.product(range(len(phrasings)), enumerate(order)), MAX_QUESTIONS
         )
         for number, (turn, (i, (about, answer))) in enumerate(numbered):
             question = phrasings[(turn + i // 2) % len(phrasings)].format(about)

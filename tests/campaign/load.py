@@ -25,10 +25,10 @@ from knobwise.agents import (
     DeployedController,
     OptimiserConfig,
     PolicyConfig,
-    judge,
-    taught_trainer,
+    distillation_trainer,
+    evaluate_policy,
 )
-from knobwise.agents.evaluation.baselines import static_of
+from knobwise.agents.evaluation.baselines import fit_static
 from knobwise.agents.learning.logged import read_log
 from knobwise.agents.serving.request_log import RequestLog
 from knobwise.envs import ProfileTable, default_budgets
@@ -147,12 +147,12 @@ def mapped(path):
         report("budgets")
         optimiser = OptimiserConfig(pretrain_iterations=50, iterations=20)
         options = {"policy": PolicyConfig(hidden=32), "optimiser": optimiser, "seed": 0}
-        controller = taught_trainer(large, split, budgets_ms=budgets, **options).run()
+        controller = distillation_trainer(large, split, budgets_ms=budgets, **options).run()
         agent = DeployedController(controller)
         report("trained")
-        static = static_of(large, split.train)
+        static = fit_static(large, split.train)
         for name, each in (("controller", agent), ("static", static)):
-            metrics = judge(each, large, split.test, budgets).metrics()
+            metrics = evaluate_policy(each, large, split.test, budgets).metrics()
             report(f"{name} judged on {len(split.test):,}: utility {metrics['Utility']:.3f}")
     finally:
         done.set()

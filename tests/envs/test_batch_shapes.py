@@ -53,7 +53,9 @@ def is_that_of_one_axis(make, shape, **options):
 def test_configurations_in_any_shape(shape, form):
     env = configurations(shape, full_information=True, **form)
     check_env_specs(env, seed=0, break_when_any_done=False)
-    check_env_specs(configurations(shape, lean=True, **form), seed=0, break_when_any_done=False)
+    check_env_specs(
+        configurations(shape, observe_features=False, **form), seed=0, break_when_any_done=False
+    )
     is_that_of_one_axis(configurations, shape, full_information=True, **form)
 
 

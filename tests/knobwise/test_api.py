@@ -16,7 +16,7 @@ import pytest
 import torch
 from commands import TABLE, launch, write_table
 from helpers import (
-    TAUGHT,
+    WITH_TEACHER,
     close,
     deployed,
     driven_apart,
@@ -45,10 +45,10 @@ MEAN_MS = 12.0
 """The budget that the policies for mean budgets are calibrated for."""
 KINDS = {
     "heads": HEADS,
-    "taught": replace(TAUGHT, experts=("ridge", "knn")),
-    "unguarded": replace(TAUGHT, experts=(), guard=False),
-    "no features": replace(TAUGHT, experts=()),
-    "mean": replace(TAUGHT, experts=(), guard=False),
+    "taught": replace(WITH_TEACHER, experts=("ridge", "knn")),
+    "unguarded": replace(WITH_TEACHER, experts=(), guard=False),
+    "no features": replace(WITH_TEACHER, experts=()),
+    "mean": replace(WITH_TEACHER, experts=(), guard=False),
 }
 
 
@@ -223,8 +223,8 @@ def test_fit_takes_the_options_of_the_command_line(options, experts, capsys):
     else:
         assert list(agent.teacher.chosen()["settings"]) == experts
     mean = options.get("budget") == "mean"
-    assert agent.sense == ("mean" if mean else "deadline")
-    assert bool(agent.settled.guard) == (experts is not None)
+    assert agent.constraint == ("mean" if mean else "deadline")
+    assert bool(agent.calibration.guard) == (experts is not None)
     assert len(policy.decide(table.features, 14.0, explain=True)) == 60
     budgets_ms = policy.judged["budgets_ms"]
     assert budgets_ms == list(options.get("budgets_ms", budgets_ms))
@@ -372,7 +372,7 @@ def test_load_takes_a_finished_run(home):
 def test_what_holds_no_policy_is_refused(message, path, home):
     selector = Selector(SelectorConfig(width=8, heads=2), 4)
     save_checkpoint("s.pt", selector, small_beams()[0], {})
-    half = DeployedController(driven_apart(small_table(20), HEADS, sense="mean")).eval()
+    half = DeployedController(driven_apart(small_table(20), HEADS, constraint="mean")).eval()
     save_checkpoint("half.pt", half, small_table(20), {})
     Path("empty").mkdir()
     with input_error(message):

@@ -60,7 +60,7 @@ def played(objective, holes):
     table = small_table(holes=holes)
     torch.manual_seed(0)
     controller = Controller.for_table(table, torch.arange(60), PolicyConfig(hidden=16, dropout=0.0))
-    settings = {"lean": True, "full_information": True, "reward": "shaped", "seed": 0}
+    settings = {"observe_features": False, "full_information": True, "reward": "shaped", "seed": 0}
     env = ConfigBandit(table, group_size=6, batch_size=32, **settings)
     actor = make_actor(controller, table, 6)
     with set_exploration_type(ExplorationType.RANDOM), torch.no_grad():

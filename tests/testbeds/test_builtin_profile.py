@@ -9,8 +9,8 @@ import numpy as np
 import polars as pl
 import pytest
 
-from knobwise.agents.evaluation.baselines import Oracle, PredictThenChoose, static_of
-from knobwise.agents.evaluation.evaluation import judge
+from knobwise.agents.evaluation.baselines import Oracle, PredictThenChoose, fit_static
+from knobwise.agents.evaluation.evaluation import evaluate_policy
 from knobwise.agents.teacher.experts import Experts
 from knobwise.envs import RewardConfig, default_budgets
 from knobwise.envs.bandit.reward import RewardTable
@@ -87,8 +87,8 @@ def test_the_features_say_which_configuration_is_needed(arrays):
     _, normaliser, (fitted,) = Experts.fit(profile, rows, budgets_ms, ("ridge",), 0)
     ridge = PredictThenChoose("ridge", fitted.expert, normaliser)
     static, learned, best = (
-        float(judge(policy, profile, split.test, budgets_ms, rewards).utility.mean())
-        for policy in (static_of(profile, rows), ridge, Oracle(profile, split.test))
+        float(evaluate_policy(policy, profile, split.test, budgets_ms, rewards).utility.mean())
+        for policy in (fit_static(profile, rows), ridge, Oracle(profile, split.test))
     )
     assert (learned - static) / (best - static) > 0.08
 

@@ -22,7 +22,7 @@ def test_a_loaded_and_an_exported_one_decide_like_the_saved_one(table, tmp_path)
     loaded = load_checkpoint(tmp_path / "c.pt").controller
     assert equal_states(loaded.controller, agent.controller)
     assert equal_states(loaded.teacher, agent.teacher)
-    assert loaded.settled.guard == agent.settled.guard
+    assert loaded.calibration.guard == agent.calibration.guard
     written = agent.export(tmp_path / "c.npz")
     exported = NumpyController.load(tmp_path / "c.npz")
     assert written.digest == exported.digest == loaded.decider.digest == agent.decider.digest
@@ -32,9 +32,9 @@ def test_the_guard_may_be_left_out_and_heads_alone_have_no_teacher():
     table = small_table(40)
     agent = deployed(table, PolicyConfig(hidden=8))
     assert agent.teacher is agent.plain()["teacher"] is None
-    assert len(agent.settled.guard) == len(default_budgets(table))
+    assert len(agent.calibration.guard) == len(default_budgets(table))
     unguarded = deployed(table, PolicyConfig(hidden=8, guard=False))
-    assert unguarded.settled.guard == []
+    assert unguarded.calibration.guard == []
     assert unguarded.decider.static is unguarded.decider.guard is None
     assert unguarded.reads_features(np.ones(2)).all()
 

@@ -1,4 +1,4 @@
-"""Worths, guard and mixtures for mean budgets: by hand where there is a formula, then on a trained
+"""Values, guard and mixtures for mean budgets: by hand where there is a formula, then on a trained
 one."""
 
 import math
@@ -11,20 +11,20 @@ import torch
 from helpers import BRIEF, deployed, small_table, table_of, trained
 
 from knobwise.agents.calibration import mean_policies
-from knobwise.agents.calibration.calibrate import deployed_by
+from knobwise.agents.calibration.calibrate import calibrate_controller
 from knobwise.agents.calibration.mean_policies import (
-    WORTHS,
+    VALUES,
     MeanBudgetPolicy,
     StaticMix,
+    calibrated_values,
     compared,
     make_priced_baselines,
     outcomes_of,
-    worths_for,
 )
 from knobwise.agents.calibration.prices import mean_budgets
 from knobwise.agents.controller.settings import PolicyConfig
 from knobwise.agents.training.settings import OptimiserConfig
-from knobwise.envs.bandit.budgets import worths_range
+from knobwise.envs.bandit.budgets import value_range
 
 # -- by hand ---------------------------------------------------------------------------------------
 
@@ -49,25 +49,25 @@ def test_the_guard_wants_the_budget_kept_and_a_gain_above_chance(monkeypatch):
     assert not any(row["deployed"] for row in compared(*alone, budgets_ms))
 
 
-def test_the_most_accurate_worth_within_each_mean_budget_is_found():
-    # worths are tried from 4 ms up; the policy takes the dear one for the first sample from 20 ms
+def test_the_most_accurate_price_within_each_mean_budget_is_found():
+    # values are tried from 4 ms up; the policy takes the dear one for the first sample from 20 ms
     # on, for both from 60 ms on; from 200 ms on it takes what is dearer still and no better
     table = table_of([[0.25, 1.0, 1.0], [0.5, 0.75, 0.5]], [[4.0, 10.0, 30.0]] * 2)
     rows = torch.arange(2)
     tried = []
 
-    def decide(worth):
-        tried.append(float(worth))
+    def decide(value):
+        tried.append(float(value))
         steps = ((0, [0, 0]), (20, [1, 0]), (60, [1, 1]), (200, [2, 2]))
-        return torch.tensor([chosen for least, chosen in steps if worth >= least][-1])
+        return torch.tensor([chosen for least, chosen in steps if value >= least][-1])
 
     budgets_ms = torch.tensor([3.0, 6.9, 7.0, 9.9, 10.0, 50.0])
-    worths, choices = worths_for(decide, table, rows, budgets_ms)
-    ends = worths_range(table.latency_ms.flatten()).tolist()
-    np.testing.assert_allclose(tried, np.geomspace(*ends, WORTHS), rtol=1e-5)
+    values_ms, choices = calibrated_values(decide, table, rows, budgets_ms)
+    ends = value_range(table.latency_ms.flatten()).tolist()
+    np.testing.assert_allclose(tried, np.geomspace(*ends, VALUES), rtol=1e-5)
     # means: 4 ms and .375; 7 ms and .75; 10 ms and .875; 30 ms and .75
     assert choices.T.tolist() == [[0, 0], [0, 0], [1, 0], [1, 0], [1, 1], [1, 1]]
-    assert [decide(worth).tolist() for worth in worths] == choices.T.tolist()
+    assert [decide(value).tolist() for value in values_ms] == choices.T.tolist()
 
 
 def test_where_it_was_not_shown_to_be_better_the_mixture_is_expected_to_decide():
@@ -78,8 +78,8 @@ def test_where_it_was_not_shown_to_be_better_the_mixture_is_expected_to_decide()
     def decide(features, group, mask):
         return np.full(len(mask), 3 + group)
 
-    worths, deployed_at = torch.tensor([4.0, 8.0]), torch.tensor([True, False])
-    policy = MeanBudgetPolicy("always", decide, budgets_ms, worths, deployed_at, mix)
+    values_ms, deployed_at = torch.tensor([4.0, 8.0]), torch.tensor([True, False])
+    policy = MeanBudgetPolicy("always", decide, budgets_ms, values_ms, deployed_at, mix)
     # what is expected of it needs no draw
     expected = policy.mixture(table, rows).expected(table, rows)
     cells = table.accuracy, table.latency_ms
@@ -91,26 +91,28 @@ def test_where_it_was_not_shown_to_be_better_the_mixture_is_expected_to_decide()
 
 
 @pytest.mark.parametrize(("features", "cost_ms"), [(True, 0.5), (False, 0.0)])
-def test_worths_are_those_that_keep_the_budgets_on_what_was_held_out(features, cost_ms):
+def test_prices_are_those_that_keep_the_budgets_on_what_was_held_out(features, cost_ms):
     table = small_table(120, holes=0.2, features=features)
     budgets_ms = mean_budgets(table, table.split().fitted)
     optimiser = replace(BRIEF, pretrain_iterations=60)
-    trainer = trained(table, sense="mean", optimiser=optimiser, cost_ms=cost_ms)
-    agent = deployed_by(trainer.setup, budgets_ms)
-    mean, rows = agent.settled.mean, trainer.setup.held_out.rows
-    worths = torch.from_numpy(mean["worths"]).float()
-    chosen = torch.stack([trainer.setup.held_out_log_probs(worth).argmax(1) for worth in worths], 1)
+    trainer = trained(table, constraint="mean", optimiser=optimiser, cost_ms=cost_ms)
+    agent = calibrate_controller(trainer.setup, budgets_ms)
+    mean, rows = agent.calibration.mean, trainer.setup.held_out.rows
+    values_ms = torch.from_numpy(mean["worths"]).float()
+    chosen = torch.stack(
+        [trainer.setup.held_out_log_probs(value).argmax(1) for value in values_ms], 1
+    )
     assert table.mask[rows].gather(1, chosen).all()
     accuracy, spent = (values.mean(0) for values in outcomes_of(table, rows, chosen))
-    guard = pl.DataFrame(agent.settled.guard)
+    guard = pl.DataFrame(agent.calibration.guard)
     assert guard["latency_ms_mean"].to_list() == pytest.approx((spent + cost_ms).tolist())
     assert guard["accuracy_policy"].to_list() == pytest.approx(accuracy.tolist())
     kept = spent + cost_ms <= budgets_ms * (1 + 1e-9)
     assert (kept.numpy() >= mean["deployed"]).all()
     assert mean["deployed"].tolist() == guard["deployed"].to_list()
-    # what decides is the network of all samples at that worth
+    # what decides is the network of all samples at that value
     x = agent.controller.normaliser(table.features, 120)
-    greedy = agent.controller(x, worths[1].expand(120), table.mask).argmax(1)
+    greedy = agent.controller(x, values_ms[1].expand(120), table.mask).argmax(1)
     decided = agent.under_mean_budgets().decided(table, torch.arange(120))
     assert torch.equal(decided[:, 1], greedy)
 
@@ -130,6 +132,6 @@ def test_a_taught_policy_spends_more_where_it_may():
     # baselines that look at the request are priced out of fold
     for policy in policies:
         accuracy, cost = policy.mixture(table, test).expected(table, test)
-        assert (policy.worths.diff() >= 0).all()
+        assert (policy.values_ms.diff() >= 0).all()
         assert cost.mean(0).tolist() == pytest.approx(budgets_ms.tolist(), rel=0.25)
         assert policy.name == "latency_only" or accuracy.mean() > mixed.mean() + 0.03

@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from helpers import TAUGHT, close, deployed, driven_apart, input_error, small_table
+from helpers import WITH_TEACHER, close, deployed, driven_apart, input_error, small_table
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tensordict import TensorDict
@@ -27,7 +27,7 @@ def agent_of(kind):
     if kind == "guarded":
         return table, deployed(table)
     if kind == "mean budgets":
-        return table, deployed(table, TAUGHT, mean_budgets(table, torch.arange(60)), "mean")
+        return table, deployed(table, WITH_TEACHER, mean_budgets(table, torch.arange(60)), "mean")
     members = 2 if kind == "several networks" else 1
     controller = driven_apart(table, PolicyConfig(hidden=8, fold_networks=members))
     return table, DeployedController(controller)
@@ -55,7 +55,7 @@ def test_any_controller_of_a_checkpoint_becomes_a_policy(kind, tmp_path):
     assert table.mask.gather(1, inner.index(drawn["action"])).all()
     assert drawn["action_log_prob"].isfinite().all()
     assert len(drawn["action"].unique(dim=1)[0]) > 1
-    # the network inside: neither the guard nor calibrated worths play a part
+    # the network inside: neither the guard nor calibrated values play a part
     x = inner.normaliser(table.features, 60)
     greedy = inner(x, data[inner.limit_key], table.mask).argmax(-1)
     out = policy(data)

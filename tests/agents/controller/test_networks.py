@@ -15,9 +15,9 @@ from knobwise.losses import dropping_out
 NAN = math.nan
 
 
-def network(features=2, members=1, bins=True):
+def network(features=2, networks=1, bins=True):
     torch.manual_seed(0)
-    config = PolicyConfig(teacher_hidden=16, fold_networks=members, teacher_dropout=0.3)
+    config = PolicyConfig(teacher_hidden=16, fold_networks=networks, teacher_dropout=0.3)
     return OutcomeNetwork(features, 3, config, bins).eval()
 
 
@@ -31,7 +31,7 @@ def stirred(net):
 
 
 def test_each_member_starts_at_the_means_of_its_own_samples_by_hand():
-    net = network(members=2)
+    net = network(networks=2)
     accuracy = torch.tensor([[1.0, 0.0, NAN], [0.5, 1.0, NAN]])
     log_latency = torch.tensor([[1.0, 2.0, NAN], [3.0, 2.0, NAN]])
     # the first has both samples, the second one of them
@@ -72,7 +72,7 @@ def test_a_teachers_network_by_hand():
 
 
 def test_a_utility_head_by_hand():
-    head = UtilityHead(members=1, hidden=1, count=2, sharpness=10.0)
+    head = UtilityHead(networks=1, hidden=1, count=2, sharpness=10.0)
     # it begins with equal outcomes, half right and as slow as the average
     close(head(torch.ones(1, 1, 1), torch.zeros(1, 1)), [[[10 * 0.5 * 0.5] * 2]])
     # accuracies .5 and .75; ln latencies 0 and 1; slopes ln 3 and 2 · ln 3
@@ -130,16 +130,16 @@ def cases(draw):
     """Configurations with holes (every value occurs), hidden vectors [M, 6, 5], masks that leave
     something."""
     sizes = draw(st.lists(st.integers(1, 4), min_size=1, max_size=4))
-    members = draw(st.integers(1, 3))
+    networks = draw(st.integers(1, 3))
     torch.manual_seed(draw(st.integers(0, 10_000)))
     grid = torch.cartesian_prod(*map(torch.arange, sizes)).reshape(-1, len(sizes))
     count = draw(st.integers(1, len(grid)))
     kept = grid[torch.randperm(len(grid))[:count]]
     # value indices without gaps, as a table's are
     configurations = torch.stack([column.unique(return_inverse=True)[1] for column in kept.T], 1)
-    mask = torch.rand(members, 6, count) < draw(st.sampled_from([0.1, 0.5, 1.0]))
-    mask.scatter_(2, torch.randint(count, (members, 6, 1)), True)
-    hidden = draw(st.sampled_from([0.1, 1.0, 30.0])) * torch.randn(members, 6, 5)
+    mask = torch.rand(networks, 6, count) < draw(st.sampled_from([0.1, 0.5, 1.0]))
+    mask.scatter_(2, torch.randint(count, (networks, 6, 1)), True)
+    hidden = draw(st.sampled_from([0.1, 1.0, 30.0])) * torch.randn(networks, 6, 5)
     return configurations, hidden.double(), mask
 
 

@@ -7,7 +7,7 @@ from helpers import (
     close,
     driven_apart,
     input_error,
-    member_of,
+    network_alone,
     small_table,
     some_configurations,
 )
@@ -103,11 +103,11 @@ def side_by_side(table):
 def test_the_last_network_is_the_one_that_decides(by_knobs, holes):
     table = table_with(by_knobs, holes)
     controller, data = side_by_side(table), contexts(table)
-    first, _, last = (log_probs_of(member_of(controller, i), table, data) for i in range(3))
+    first, _, last = (log_probs_of(network_alone(controller, i), table, data) for i in range(3))
     close(log_probs_of(controller, table, data), last)
     assert not torch.allclose(first.exp(), last.exp(), atol=1e-3)
     chosen = chosen_by(controller, table, data)
-    assert torch.equal(chosen, chosen_by(member_of(controller, 2), table, data))
+    assert torch.equal(chosen, chosen_by(network_alone(controller, 2), table, data))
 
 
 @every_head
@@ -115,13 +115,13 @@ def test_the_last_network_is_the_one_that_decides(by_knobs, holes):
 def test_in_training_contexts_belong_to_the_networks_in_turn(by_knobs, holes):
     table = table_with(by_knobs, holes)
     controller, data = side_by_side(table), contexts(table, 21)
-    flat = log_probs_of(controller, table, data, members=True)
+    flat = log_probs_of(controller, table, data, all_networks=True)
     for number in range(3):
-        wanted = log_probs_of(member_of(controller, number), table, data)
+        wanted = log_probs_of(network_alone(controller, number), table, data)
         close(flat[number::3], wanted[number::3])
         assert not torch.allclose(flat.exp(), wanted.exp(), atol=1e-3)
     # [P, M], as the buffer holds them, is the same
-    square = make_actor(controller, table, 4, members=True).get_dist(data.reshape(7, 3))
+    square = make_actor(controller, table, 4, all_networks=True).get_dist(data.reshape(7, 3))
     close(square.log_probs.reshape(21, -1), flat)
     assert square.sample().shape == (7, 3, 4, 3)
 
@@ -130,7 +130,7 @@ def test_in_training_contexts_belong_to_the_networks_in_turn(by_knobs, holes):
 def test_a_gradient_touches_its_own_network_alone(by_knobs):
     table = table_with(by_knobs, holes=0.5)
     controller, data = side_by_side(table), contexts(table, 21)
-    actor = make_actor(controller, table, members=True)
+    actor = make_actor(controller, table, all_networks=True)
     actor.get_dist(data).entropy()[1::3].sum().backward()
     for name, p in controller.named_parameters():
         assert not p.grad[[0, 2]].any(), name

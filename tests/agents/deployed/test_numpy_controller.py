@@ -297,8 +297,8 @@ def test_the_configurations_that_lose_little_by_hand(limit_ms, drift, loss, want
     assert expected == pytest.approx((1, math.log(30), math.log(3)))
 
 
-def test_mean_budgets_decide_at_their_worths_and_the_mix_where_they_fell_back():
-    """The second configuration is chosen at a worth above 20 ms."""
+def test_mean_budgets_decide_at_their_prices_and_the_mix_where_they_fell_back():
+    """The second configuration is chosen at a value above 20 ms."""
     mean = {
         "mean.budgets_ms": [9.0, 12.0, 16.0],
         "mean.worths": [19.0, 50.0, 21.0],
@@ -375,7 +375,7 @@ def test_other_files_are_refused(tmp_path):
 def test_a_file_that_unpacks_to_much_is_refused(tmp_path, monkeypatch):
     """As any zip archive, a small one may."""
     np.savez_compressed(tmp_path / "large.npz", **arrays_by_hand(), more=np.zeros(10_000))
-    monkeypatch.setattr("knobwise.agents.deployed.arrays.MOST_BYTES", 50_000)
+    monkeypatch.setattr("knobwise.agents.deployed.arrays.MAX_BYTES", 50_000)
     with pytest.raises(ValueError, match=r"large\.npz.*unpacks"):
         NumpyController.load(tmp_path / "large.npz")
 

@@ -88,8 +88,8 @@ def test_the_steps_of_static_are_what_it_chooses(seed, holes, shape):
     latency = generator.integers(1, 6, size=shape).astype(float)
     hole = generator.random(shape) < holes
     samples, count = shape
-    places = np.arange(max(shape))
-    hole[places % samples, places % count] = False
+    one_hot = np.arange(max(shape))
+    hole[one_hot % samples, one_hot % count] = False
     accuracy[hole] = latency[hole] = nan
     static = FittedStatic.fit(accuracy, latency, latency[..., None])
     budgets = np.linspace(0.25, 6.75, 27)
@@ -99,8 +99,8 @@ def test_the_steps_of_static_are_what_it_chooses(seed, holes, shape):
     # by the definition
     mean_ms = np.nanmean(latency, 0)
     for budget, chosen in zip(budgets, of_masks, strict=True):
-        worth = np.nansum(accuracy * (latency <= budget), 0) / (~hole).sum(0)
-        best = np.isclose(worth, worth.max())
+        utility = np.nansum(accuracy * (latency <= budget), 0) / (~hole).sum(0)
+        best = np.isclose(utility, utility.max())
         assert best[chosen]
         assert mean_ms[chosen] == pytest.approx(mean_ms[best].min())
 
@@ -137,11 +137,11 @@ def test_a_side_of_the_mix_that_a_mask_forbids_is_replaced():
     own = np.zeros(5, np.int64)
     for share, wanted in ((0.0, [1, 3, 1, 2, 0]), (1.0, [3, 3, 1, 2, 0])):
         mean = mean_budgets(share)
-        assert mean.settled(own, np.full(5, 12.0), mask).tolist() == wanted
+        assert mean.with_fallback(own, np.full(5, 12.0), mask).tolist() == wanted
         # at 9 ms nothing but configuration 0 is affordable
         mean.deployed[:] = False
         only = np.array([[False, False, True, True]])
-        assert mean.settled(own[:1], np.array([9.0]), only).tolist() == [2]
+        assert mean.with_fallback(own[:1], np.array([9.0]), only).tolist() == [2]
 
 
 def test_a_mean_budget_must_be_calibrated():

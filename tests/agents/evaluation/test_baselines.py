@@ -29,10 +29,10 @@ from knobwise.agents.evaluation.baselines import (
     LookupTable,
     Oracle,
     Random,
+    fit_static,
     make_baselines,
-    static_of,
 )
-from knobwise.agents.evaluation.evaluation import judge
+from knobwise.agents.evaluation.evaluation import evaluate_policy
 from knobwise.agents.evaluation.policy import choices_of, reads_features, requests_of
 from knobwise.envs.bandit.budgets import default_budgets
 from knobwise.envs.tables.profile_table import ProfileTable
@@ -73,7 +73,9 @@ def fitted_to(table, split=None):
 def utilities_of(policies, table):
     """Return what each policy gets on the test rows, by its name."""
     about = table, table.split().test, default_budgets(table)
-    return {name: judge(policy, *about).utility.mean() for name, policy in policies.items()}
+    return {
+        name: evaluate_policy(policy, *about).utility.mean() for name, policy in policies.items()
+    }
 
 
 # -- the rules, by hand ----------------------------------------------------------------------------
@@ -82,7 +84,7 @@ def utilities_of(policies, table):
 def test_budget_aware_static_averages_profiled_cells_of_the_given_rows_only():
     accuracy = [[0.6, NAN, NAN], [0.6, 0.8, NAN], [0.0, 0.0, 1.0]]
     table = table_of(accuracy, [[5.0, NAN, NAN], [5.0, 8.0, NAN], [5.0, 8.0, 1.0]])
-    static = static_of(table, ALL)
+    static = fit_static(table, ALL)
     assert static.mean_utility(np.array([8.0]))[0] == pytest.approx([0.6, 0.8, 0.0])
     # the last configuration was never profiled in these rows: known to be good only to whoever
     # looks at the third
@@ -214,7 +216,7 @@ def test_never_outside_the_mask_and_deterministic():
 
 def test_judged_by_hand():
     table = table_of([[0.5, 1.0], [0.25, 0.75]], [[10.0, 20.0], [30.0, 40.0]])
-    metrics = judge(Always(1), table, ALL, torch.tensor([15.0, 35.0])).metrics()
+    metrics = evaluate_policy(Always(1), table, ALL, torch.tensor([15.0, 35.0])).metrics()
     wanted = {
         "Utility": 0.25,
         "Reward_Mean": (1 - 3 * 0.2) / 4,  # a miss costs .2
@@ -232,10 +234,10 @@ def test_an_answer_in_time_in_two_of_three_measurements_is_worth_two_thirds():
     )
     table = table_of([[0.5, 0.75], [0.25, 1.0]], repeats)
     budgets = torch.tensor([11.0, 25.0])
-    judged = judge(Always(0), table, ALL, budgets)
+    judged = evaluate_policy(Always(0), table, ALL, budgets)
     close(judged.on_time, [[2 / 3, 1], [1, 1]])
     close(judged.utility, [[1 / 3, 0.5], [0.25, 0.25]])
-    charged = judge(Always(0), table, ALL, budgets, cost_ms=torch.full_like(budgets, 0.5))
+    charged = evaluate_policy(Always(0), table, ALL, budgets, cost_ms=torch.full_like(budgets, 0.5))
     close(charged.on_time, [[1 / 3, 1], [1, 1]])
     assert charged.latency_ms.tolist() == [[11.5, 11.5], [5.5, 5.5]]
     # 0.75 in two of three measurements is worth as much as 0.5 in all, and the faster is taken
@@ -248,7 +250,9 @@ def test_a_policy_decides_for_what_its_own_cost_leaves():
     row = ALL[:1]
     for cost_ms, choice, utility in ((0.0, 1, 1.0), (1.0, 0, 0.5), (30.0, 0, 0.0)):
         cost = torch.tensor([cost_ms])
-        charged = judge(static_of(table, row), table, row, torch.tensor([20.5]), cost_ms=cost)
+        charged = evaluate_policy(
+            fit_static(table, row), table, row, torch.tensor([20.5]), cost_ms=cost
+        )
         assert (charged.chosen, charged.utility) == (choice, utility)
 
 
@@ -288,7 +292,7 @@ def test_decisions_without_features_do_not_pay_for_it():
     table, rows = small_table(60), torch.arange(60)
     paid, budgets = looked_at(table), default_budgets(table)
     close(default_budgets(paid), budgets)
-    static, same = static_of(paid, rows), static_of(table, rows)
+    static, same = fit_static(paid, rows), fit_static(table, rows)
     limits = budgets.numpy()
     np.testing.assert_allclose(static.mean_utility(limits), same.mean_utility(limits))
     for make in (partial(BestStatic, budgets_ms=budgets), LookupTable, Oracle):
@@ -296,7 +300,7 @@ def test_decisions_without_features_do_not_pay_for_it():
             choices_of(make(each, rows), {}, limits, table.mask.numpy()) for each in (paid, table)
         )
         assert torch.equal(*choices)
-    with_look, without = (judge(same, each, rows, budgets) for each in (paid, table))
+    with_look, without = (evaluate_policy(same, each, rows, budgets) for each in (paid, table))
     for name in ("utility", "latency_ms", "reward", "on_time", "feasible"):
         close(getattr(with_look, name), getattr(without, name))
 
@@ -307,9 +311,9 @@ def test_decisions_by_features_pay_where_the_answer_does_not_continue_from_it():
     budgets, row = torch.tensor([5.0]), ALL[:1]
     for choice, on_time, took in ((0, 1.0, 4.0), (1, 0.0, 6.5)):
         policy = Always(choice)
-        assert judge(policy, paid, row, budgets).latency_ms == 4.0
+        assert evaluate_policy(policy, paid, row, budgets).latency_ms == 4.0
         policy.reads_features = lambda limits: np.ones(len(limits), bool)
-        judged = judge(policy, paid, row, budgets)
+        judged = evaluate_policy(policy, paid, row, budgets)
         assert (judged.utility, judged.latency_ms) == (on_time, took)
 
 
@@ -320,11 +324,11 @@ def test_a_guard_counts_the_look_and_falls_back_without_it():
     budgets = default_budgets(paid)
     agent = deployed(paid, PolicyConfig(hidden=8))
     reads = reads_features(agent, budgets.numpy())
-    assert reads.tolist() == [row["deployed"] for row in agent.settled.guard]
+    assert reads.tolist() == [row["deployed"] for row in agent.calibration.guard]
     assert not reads[-1]
-    static = static_of(table, table.split().train)
+    static = fit_static(table, table.split().train)
     took, wanted = (
-        judge(policy, each, rows, budgets).latency_ms[:, ~reads]
+        evaluate_policy(policy, each, rows, budgets).latency_ms[:, ~reads]
         for policy, each in ((agent, paid), (static, table))
     )
     close(took, wanted)

@@ -6,7 +6,7 @@ from replayed import logged_outcomes
 
 from knobwise.agents.learning import off_policy
 from knobwise.agents.learning.logged import of_choices
-from knobwise.agents.learning.off_policy import doubly_robust, judge
+from knobwise.agents.learning.off_policy import doubly_robust, estimate_gain
 from knobwise.envs import default_budgets
 from knobwise.testbeds.simulated.calibrated import SimulatedConfig, simulate
 
@@ -16,13 +16,13 @@ def test_every_estimate_by_hand(monkeypatch):
     expected = torch.tensor([[0.6, 0.4, 0.9]]).expand(4, -1)
     old = torch.zeros(4, dtype=torch.int64)
     new = torch.tensor([1, 1, 0, 2])  # 2 cannot be drawn
-    judged = judge(logged, expected, old, new)
+    judged = estimate_gain(logged, expected, old, new)
     assert (judged.requests, judged.different, judged.better) == (4, 2, False)
     # old: 0.6 + (1 − 0.6)/0.8, then 0.6 without a draw; new: 0.4, then 0.4 + (0 − 0.4)/0.2
     assert judged.gain == pytest.approx(-2.9 / 4, abs=1e-6)
     monkeypatch.setattr(off_policy, "CLIP", 2.0)
     # 0.4 + 2·(0 − 0.4)
-    assert judge(logged, expected, old, new).gain == pytest.approx(-1.7 / 4, abs=1e-6)
+    assert estimate_gain(logged, expected, old, new).gain == pytest.approx(-1.7 / 4, abs=1e-6)
 
 
 def test_a_new_controller_is_better_only_where_the_log_shows_it(monkeypatch):
@@ -31,17 +31,17 @@ def test_a_new_controller_is_better_only_where_the_log_shows_it(monkeypatch):
     old = torch.zeros_like(choice)
     new = torch.ones_like(choice)
     flat = torch.full((400, 2), 0.5)
-    judged = judge(logged, flat, old, new)
+    judged = estimate_gain(logged, flat, old, new)
     assert judged.better
     assert judged.bound > 0.2
-    assert not judge(logged, flat, new, old).better
-    assert not judge(logged, flat, old, old).better
+    assert not estimate_gain(logged, flat, new, old).better
+    assert not estimate_gain(logged, flat, old, old).better
     with monkeypatch.context() as patch:
         patch.setattr(off_policy, "CONFIDENCE", 0.5)
-        assert not judge(logged[:8], flat[:8], old[:8], new[:8]).better
+        assert not estimate_gain(logged[:8], flat[:8], old[:8], new[:8]).better
     # without exploration nothing is shown, whatever the model says
     greedy = logged_outcomes(old, [[1.0, 0.0]] * 400, logged.accuracy)
-    judged = judge(greedy, torch.tensor([[0.1, 0.9]]).expand(400, -1), old, new)
+    judged = estimate_gain(greedy, torch.tensor([[0.1, 0.9]]).expand(400, -1), old, new)
     assert (judged.different, judged.gain, judged.better) == (0, 0.0, False)
 
 
@@ -74,7 +74,7 @@ def test_bounds_at_95_percent_are_below_the_truth_in_at_least_90_of_100_replayed
         rows = torch.randint(len(utility), (requests,))
         choice = chances[rows].multinomial(1).squeeze(1)
         logged = logged_outcomes(choice, chances[rows], utility[rows, choice])
-        judged = judge(logged, wrong[rows], old[rows], new[rows])
+        judged = estimate_gain(logged, wrong[rows], old[rows], new[rows])
         assert judged.different > requests / 5
         held += judged.bound <= true
     assert held >= 90
@@ -91,7 +91,7 @@ def test_a_model_that_is_wrong_where_the_log_is_thin_shows_nothing():
     for seed in range(100):
         torch.manual_seed(seed)
         logged = logged_outcomes((torch.rand(n) < 0.006).long(), [[0.994, 0.006]] * n, old)
-        better += judge(logged, expected, old, new).better
+        better += estimate_gain(logged, expected, old, new).better
     assert better <= 5
 
 

@@ -11,7 +11,7 @@ from helpers import arrays, input_error
 from replayed import logged_outcomes, logging_model, serve_requests, small_stack
 
 from knobwise.agents import DeployedController
-from knobwise.agents.learning import adaptation, doubts
+from knobwise.agents.learning import acceptance, adaptation
 from knobwise.agents.learning import update as update_module
 from knobwise.agents.learning.logged import Logged, logged_of, read_log
 from knobwise.agents.learning.off_policy import decisions
@@ -61,12 +61,12 @@ def learned(agent):
 def utility(controller, table):
     """The mean utility of all samples under three budgets."""
     rows = torch.arange(table.num_samples)
-    worth = 0.0
+    utility = 0.0
     for budget in (8.0, 12.0, 18.0):
         chosen = controller.choose(arrays(table), np.full(len(rows), budget))
         met = table.latency_ms[rows, chosen] <= budget
-        worth += float((table.accuracy[rows, chosen] * met).mean()) / 3
-    return worth
+        utility += float((table.accuracy[rows, chosen] * met).mean()) / 3
+    return utility
 
 
 def test_latencies_that_drifted_are_learned_and_the_new_controller_takes_over():
@@ -111,7 +111,7 @@ def test_without_labels_latencies_alone_are_learned_and_judged_by_times():
     assert few.steps["latencies"].requests == 60
     assert not few.better
     result = update(agent, logged)
-    assert list(result.steps) == [*result.doubts] == ["latencies"]
+    assert list(result.steps) == [*result.objections] == ["latencies"]
     assert result.better
     there, _ = drifted(table)
     assert utility(result.agent, there) > utility(agent, there) + 0.03
@@ -134,8 +134,8 @@ def test_losses_add_up_until_somebody_accepts_an_update(monkeypatch):
     logged.accuracy[logged.choice == 0] = 1.0
 
     def allow(loss):
-        for module in (doubts, update_module):
-            monkeypatch.setattr(module, "MOST_LOSS", loss)
+        for module in (acceptance, update_module):
+            monkeypatch.setattr(module, "MAX_LOSS", loss)
 
     allow(1.0)
     first = update(agent, logged)
@@ -165,20 +165,20 @@ def test_the_reasons_by_hand():
     right = torch.ones(80).double()
     expected = torch.full((80,), 0.5).double()
     own = logged_outcomes(choice, [[0.7, 0.1, 0.1, 0.1]] * 80, right)
-    assert doubts.doubted_labels(NAMES, own, expected, 0.004) == []
+    assert acceptance.objections_to_labels(NAMES, own, expected, 0.004) == []
     # 20 right answers where 10 are expected: z = 10/√5
-    loses, *named = doubts.doubted_labels(NAMES, own, expected, 0.02)
+    loses, *named = acceptance.objections_to_labels(NAMES, own, expected, 0.02)
     assert "2.0 points" in loses
     assert len(named) == 4
     assert all("20 labels" in line and "0.50" in line for line in named)
     # 12 of them are no more than chance
     chance = logged_outcomes(choice, own.propensity.tolist(), torch.arange(80) % 20 < 12)
-    assert len(doubts.doubted_labels(NAMES, chance, expected, 0.02)) == 1
+    assert len(acceptance.objections_to_labels(NAMES, chance, expected, 0.02)) == 1
     # two configurations only
-    (few,) = doubts.doubted_labels(NAMES, own[:40], expected[:40], 0.0)
+    (few,) = acceptance.objections_to_labels(NAMES, own[:40], expected[:40], 0.0)
     assert "2 configurations" in few
     # only what was explored
-    (explored,) = doubts.doubted_labels(NAMES, own[20:], expected[20:], 0.0)
+    (explored,) = acceptance.objections_to_labels(NAMES, own[20:], expected[20:], 0.0)
     assert "only 0" in explored
 
 
@@ -188,13 +188,13 @@ def test_times_of_a_configuration_that_contradict_those_of_the_others_are_named(
     noise = 0.05 * torch.randn(120).double()
     # a drift that follows a knob is none
     ratios = noise + 0.8 * grid[choice, 0]
-    assert doubts.doubted_times(NAMES, grid, choice, ratios) == []
+    assert acceptance.objections_to_times(NAMES, grid, choice, ratios) == []
     ratios[choice == 3] -= 2.3
-    lines = doubts.doubted_times(NAMES, grid, choice, ratios)
+    lines = acceptance.objections_to_times(NAMES, grid, choice, ratios)
     assert any("{'size': 'd'}, 30 answers" in line for line in lines)
     # a configuration that is alone is not compared
     alone = choice == 3
-    assert doubts.doubted_times(NAMES, grid, choice[alone], ratios[alone]) == []
+    assert acceptance.objections_to_times(NAMES, grid, choice[alone], ratios[alone]) == []
 
 
 def test_a_gain_that_has_passed_waits_to_be_accepted():
@@ -203,7 +203,7 @@ def test_a_gain_that_has_passed_waits_to_be_accepted():
     passed = Logged.cat([logged, normal])
     result = update(agent, passed)
     if result.steps["latencies"].better:
-        assert any("later half" in doubt for doubt in result.doubts["latencies"])
+        assert any("later half" in objection for objection in result.objections["latencies"])
     assert not result.better
 
 

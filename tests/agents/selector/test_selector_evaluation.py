@@ -16,13 +16,13 @@ from knobwise.agents.selector.baselines import (
     Kinds,
     marginal_relevance,
     random_places,
-    simple_ways,
+    selector_baselines,
     voters,
 )
 from knobwise.agents.selector.evaluation import (
     choose,
+    decide_baselines,
     decide_selectors,
-    decide_simple,
     decision_us,
     recorded_choices,
 )
@@ -114,7 +114,7 @@ def test_a_selector_is_judged_by_what_it_chose_of_each_pool(shots):
 def test_simple_ways_are_judged_beside_it():
     """What was shown is said with what came of it, of the rows that were asked for."""
     rows = torch.tensor([8, 3, 5])
-    results = decide_simple(TABLE, Sums(), 2, rows, seeds=(0, 1, 2))
+    results = decide_baselines(TABLE, Sums(), 2, rows, seeds=(0, 1, 2))
     assert list(results) == ["random", *SIMILAR, "mmr", "vote", "best_recorded", "oracle"]
     assert results["random"].correct.shape == (3, 3)
     assert results["vote"].correct.tolist() == [[0.0] * 3]  # five voters, or one
@@ -162,15 +162,17 @@ def test_marginal_relevance_avoids_what_was_chosen():
 def test_the_same_kind_comes_first_and_by_similarity():
     data = on_a_circle([10.0, 80.0, 40.0, 0.0])
     kinds = Kinds(torch.tensor([1]), torch.tensor([0, 1, 1, 0]))
-    ways = simple_ways(data, 3, kinds=kinds)
+    ways = selector_baselines(data, 3, kinds=kinds)
     assert ways["same_kind"].tolist() == [[2, 1, 3]]
     assert ways["similarity"].tolist() == [[3, 0, 2]]
-    assert "same_kind" not in simple_ways(data, 3)
+    assert "same_kind" not in selector_baselines(data, 3)
 
 
 def test_kinds_follow_the_rows_that_are_judged():
     kinds, rows = Kinds(ALL % 2, torch.arange(BANK) % 2), torch.tensor([8, 5])
-    shown = decide_simple(TABLE, Sums(), 1, rows, kinds=kinds)["same_kind"].demonstrations[0, :, 0]
+    shown = decide_baselines(TABLE, Sums(), 1, rows, kinds=kinds)["same_kind"].demonstrations[
+        0, :, 0
+    ]
     # both pools have both kinds
     assert (TABLE.pool[rows] % 2).float().std(1).all()
     assert (shown % 2).tolist() == [0, 1]
@@ -178,7 +180,7 @@ def test_kinds_follow_the_rows_that_are_judged():
 
 def test_a_selector_with_a_strong_prior_starts_from_the_nearest():
     actor = actor_of(prior=1e4)
-    nearest = simple_ways(replace(TABLE, blocks={}), 2)["similarity"]
+    nearest = selector_baselines(replace(TABLE, blocks={}), 2)["similarity"]
     assert torch.equal(choose(actor, ALL), nearest)
     # it is trained too, and stored
     policy, dist = actor.selector, actor.get_dist({"row": ALL})
@@ -227,7 +229,7 @@ def test_what_has_no_record_of_its_correctness_is_never_counted():
     bare = replace(data, fields={"beam_score": data.fields["beam_score"]})
     with input_error("vqa_correct"):
         recorded(bare, 2, nothing)
-    assert "oracle" not in decide_simple(bare, Sums(), 2, KNOWN)
+    assert "oracle" not in decide_baselines(bare, Sums(), 2, KNOWN)
 
 
 def test_a_selector_without_a_scorer_is_given_what_it_finds_most_probable():
@@ -244,7 +246,7 @@ def test_a_selector_without_a_scorer_is_given_what_it_finds_most_probable():
 
 
 def test_simple_ways_without_a_scorer_and_the_oracle_is_right_wherever_any_record_is():
-    decided = decide_simple(TABLE, None, 2, ALL, seeds=(0, 1))
+    decided = decide_baselines(TABLE, None, 2, ALL, seeds=(0, 1))
     assert list(decided) == ["random", *SIMILAR, "best_recorded", "oracle"]
     right = TABLE.fields["vqa_correct"][KNOWN, :3]
     assert torch.equal(decided["oracle"].correct[0, KNOWN], right.amax(1))
@@ -294,19 +296,19 @@ def by_hand(queries=BY_HAND, pool=POOL, blocks=BLOCKS):
     ],
 )
 def test_simple_ways_by_hand(way, shots, wanted):
-    places = simple_ways(by_hand(), shots, trusted=TRUSTED.bool())[way]
+    places = selector_baselines(by_hand(), shots, trusted=TRUSTED.bool())[way]
     assert bank_rows(by_hand().pool, places).tolist() == wanted
 
 
 def test_ways_that_need_blocks_or_trust_are_left_out_without_them():
-    assert "careful_rule" not in simple_ways(by_hand(), 2)
-    mixed = simple_ways(by_hand(blocks={}), 2)
+    assert "careful_rule" not in selector_baselines(by_hand(), 2)
+    mixed = selector_baselines(by_hand(blocks={}), 2)
     assert set(mixed) == {"similarity", "mmr"}
     whole = torch.cosine_similarity(BY_HAND[1], CANDIDATES, dim=-1)
     assert POOL[1][mixed["similarity"][1]].tolist() == whole.topk(2).indices.tolist()
     # parts are known only where every column is a thing asked
     for other in (by_hand(blocks={}), by_hand(BY_HAND * 0.5), by_hand(blocks={"question": (2, 4)})):
-        assert "part_similarity" not in simple_ways(other, 2)
+        assert "part_similarity" not in selector_baselines(other, 2)
 
 
 def test_voters_are_the_nearest_few_of_each_part():
@@ -315,7 +317,7 @@ def test_voters_are_the_nearest_few_of_each_part():
     assert voters(by_hand(blocks={})).shape == (4, 5)
     # a query that asks nothing known gets similar images
     nothing = by_hand(BY_HAND * torch.tensor([1.0, 1, 0, 0, 1]))
-    places = simple_ways(nothing, 3)["part_similarity"]
+    places = selector_baselines(nothing, 3)["part_similarity"]
     assert POOL[0][places[0]].tolist() == [2, 0, 1]
 
 
@@ -323,7 +325,7 @@ def test_voters_are_the_nearest_few_of_each_part():
 @settings(max_examples=20, deadline=None)
 def test_every_way_takes_each_candidate_once_and_no_padding(shots, seed):
     data = by_hand()
-    ways = simple_ways(data, shots, trusted=TRUSTED.bool())
+    ways = selector_baselines(data, shots, trusted=TRUSTED.bool())
     for places in [*ways.values(), random_places(data, shots, seed)]:
         assert places.shape == (4, shots)
         for row, size in zip(places.tolist(), (7, 7, 2, 0), strict=True):

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from helpers import (
-    TAUGHT,
+    WITH_TEACHER,
     arrays,
     driven_apart,
     equal_states,
@@ -19,7 +19,7 @@ from helpers import (
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from replayed import settled_for, small_stack, teacher_beside
+from replayed import calibration_for, small_stack, teacher_beside
 
 from knobwise.agents import DeployedController
 from knobwise.agents.learning.adaptation import (
@@ -124,14 +124,14 @@ def test_profiles_without_enough_in_common_are_refused():
 def taught(features=True):
     """Whose teacher has experts, and whose networks are driven apart."""
     table = small_table(90, features=features)
-    config = replace(TAUGHT, fold_networks=3, experts=("ridge", "knn"), layers=1, drift=0.3)
+    config = replace(WITH_TEACHER, fold_networks=3, experts=("ridge", "knn"), layers=1, drift=0.3)
     controller = driven_apart(table, config)
     network = teacher_beside(table, controller)
     about = network, config, default_budgets(table), 0
     teacher = fit_teacher(table, torch.arange(90), *about).teacher
     teacher.weights.copy_(torch.ones(len(teacher.weights)) / len(teacher.weights))
-    settled = settled_for(table, [1.0, 0.9, 0.8, 1.0, 0.7], [True, False, True, True, True])
-    return table, DeployedController(controller, teacher, settled).eval()
+    calibration = calibration_for(table, [1.0, 0.9, 0.8, 1.0, 0.7], [True, False, True, True, True])
+    return table, DeployedController(controller, teacher, calibration).eval()
 
 
 def chosen(agent, table, budget):
@@ -172,12 +172,12 @@ def test_a_controller_expects_every_latency_times_its_factor(features):
     assert torch.allclose(after.log_latency, before.log_latency + offsets, atol=1e-5)
     assert torch.allclose(after.spread.square(), before.spread.square() + variance)
     # what belongs to budgets moves by the mean, 0.25
-    budgets = [[row["budget_ms"] for row in each.settled.guard] for each in (agent, other)]
+    budgets = [[row["budget_ms"] for row in each.calibration.guard] for each in (agent, other)]
     assert budgets[1] == pytest.approx([budget * math.exp(0.25) for budget in budgets[0]])
     by = other.controller.network.encoding.mean - agent.controller.network.encoding.mean
     assert float(by) == pytest.approx(0.25, abs=1e-5)
     # what the tracker and static expect moves by configuration
-    old, new = agent.settled, other.settled
+    old, new = agent.calibration, other.calibration
     np.testing.assert_allclose(
         new.latency["bias"], old.latency["bias"] + offsets.numpy(), rtol=1e-5
     )
@@ -199,8 +199,8 @@ def test_a_spread_at_least_halves():
     ratios = after.spread / before.spread
     assert 0.4999 <= float(ratios.min()) < 0.5001
     assert float(ratios.max()) < 1
-    spread = agent.settled.latency["spread"]
-    np.testing.assert_allclose(other.settled.latency["spread"], spread / 2, rtol=1e-5)
+    spread = agent.calibration.latency["spread"]
+    np.testing.assert_allclose(other.calibration.latency["spread"], spread / 2, rtol=1e-5)
 
 
 def test_one_factor_for_all_is_the_same_as_dividing_the_budgets():
@@ -228,13 +228,13 @@ def test_the_heads_learn_what_the_teacher_expects_now():
     overall, *_ = moved(agent, table, offsets.mean(), 0.0)
     ends = default_budgets(table).double() * float(offsets.mean().exp())
     budgets = torch.linspace(float(ends[0]), float(ends[-1]), 60)
-    worths = other.teacher.teach(x[:1], budgets.unsqueeze(0))[0].clamp_min(0)
-    assert float(worths.amax(1).min()) > 0.1  # some configuration is on time
+    expected = other.teacher.expected_utility(x[:1], budgets.unsqueeze(0))[0].clamp_min(0)
+    assert float(expected.amax(1).min()) > 0.1  # some configuration is on time
     lost = []
     for each in (other, overall):
         decided = [chosen(each, table, budget)[0] for budget in budgets.tolist()]
-        worth = worths[torch.arange(60), torch.tensor(decided)]
-        lost.append(float((worths.amax(1) - worth).mean()))
+        utility = expected[torch.arange(60), torch.tensor(decided)]
+        lost.append(float((expected.amax(1) - utility).mean()))
     taught_again, budget_alone = lost
     assert budget_alone > 0.1
     assert taught_again < budget_alone / 3  # a sum over knobs does not say everything

@@ -12,7 +12,7 @@ import torch
 from helpers import arrays, driven_apart, input_error, small_table
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from replayed import settled_for, teacher_beside
+from replayed import calibration_for, teacher_beside
 
 from knobwise.agents import DeployedController, PolicyConfig
 from knobwise.agents.calibration.mean_policies import StaticMix, compared
@@ -31,18 +31,18 @@ MIX = StaticMix.of_table(TABLE, torch.arange(40), MEANS)
 @functools.cache
 def policy_of(kind):
     """`heads` alone; beside a `teacher`; in a `guard` too; or for `mean` budgets, in a guard."""
-    sense = "mean" if kind == "mean" else "deadline"
-    controller = driven_apart(TABLE, CONFIG, sense=sense)
-    settled = settled_for(TABLE, MARGINS if kind == "guard" else None, DEPLOY)
+    constraint = "mean" if kind == "mean" else "deadline"
+    controller = driven_apart(TABLE, CONFIG, constraint=constraint)
+    calibration = calibration_for(TABLE, MARGINS if kind == "guard" else None, DEPLOY)
     if kind == "mean":
         cells = torch.tensor([[1.0, 1.0, 0.0]]).expand(40, -1)
-        settled.guard = compared(cells, 0 * cells, 0.5 + 0 * cells, MEANS)
-        settled.mean = {f"mix.{name}": values for name, values in MIX.arrays().items()}
-        settled.mean["budgets_ms"] = MEANS.double().numpy()
-        settled.mean["worths"] = np.array([20.0, 1000.0, 50.0])
-        settled.mean["deployed"] = np.array([row["deployed"] for row in settled.guard])
-    teacher = None if kind == "heads" else teacher_beside(TABLE, controller, sense)
-    agent = DeployedController(controller, teacher, settled).eval()
+        calibration.guard = compared(cells, 0 * cells, 0.5 + 0 * cells, MEANS)
+        calibration.mean = {f"mix.{name}": values for name, values in MIX.arrays().items()}
+        calibration.mean["budgets_ms"] = MEANS.double().numpy()
+        calibration.mean["worths"] = np.array([20.0, 1000.0, 50.0])
+        calibration.mean["deployed"] = np.array([row["deployed"] for row in calibration.guard])
+    teacher = None if kind == "heads" else teacher_beside(TABLE, controller, constraint)
+    agent = DeployedController(controller, teacher, calibration).eval()
     return KnobPolicy(Loaded(agent, "small", "", {}))
 
 
@@ -86,7 +86,7 @@ def test_many_inputs_are_explained_as_each_alone():
 
 def test_of_mean_budgets_those_that_are_calibrated_are_listed():
     policy = policy_of("mean")
-    assert [row["deployed"] for row in policy.agent.settled.guard] == [True, True, False]
+    assert [row["deployed"] for row in policy.agent.calibration.guard] == [True, True, False]
     # one that is decided differently at 9 ms and at 15 ms
     decided = [policy.decide(TABLE.features, budget) for budget in (9.0, 15.0)]
     row = list(map(operator.ne, *decided)).index(True)
@@ -101,7 +101,7 @@ def test_of_mean_budgets_those_that_are_calibrated_are_listed():
         assert configuration in chosen[round(budget, 4)]
     with input_error("drift"):
         policy.decide(blocks, 9.0, drift=(0.1, 1.0))
-    # what is expected is at the worth of the budget, 1000 ms
+    # what is expected is at the value of the budget, 1000 ms
     for row in explanation.expected:
         assert row.keys() == {"configuration", "probability", "accuracy", "latency_ms", "utility"}
         assert row["utility"] == pytest.approx(row["accuracy"] - row["latency_ms"] / 1000, abs=1e-5)
@@ -118,14 +118,14 @@ def test_the_guard_of_the_nearest_budget_is_quoted(place, reason):
     budget = default_budgets(TABLE)[place] * 1.001
     most_probable = []
     for each in policy.decide(TABLE.features, budget, explain=True):
-        assert each.guard == policy.agent.settled.guard[place]
+        assert each.guard == policy.agent.calibration.guard[place]
         assert reason in each.reason
         first = each.expected[0]
         most_probable.append(each.decision == first["configuration"])
         if place != -1:
             best = max(row["utility"] for row in each.expected)
-            doubts = each.reason.endswith("expects more of another")
-            assert doubts == (first["utility"] < best - 1e-6)
+            more = each.reason.endswith("expects more of another")
+            assert more == (first["utility"] < best - 1e-6)
     assert all(most_probable) == (place != -1)
     for kind in ("heads", "teacher"):
         assert policy_of(kind).decide(TABLE.blocks(0), 9.0, explain=True).guard is None

@@ -9,7 +9,7 @@ import onnxruntime
 import pytest
 import torch
 from helpers import arrays, driven_apart, gappy_table, input_error, small_table
-from replayed import settled_for, untrained
+from replayed import calibration_for, untrained
 
 from knobwise.agents import DeployedController, PolicyConfig
 from knobwise.agents.deployed.arrays import configurations_of
@@ -71,7 +71,7 @@ def test_a_graph_decides_as_a_controller_does_for_one_request_or_many(
 
 def test_what_has_no_graph_is_refused(monkeypatch):
     table = small_table(60)
-    agent = DeployedController(driven_apart(table, PolicyConfig(hidden=8), sense="mean"))
+    agent = DeployedController(driven_apart(table, PolicyConfig(hidden=8), constraint="mean"))
     with input_error("budget=quantiles"):
         Deployed(agent)
     monkeypatch.setitem(sys.modules, "onnxscript", None)
@@ -93,7 +93,7 @@ def test_equal_log_probabilities_are_rounding_and_others_are_not():
     heads.logits.bias.data.zero_()
     # the first two are always best, and equal
     heads.logits.bias.data[..., (best + first).flatten().unique()] = 50.0
-    light = DeployedController(controller, None, settled_for(table)).decider
+    light = DeployedController(controller, None, calibration_for(table)).decider
     budgets = default_budgets(table)[:2]
 
     def compared(choice, **options):
@@ -110,8 +110,8 @@ def test_budgets_that_are_compared_are_the_calibrated_or_the_default():
     table, agent = guarded()
     judged = default_budgets(table).tolist()
     assert _budgets_of(agent, table).tolist() == judged
-    moved = DeployedController(agent.controller, None, settled_for(table, MARGINS, DEPLOY))
-    moved.settled.guard[1]["budget_ms"] = 33.5
+    moved = DeployedController(agent.controller, None, calibration_for(table, MARGINS, DEPLOY))
+    moved.calibration.guard[1]["budget_ms"] = 33.5
     assert _budgets_of(moved, table).tolist() == [judged[0], 33.5, *judged[2:]]
     assert _budgets_of(untrained(table), table).tolist() == judged
 

@@ -61,13 +61,13 @@ def test_a_decision_is_that_of_the_controller_for_what_is_left(stack, tmp_path):
 def test_where_the_guard_falls_back_no_features_are_needed():
     agent, table = small_stack(falls_back=True)
     runtime = runtime_of(agent)
-    request = runtime.begin(agent.settled.guard[0]["budget_ms"])
+    request = runtime.begin(agent.calibration.guard[0]["budget_ms"])
     assert not request.needs_features
     decision = runtime.decide(request)
     assert decision.fell_back
     assert decision.choice == agent.decider.static.single(decision.limit_ms)
     # who has them in any case need not ask
-    request = runtime.begin(agent.settled.guard[0]["budget_ms"], ask_guard=False)
+    request = runtime.begin(agent.calibration.guard[0]["budget_ms"], ask_guard=False)
     assert request.needs_features
     assert runtime.decide(request, features_of(table, 0)).choice == decision.choice
 

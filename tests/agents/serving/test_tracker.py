@@ -19,7 +19,7 @@ from knobwise.agents.serving.tracker import (
     CLIP,
     CLIPPED_SQUARE,
     FIRST_SPREAD,
-    MOST_OFFSET,
+    MAX_OFFSET,
     SHIFT_AFTER,
     SPREAD_GAIN,
     VALUE_SPREAD,
@@ -164,7 +164,7 @@ def test_whatever_is_measured_the_state_stays_finite_and_the_offsets_bounded(cel
     logging.disable(logging.NOTSET)
     assert tracker.answers + sum(tracker.ignored.values()) == len(cells)
     offset, scale = tracker.drift or (np.zeros(1), 1.0)
-    assert (np.abs(offset) <= 3 * MOST_OFFSET).all()
+    assert (np.abs(offset) <= 3 * MAX_OFFSET).all()
     assert 0.25 <= scale <= 3.0
     LatencyTracker(GRID).restore(json.loads(json.dumps(tracker.state())))  # which checks the rest
 
@@ -289,14 +289,14 @@ def test_following_the_drift_pays_and_costs_little_without():
 
     def utility(factor, drift, tracks=False):
         tracker = LatencyTracker(configurations_of(table))
-        worth = 0.0
+        utility = 0.0
         for row, budget in zip(rows, budgets, strict=True):
             drift = tracker.drift if tracks else drift
             expected = controller.decide_expected(arrays(table, row), budget, drift)
             took_ms = factor * float(table.latency_ms[row, expected[0]])
-            worth += float(table.accuracy[row, expected[0]]) * (took_ms <= budget) / len(rows)
+            utility += float(table.accuracy[row, expected[0]]) * (took_ms <= budget) / len(rows)
             tracker.update(*expected, took_ms)
-        return worth
+        return utility
 
     for factor in (1.0, 1.4, 0.7):
         known = utility(factor, (math.log(factor), 1.0))

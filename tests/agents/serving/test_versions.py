@@ -16,7 +16,7 @@ def slower(agent):
     """A controller that decides as if budgets were shorter by a factor of e."""
     controller = copy.deepcopy(agent.controller)
     controller.network.encoding.mean += 1.0
-    return DeployedController(controller, agent.teacher, agent.settled).eval()
+    return DeployedController(controller, agent.teacher, agent.calibration).eval()
 
 
 def published(folder, agent):

@@ -153,7 +153,7 @@ def test_where_the_guard_falls_back_no_features_are_computed(tmp_path):
         return table.blocks(row)
 
     serve = wrap(Model(), agent, features=embed, log=tmp_path)
-    budgets = [row["budget_ms"] for row in agent.settled.guard]
+    budgets = [row["budget_ms"] for row in agent.calibration.guard]
     result = serve.result(3, budgets[0] + 1)
     assert not looked
     (row,) = read_log(tmp_path, serve.controller).rows
@@ -322,7 +322,7 @@ def test_what_cannot_work_is_refused_before_a_log_begins(wrapped, tmp_path):
         return row
 
     table = small_table(40, features=False)
-    mean = DeployedController(driven_apart(table, PolicyConfig(hidden=8), sense="mean"))
+    mean = DeployedController(driven_apart(table, PolicyConfig(hidden=8), constraint="mean"))
     refused = {
         "features=FUNCTION": {"features": None},
         "max_crops": {"call": too_few},

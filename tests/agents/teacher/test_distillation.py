@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from helpers import TAUGHT, close, small_table, trained
+from helpers import WITH_TEACHER, close, small_table, trained
 
 from knobwise.agents.teacher.distillation import BEYOND, LIMITS, composed, drawn_limits
 from knobwise.agents.training.settings import OptimiserConfig
@@ -58,24 +58,24 @@ def test_requests_are_composed_of_samples_block_by_block():
     assert composed(x[:, :0], [], 7, generator()).shape == (7, 0)
 
 
-# -- lessons ---------------------------------------------------------------------------------------
+# -- targets ---------------------------------------------------------------------------------------
 
 
 def test_each_pupil_learns_from_its_teacher_about_requests_of_its_own_samples():
     # a column that tells the sample, so that requests show what they are made of
     table = replace(small_table(60), features={"number": torch.arange(60.0).unsqueeze(1)})
     student = trained(table, optimiser=replace(IMITATION, contexts=256))
-    lessons = student.setup.teaching.lessons
-    teacher, of_folds, rows, folds = student.setup.teaching.fitted
-    assert "by_value" not in lessons  # no drift
-    x, limits, worths = lessons["x"][:, :, 0], lessons["limit"], lessons["worth"]
+    targets = student.setup.distiller.targets
+    teacher, of_folds, rows, folds = student.setup.distiller.fitted
+    assert "by_value" not in targets  # no drift
+    x, limits, utility = targets["x"][:, :, 0], targets["limit"], targets["utility"]
     assert limits.shape == (*x.shape[:2], LIMITS)
     drawn = torch.cat([*student.stages[-2].minibatches(student.buffer)], 1)
-    shapes = [drawn[name].shape for name in ("x", "limit", "worth")]
+    shapes = [drawn[name].shape for name in ("x", "limit", "utility")]
     assert shapes == [(3, 256, 1), (3, 256), (3, 256, 12)]
     normal = student.setup.rows.all_features[:, 0]
     for pupil, taught_by in enumerate([*of_folds, teacher]):
-        close(worths[pupil, :50], taught_by.teach(x[pupil, :50], limits[pupil, :50]))
+        close(utility[pupil, :50], taught_by.expected_utility(x[pupil, :50], limits[pupil, :50]))
         assert torch.isin(drawn["limit"][pupil], limits[pupil]).all()
         # of each sample that it is fitted on, and of no other
         own = set(rows.tolist())
@@ -89,7 +89,7 @@ def test_each_pupil_learns_from_its_teacher_about_requests_of_its_own_samples():
 def agreement(student):
     """How often what is deployed takes what its teacher takes of test samples."""
     x = student.setup.rows.all_features[student.setup.split.test]
-    mixture = student.setup.teaching.fitted.teacher.mixture(x)
+    mixture = student.setup.distiller.fitted.teacher.mixture(x)
     same = []
     for limit in student.setup.limits:
         limits = limit.expand(len(x))
@@ -97,23 +97,23 @@ def agreement(student):
     return float(torch.cat(same).double().mean())
 
 
-@pytest.mark.parametrize("sense", ["deadline", "mean"])
-def test_the_more_it_imitates_the_more_it_agrees_with_its_teacher(sense):
-    policy = replace(TAUGHT, hidden=32)
+@pytest.mark.parametrize("constraint", ["deadline", "mean"])
+def test_the_more_it_imitates_the_more_it_agrees_with_its_teacher(constraint):
+    policy = replace(WITH_TEACHER, hidden=32)
     brief, long = (
         OptimiserConfig(10, n, 0, contexts=64, minibatch=64, pretrain_lr=0.01, evaluate_every=300)
         for n in (1, 300)
     )
-    assert agreement(trained(small_table(200), policy, sense, optimiser=brief)) < 0.2
+    assert agreement(trained(small_table(200), policy, constraint, optimiser=brief)) < 0.2
     # of twelve configurations, some of which are nearly as good
-    assert agreement(trained(small_table(200), policy, sense, optimiser=long)) > 0.55
+    assert agreement(trained(small_table(200), policy, constraint, optimiser=long)) > 0.55
 
 
 def test_the_loss_is_the_cross_entropy_to_the_policy_of_the_teacher():
     student = trained(small_table(60), optimiser=IMITATION)
     stage = student.stages[-2]
-    lessons = next(stage.minibatches(student.buffer))
-    loss = stage.loss(lessons)["loss_imitation"]
-    target = (40 * lessons["worth"]).softmax(-1)
-    log_probs = student.setup.controller.network(lessons["x"], lessons["limit"])
+    targets = next(stage.minibatches(student.buffer))
+    loss = stage.loss(targets)["loss_imitation"]
+    target = (40 * targets["utility"]).softmax(-1)
+    log_probs = student.setup.controller.network(targets["x"], targets["limit"])
     close(loss, -(target * log_probs).sum(-1).mean())

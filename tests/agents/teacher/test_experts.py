@@ -287,11 +287,11 @@ def test_folds_are_a_matter_of_the_seed_and_one_sample_is_its_own_fold():
 # -- predictions -----------------------------------------------------------------------------------
 
 
-def test_probability_of_meeting_a_budget_worth_and_mean_latency_by_hand():
+def test_probability_of_meeting_a_budget_value_and_mean_latency_by_hand():
     # margins of +1 and −1 standard deviation and +2 of a smaller one under a budget of e²
     accuracy, log_latency = torch.tensor([[[0.5, 2.0, -1.0]], [[1.0, 3.0, 1.0]]])
     predicted = Prediction(accuracy, log_latency, torch.tensor([1.0, 1.0, 0.5]))
-    budget, worth = torch.tensor([[math.e**2], [10.0]])
+    budget, value = torch.tensor([[math.e**2], [10.0]])
     met = torch.tensor([[0.841345, 0.158655, 0.977250]])
     close(predicted.meets(budget), met)
     # a log-normal variable
@@ -300,7 +300,7 @@ def test_probability_of_meeting_a_budget_worth_and_mean_latency_by_hand():
     # accuracy is kept within [.001, 1]
     kept = torch.tensor([[0.5, 1.0, 0.001]])
     close(predicted.score(budget), kept * met)
-    close(predicted.score(worth, "mean"), kept - means / 10)
+    close(predicted.score(value, "mean"), kept - means / 10)
 
 
 def test_pick_takes_the_faster_among_equals_and_stays_in_the_mask():

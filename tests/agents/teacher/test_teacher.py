@@ -17,7 +17,7 @@ from knobwise.agents.teacher.experts import Experts
 from knobwise.agents.teacher.outcomes import Prediction
 from knobwise.agents.teacher.teacher import MemberPredictions, Teacher, fit_teacher
 from knobwise.agents.teacher.weights import HeldOutScores, stack_weights
-from knobwise.envs.bandit.budgets import default_budgets, judged_worths
+from knobwise.envs.bandit.budgets import default_budgets, judged_values
 from knobwise.envs.tables.splits import folds_of
 
 FAST = ("ridge", "knn")
@@ -25,14 +25,14 @@ TABLE, ROWS = small_table(90, holes=0.2), torch.arange(80)
 CONFIG = PolicyConfig(teacher=True, fold_networks=3, teacher_hidden=8, experts=FAST)
 
 
-def network_of(table, rows, sense="deadline"):
+def network_of(table, rows, constraint="deadline"):
     """A teacher without experts that was not trained, whose members differ."""
     mine = torch.ones(3, len(rows), dtype=torch.bool)
     for member, (_, hold) in enumerate(folds_of(table, rows, 0, 3)):
         mine[member, hold] = False
     torch.manual_seed(0)
     normaliser = FeatureNormaliser.fit(table, rows)
-    teacher = Teacher.for_table(table, rows, CONFIG, normaliser, mine, sense).eval()
+    teacher = Teacher.for_table(table, rows, CONFIG, normaliser, mine, constraint).eval()
     for p in teacher.parameters():
         p.data += 0.1 * torch.randn_like(p)
     return teacher
@@ -72,26 +72,26 @@ def test_teachers_share_experts_and_are_what_they_would_be_alone():
     assert all(map(equal_states, *teachers))
 
 
-def all_profiled(scores, worth):
-    return HeldOutScores(scores, worth, torch.ones(worth.shape[1:], dtype=torch.bool))
+def all_profiled(scores, utility):
+    return HeldOutScores(scores, utility, torch.ones(utility.shape[1:], dtype=torch.bool))
 
 
 def test_a_member_decides_alone_where_it_is_worth_more_by_more_than_chance():
-    worth, noise = torch.rand(2, 2, 100, 3)
-    held_out = all_profiled([noise, worth.clone()], worth)
-    assert held_out.better_alone(-worth) == 1
-    assert held_out.better_alone(worth) is None  # the same everywhere
+    utility, noise = torch.rand(2, 2, 100, 3)
+    held_out = all_profiled([noise, utility.clone()], utility)
+    assert held_out.better_alone(-utility) == 1
+    assert held_out.better_alone(utility) is None  # the same everywhere
     # by hand: in one of 100 samples it is right by 1 where the stack is wrong: mean .01, standard
     # error .01, z = 1
-    worth = torch.tensor([1.0, 0.0]).repeat(1, 100, 1)
-    joined = worth.clone()
+    utility = torch.tensor([1.0, 0.0]).repeat(1, 100, 1)
+    joined = utility.clone()
     joined[0, 0] = torch.tensor([0.0, 1.0])
-    assert all_profiled([worth], worth).better_alone(joined) is None
+    assert all_profiled([utility], utility).better_alone(joined) is None
     # in four mean .04, standard error .0197, z = 2.03: above the 1.64 of one member, below the 2.13
     # of three
     joined[0, :4] = torch.tensor([0.0, 1.0])
-    assert all_profiled([worth], worth).better_alone(joined) == 0
-    assert all_profiled([worth] * 3, worth).better_alone(joined) is None
+    assert all_profiled([utility], utility).better_alone(joined) == 0
+    assert all_profiled([utility] * 3, utility).better_alone(joined) is None
 
 
 def test_it_is_weighed_without_dropout():
@@ -109,7 +109,7 @@ def test_it_is_fitted_whatever_the_table(name):
     for each in (teacher, *of_folds):
         assert tuple(expert.name for expert in each.experts) == expected
         assert list(each.chosen()["weights"]) == ["network", *expected]
-    assert [each.members for each in (teacher, *of_folds)] == [3, 1, 1, 1]
+    assert [each.networks for each in (teacher, *of_folds)] == [3, 1, 1, 1]
     assert torch.equal(fitted_rows, rows)
     assert torch.cat(folds).sort().values.equal(torch.arange(len(rows)))
 
@@ -117,19 +117,21 @@ def test_it_is_fitted_whatever_the_table(name):
 # -- what it computes ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("sense", "limit"), [("deadline", 11.0), ("mean", 40.0)])
+@pytest.mark.parametrize(("constraint", "limit"), [("deadline", 11.0), ("mean", 40.0)])
 @torch.no_grad()
-def test_what_it_expects_is_the_weighted_mean_of_its_members(sense, limit):
+def test_what_it_expects_is_the_weighted_mean_of_its_members(constraint, limit):
     table, rows, (teacher, *_) = fitted("holes")
     x, experts = normal(teacher, table, rows), list(teacher.experts)
     weights = torch.tensor([0.2, 0.5, 0.0, 0.3] + [0.0] * (len(experts) - 3))
-    other = Teacher(teacher.network, teacher.normaliser, experts, weights, sense).eval()
+    other = Teacher(teacher.network, teacher.normaliser, experts, weights, constraint).eval()
     limits = torch.full((len(rows),), limit)
     members = teacher.network(x.expand(3, -1, -1)).predicted()
-    wanted = 0.2 * members.score(limits.expand(3, -1), sense).mean(0)
-    wanted += 0.5 * experts[0](x).score(limits, sense) + 0.3 * experts[2](x).score(limits, sense)
+    wanted = 0.2 * members.score(limits.expand(3, -1), constraint).mean(0)
+    wanted += 0.5 * experts[0](x).score(limits, constraint) + 0.3 * experts[2](x).score(
+        limits, constraint
+    )
     close(other.mixture(x).score(limits), wanted)
-    close(other.teach(x, limits[:, None]).squeeze(1), wanted)
+    close(other.expected_utility(x, limits[:, None]).squeeze(1), wanted)
     mask = table.mask[rows]
     for allowed, best in ((None, wanted), (mask.numpy(), wanted.masked_fill(~mask, -torch.inf))):
         chosen = other.choose(arrays(table, rows), limits.numpy(), allowed)
@@ -201,13 +203,13 @@ def test_a_teacher_of_a_fold_does_not_know_its_fold():
     close(torch.stack(alone), network.network(x.expand(3, -1, -1)).accuracy_logits)
 
 
-@pytest.mark.parametrize("sense", ["deadline", "mean"])
-def test_the_weights_of_a_fold_have_not_seen_it(sense, monkeypatch):
-    limits = judged_worths(TABLE) if sense == "mean" else default_budgets(TABLE)
+@pytest.mark.parametrize("constraint", ["deadline", "mean"])
+def test_the_weights_of_a_fold_have_not_seen_it(constraint, monkeypatch):
+    limits = judged_values(TABLE) if constraint == "mean" else default_budgets(TABLE)
     spy = Mock(wraps=stack_weights)
     for module in ("teacher", "weights"):
         monkeypatch.setattr(f"knobwise.agents.teacher.{module}.stack_weights", spy)
-    network = network_of(TABLE, ROWS, sense)
+    network = network_of(TABLE, ROWS, constraint)
     teacher, of_folds, *_ = fit_teacher(TABLE, ROWS, network, CONFIG, limits, 0)
     seen = [call.args[0] for call in spy.call_args_list]
     # what was got by all samples, and by those of the other folds
@@ -215,10 +217,10 @@ def test_the_weights_of_a_fold_have_not_seen_it(sense, monkeypatch):
     under = limits[:, None, None]
     for part, held_out, fitted in zip([*parts, ROWS], seen, [*of_folds, teacher], strict=True):
         accuracy, latency_ms = TABLE.accuracy[part], TABLE.latency_ms[part]
-        worth = accuracy * (latency_ms <= under)
-        if sense == "mean":
-            worth = accuracy - latency_ms / under
-        close(held_out.worth, worth.nan_to_num())
+        utility = accuracy * (latency_ms <= under)
+        if constraint == "mean":
+            utility = accuracy - latency_ms / under
+        close(held_out.utility, utility.nan_to_num())
         close(fitted.weights, stack_weights(held_out).float())
 
 
@@ -226,7 +228,7 @@ def test_the_weights_of_a_fold_have_not_seen_it(sense, monkeypatch):
 
 
 def test_least_squares_by_hand():
-    # one sample, inside which worth = 1·a + 3·b, and a and b stand at right angles
+    # one sample, inside which utility = 1·a + 3·b, and a and b stand at right angles
     a, b = torch.tensor([[[1.0, -1.0, 0.0, 0.0]]]), torch.tensor([[[0.0, 0.0, 1.0, -1.0]]])
     held_out = all_profiled([a, b], a + 3 * b)
     # least squares ¼ : ¾; greedy selection takes b, whose choice is worth 3, and nothing betters it
@@ -240,22 +242,22 @@ def test_greedy_takes_what_betters_the_decision_by_hand():
     first = torch.tensor([[[1.0, 0.0], [0.4, 0.5]]])
     second = first.flip(1)
     held_out = all_profiled([first, second], torch.tensor([[[1.0, 0.0], [1.0, 0.0]]]))
-    worths = [held_out.mean_worth(score) for score in (first, second, first + second)]
-    assert worths == [0.5, 0.5, 1.0]
+    utilities = [held_out.mean_utility(score) for score in (first, second, first + second)]
+    assert utilities == [0.5, 0.5, 1.0]
     assert stack_weights(held_out).tolist() == pytest.approx([0.5, 0.5])
 
 
 def test_neither_the_level_of_a_sample_nor_what_was_not_profiled_matters():
-    worth, noise = torch.rand(2, 2, 40, 3)
+    utility, noise = torch.rand(2, 2, 40, 3)
     mask = torch.rand(40, 3) < 0.6
     mask[range(40), torch.arange(40) % 3] = True
-    members = [worth + 0.5 * noise, noise]
-    wanted = stack_weights(HeldOutScores(members, worth, mask))
+    members = [utility + 0.5 * noise, noise]
+    wanted = stack_weights(HeldOutScores(members, utility, mask))
     for nonsense in (50.0, -50.0):
-        *spoiled, got = (values.masked_fill(~mask, nonsense) for values in (*members, worth))
+        *spoiled, got = (values.masked_fill(~mask, nonsense) for values in (*members, utility))
         close(stack_weights(HeldOutScores(spoiled, got, mask)), wanted)
     raised = [members[0] + 100 * torch.rand(2, 40, 1), noise]
-    close(stack_weights(HeldOutScores(raised, worth, mask)), wanted, 1e-3)
+    close(stack_weights(HeldOutScores(raised, utility, mask)), wanted, 1e-3)
 
 
 @settings(max_examples=40, deadline=None)

@@ -8,7 +8,7 @@ import torch
 from commands import same, stopped_and_resumed
 from helpers import (
     BRIEF,
-    TAUGHT,
+    WITH_TEACHER,
     arrays,
     batches_of,
     close,
@@ -21,7 +21,7 @@ from helpers import (
 )
 
 from knobwise.agents import PolicyConfig, load_checkpoint
-from knobwise.agents.calibration.calibrate import deployed_by
+from knobwise.agents.calibration.calibrate import calibrate_controller
 from knobwise.agents.controller.features import FeatureNormaliser
 from knobwise.envs.bandit.settings import BalanceConfig
 from knobwise.envs.tables.drift import COPIES
@@ -32,16 +32,16 @@ ALONE = PolicyConfig(hidden=8, dropout=0.0, augment=0.2)
 WAYS = {
     "alone": ALONE,
     "folds": replace(ALONE, fold_networks=2),
-    "taught": replace(TAUGHT, augment=0.2),
-    "drifting": replace(TAUGHT, experts=(), drift=0.4, augment=0.2),
+    "taught": replace(WITH_TEACHER, augment=0.2),
+    "drifting": replace(WITH_TEACHER, experts=(), drift=0.4, augment=0.2),
     "projected": replace(ALONE, project=4),
 }
 SAMPLED = LossConfig(objective="sampled", group_size=3)
 
 
-def trainer(name="alone", samples=60, sense="deadline", **settings):
+def trainer(name="alone", samples=60, constraint="deadline", **settings):
     settings = {"loss": SAMPLED} | settings
-    return trainer_on(small_table(samples), WAYS[name], sense, **settings)
+    return trainer_on(small_table(samples), WAYS[name], constraint, **settings)
 
 
 def inputs_of(student):
@@ -62,10 +62,12 @@ def test_noise_has_its_size_where_a_feature_varies_and_is_0_elsewhere():
     close(noise.mean(0), torch.zeros(normaliser.width), within=0.01)
 
 
-@pytest.mark.parametrize("sense", ["deadline", "mean"])
+@pytest.mark.parametrize("constraint", ["deadline", "mean"])
 @pytest.mark.parametrize("name", WAYS)
-def test_half_of_what_is_learned_from_has_noise_and_stays_on_its_side_of_the_split(name, sense):
-    student = trainer(name, sense=sense)
+def test_half_of_what_is_learned_from_has_noise_and_stays_on_its_side_of_the_split(
+    name, constraint
+):
+    student = trainer(name, constraint=constraint)
     rows = torch.cat([batch["row"] for batch in batches_of(student)]).T
     for seen, fitted in zip(rows, rows_of_networks(student.setup), strict=True):
         assert set((seen % 60).tolist()) <= set(fitted.tolist())
@@ -108,7 +110,7 @@ def test_validation_and_decisions_see_the_samples_as_they_are():
     limit = student.setup.limits[2]
     log_probs = student.setup.held_out_log_probs(limit)
     last = student.setup.controller
-    network, place = student.setup.held_out.places[1], student.setup.held_out.rows
+    network, place = student.setup.held_out.positions[1], student.setup.held_out.rows
     for number in range(2):
         rows = place[network == number]
         x = last.normaliser.of_rows(student.table, rows).expand(3, -1, -1)
@@ -116,20 +118,20 @@ def test_validation_and_decisions_see_the_samples_as_they_are():
             wanted = last.network(x, limit.expand(3, len(rows)), None)[number]
         close(log_probs[network == number], wanted)
     # what is deployed has forgotten the noise: equal requests, equal decisions
-    decider = deployed_by(student.setup, student.setup.limits).decider
+    decider = calibrate_controller(student.setup, student.setup.limits).decider
     limits = np.full(60, float(limit))
     first, second = (decider.log_probs(arrays(student.table), limits) for _ in range(2))
     np.testing.assert_array_equal(first, second)
     assert not [name for name in student.agent.state_dict() if "noise" in name]
 
 
-def test_the_teacher_and_its_lessons_see_noise_too():
+def test_the_teacher_and_its_targets_see_noise_too():
     plain = trainer_on(small_table(60), replace(WAYS["taught"], augment=0.0))
     noisy = trainer("taught")
     for student in (plain, noisy):
         student.run()
-    # every other request of a lesson has noise; the draws before it are the same
-    off = noisy.setup.teaching.lessons["x"][0, :, 0] - plain.setup.teaching.lessons["x"][0, :, 0]
+    # every other request has noise; the draws before it are the same
+    off = noisy.setup.distiller.targets["x"][0, :, 0] - plain.setup.distiller.targets["x"][0, :, 0]
     assert float(off[::2].std()) == pytest.approx(0.2, rel=0.15)
     close(off[1::2], torch.zeros_like(off[1::2]))
     # the teacher's regression reads features with noise beside the outcomes of the sample
@@ -138,7 +140,7 @@ def test_the_teacher_and_its_lessons_see_noise_too():
     drawn = next(regression.minibatches(noisy.buffer))
     batch = drawn[:20].set("row", rows)
     seen = []
-    network = noisy.setup.teaching.teacher.network
+    network = noisy.setup.distiller.teacher.network
     hook = network.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
     regression.loss(batch)
     hook.remove()

@@ -7,10 +7,10 @@ import pytest
 import torch
 from helpers import arrays, close, identical, repeated, small_table, trained, trainer_on
 
-from knobwise.agents.calibration.calibrate import deployed_by
+from knobwise.agents.calibration.calibrate import calibrate_controller
 from knobwise.agents.calibration.deployed_controller import DeployedController
 from knobwise.agents.controller.settings import PolicyConfig
-from knobwise.agents.evaluation.baselines import static_of
+from knobwise.agents.evaluation.baselines import fit_static
 from knobwise.envs.bandit.budgets import default_budgets
 from knobwise.envs.bandit.reward import RewardTable
 from knobwise.envs.bandit.settings import RewardConfig
@@ -40,10 +40,10 @@ def test_a_cost_is_as_if_every_measurement_took_that_much_longer(table, repeats,
     identical(table.latency_ms, before)
 
 
-@pytest.mark.parametrize("sense", ["deadline", "mean"])
-def test_training_learns_from_what_its_decisions_leave(sense):
+@pytest.mark.parametrize("constraint", ["deadline", "mean"])
+def test_training_learns_from_what_its_decisions_leave(constraint):
     table = small_table(60)
-    student = trainer_on(table, PolicyConfig(hidden=8), sense, cost_ms=2.0)
+    student = trainer_on(table, PolicyConfig(hidden=8), constraint, cost_ms=2.0)
     learned = student.env.rewards
     close(learned.latency_ms, table.latency_ms + 2)
     assert torch.equal(student.setup.held_out.free_rewards.latency_ms, table.latency_ms)
@@ -52,11 +52,11 @@ def test_training_learns_from_what_its_decisions_leave(sense):
 def test_a_policy_that_costs_more_than_every_budget_gives_way_to_static_and_its_teacher_does_not():
     table = small_table(120)
     trainer = trained(table, cost_ms=1e3)
-    deployed = deployed_by(trainer.setup, trainer.setup.limits)
-    rows = deployed.settled.guard_of_teacher
+    deployed = calibrate_controller(trainer.setup, trainer.setup.limits)
+    rows = deployed.calibration.guard_of_teacher
     # its own cost makes the policy late at every budget; the teacher pays nothing
     assert trainer.state.best.score == 0
-    for row in deployed.settled.guard:
+    for row in deployed.calibration.guard:
         assert (row["deployed"], row["gain"]) == (False, -row["utility_static"])
     assert max(row["gain"] + row["utility_static"] for row in rows) > 0
     assert [row["margin"] for row in rows] == [1.0] * 5
@@ -65,9 +65,9 @@ def test_a_policy_that_costs_more_than_every_budget_gives_way_to_static_and_its_
     teacher = deployed.guarded_teacher
     limits = trainer.setup.limits.double().numpy()
     assert teacher.reads_features(limits).tolist() == [row["deployed"] for row in rows]
-    static = static_of(table, trainer.setup.fitted)
+    static = fit_static(table, trainer.setup.fitted)
     for limit, policy in zip(limits, (static, deployed.teacher), strict=False):
         request = arrays(table), np.full(120, limit)
         assert np.array_equal(teacher.choose(*request), policy.choose(*request))
     restored = DeployedController.restored(deployed.plain())
-    assert restored.settled.guard_of_teacher == rows
+    assert restored.calibration.guard_of_teacher == rows

@@ -10,7 +10,7 @@ import pytest
 import torch
 from helpers import (
     BRIEF,
-    TAUGHT,
+    WITH_TEACHER,
     Harmful,
     close,
     driven_apart,
@@ -23,9 +23,9 @@ from helpers import (
     trained,
 )
 
-from knobwise.agents.calibration.calibrate import deployed_by
+from knobwise.agents.calibration.calibrate import calibrate_controller
 from knobwise.agents.calibration.deployed_controller import DeployedController
-from knobwise.agents.calibration.taught import taught_trainer
+from knobwise.agents.calibration.training import distillation_trainer
 from knobwise.agents.controller.controller import Controller
 from knobwise.agents.controller.settings import PolicyConfig
 from knobwise.agents.selector.selector import Selector
@@ -81,7 +81,7 @@ TABLE = small_table(60, holes=0.2)
 def taught(tmp_path_factory):
     """What a run deploys, with a teacher, experts and a guard."""
     trainer = trained(TABLE)
-    agent = deployed_by(trainer.setup, trainer.setup.limits)
+    agent = calibrate_controller(trainer.setup, trainer.setup.limits)
     path = tmp_path_factory.mktemp("taught") / "taught.pt"
     save_checkpoint(path, agent, TABLE, trainer.provenance(trainer))
     return path
@@ -142,13 +142,16 @@ def test_settings_that_a_checkpoint_does_not_hold_have_their_defaults(taught, tm
 
 WARM = replace(BRIEF, iterations=0)
 GRPO = replace(BRIEF, pretrain_iterations=0, iterations=8)
-POLICIES = {"RCE": PolicyConfig(hidden=16, dropout=0.0), "taught": replace(TAUGHT, experts=())}
+POLICIES = {
+    "RCE": PolicyConfig(hidden=16, dropout=0.0),
+    "taught": replace(WITH_TEACHER, experts=()),
+}
 OTHER = small_table(50, seed=5)
 
 
 def trainer(how, table=TABLE, **settings):
     options = {"policy": POLICIES[how], "optimiser": GRPO, "split": table.split()} | settings
-    return taught_trainer(table, **options)
+    return distillation_trainer(table, **options)
 
 
 @pytest.fixture(scope="module")
@@ -181,11 +184,11 @@ def test_grpo_starts_from_weights_and_from_their_statistics(starts, file, how, t
 def test_on_another_profile_all_parts_of_a_teacher_read_features_as_the_start_does(starts):
     # those that are shared are fitted for other statistics of the features
     options = {"optimiser": WARM, "experts": Mock(side_effect=AssertionError)}
-    policy = replace(TAUGHT, experts=("ridge",))
+    policy = replace(WITH_TEACHER, experts=("ridge",))
     student = trainer("taught", OTHER, init_from=starts / "taught.pt", policy=policy, **options)
     student.run()
     start = load_checkpoint(starts / "taught.pt").network.normaliser
-    teacher = student.setup.teaching.fitted.teacher
+    teacher = student.setup.distiller.fitted.teacher
     for normaliser in (student.setup.controller.normaliser, teacher.normaliser):
         assert equal_states(normaliser, start)
     # the weights are of predictions of these features: of all samples the expert's mean is right
@@ -211,7 +214,7 @@ def test_what_the_start_has_seen_is_not_forgotten(starts):
         ({"policy": PolicyConfig(hidden=8)}, r"policy\.hidden"),
         ({"policy": PolicyConfig(hidden=16, layers=3)}, r"policy\.layers"),
         ({"policy": PolicyConfig(hidden=16, fold_networks=2)}, r"policy\.fold_networks"),
-        ({"budget": BudgetConfig(sense="mean")}, "worth_ms"),
+        ({"budget": BudgetConfig(constraint="mean")}, "worth_ms"),
         ({"table": small_table(60, features=False)}, "image_features"),
         ({"table": table_of([[0.0, 1.0]] * 20, [[1.0, 2.0]] * 20)}, "knobs"),
         ({"table": some_configurations(TABLE, slice(11))}, r"\(12, .*\(11, "),

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from helpers import (
-    TAUGHT,
+    WITH_TEACHER,
     arrays,
     batches_of,
     close,
@@ -16,7 +16,7 @@ from helpers import (
     trainer_on,
 )
 
-from knobwise.agents.calibration.calibrate import deployed_by, latency_of
+from knobwise.agents.calibration.calibrate import calibrate_controller, fit_latency_model
 from knobwise.agents.controller.features import FeatureNormaliser
 from knobwise.agents.controller.networks import drift_inputs, drift_values
 from knobwise.agents.teacher import distillation
@@ -25,7 +25,7 @@ from knobwise.envs.tables.drift import COPIES, copies_of, drawn_drift
 from knobwise.losses.settings import LossConfig
 
 GRID = small_table(12).configurations
-DRIFTING = replace(TAUGHT, experts=(), drift=0.4)
+DRIFTING = replace(WITH_TEACHER, experts=(), drift=0.4)
 
 
 def generator():
@@ -77,9 +77,9 @@ def test_what_heads_are_told_of_it_by_hand():
     assert drift_values(torch.arange(65).unsqueeze(1), 0.3).shape == (0, 65)
 
 
-def trainer(table, sense="deadline"):
+def trainer(table, constraint="deadline"):
     loss = LossConfig(objective="sampled", group_size=3)
-    return trainer_on(table, DRIFTING, sense, loss=loss)
+    return trainer_on(table, DRIFTING, constraint, loss=loss)
 
 
 def test_grpo_learns_on_copies_of_its_own_samples_and_is_told_their_drift():
@@ -119,19 +119,19 @@ def test_heads_imitate_what_the_teacher_makes_of_a_drift(monkeypatch):
 
     monkeypatch.setattr(distillation, "drawn_drift", noted)
     student.run()
-    names = "x", "limit", "worth", "by_value"
-    x, limits, worths, told = (student.setup.teaching.lessons[name][-1, :40] for name in names)
+    names = "x", "limit", "utility", "by_value"
+    x, limits, utility, told = (student.setup.distiller.targets[name][-1, :40] for name in names)
     offsets = drawn[-1][:40]
     close(told, drift_inputs(offsets, student.setup.controller.network.values))
     with torch.no_grad():
-        still = student.setup.teaching.fitted.teacher.mixture(x[:, 0])
+        still = student.setup.distiller.fitted.teacher.mixture(x[:, 0])
         wanted = []
         for limit, offset in zip(limits.T, offsets.unbind(1), strict=True):
             moved = still.members._replace(log_latency=still.members.log_latency + offset)
             wanted.append(still._replace(members=moved).score(limit))
     # but where nothing is likely to be on time
-    hopeful = (worths.amax(-1) > 0.02) & (worths.amin(-1) >= 0)
-    close(worths[hopeful], torch.stack(wanted, 1)[hopeful])
+    hopeful = (utility.amax(-1) > 0.02) & (utility.amin(-1) >= 0)
+    close(utility[hopeful], torch.stack(wanted, 1)[hopeful])
     drawn = next(student.stages[-2].minibatches(student.buffer))
     assert drawn["by_value"].shape == (3, 32, told.shape[-1])
 
@@ -142,7 +142,7 @@ def test_what_is_judged_does_not_drift_and_what_is_deployed_reads_a_drift():
     student.run()
     assert int(student.setup.held_out.by_network.max()) < 60
     # a drift of the first knob's last value changes what is chosen, away from it
-    decider = deployed_by(student.setup, student.setup.limits).decider
+    decider = calibrate_controller(student.setup, student.setup.limits).decider
     limits = np.full(60, float(default_budgets(table)[2]))
     offset = np.where(GRID[:, 0].numpy() == 2, 0.5, -0.25)
     plain, still, moved = (
@@ -169,7 +169,7 @@ def test_answers_as_in_the_profile_show_no_drift(features):
     table = replace(table, latency_ms=median, repeats_ms=skewed)
     rows = torch.arange(80)
     normaliser = FeatureNormaliser.fit(table, rows)
-    latency = latency_of(table, rows, normaliser)
+    latency = fit_latency_model(table, rows, normaliser)
     residuals = skewed.double().log().numpy() - latency["bias"][:, None]
     if features:
         x = normaliser(table.features, 80).numpy()

@@ -60,14 +60,14 @@ def policy():
     return nn.Linear(1, TABLE.num_configurations, bias=False)
 
 
-def trainer_of(*stages, log=None, settings=SETTINGS):
+def make_trainer(*stages, log=None, settings=SETTINGS):
     """They learn one policy, which is judged by the utility that it expects of all samples."""
     agent = stages[0].module
-    worth = (TABLE.accuracy * (TABLE.latency_ms <= 12)).mean(0)
+    utility = (TABLE.accuracy * (TABLE.latency_ms <= 12)).mean(0)
 
     @torch.no_grad()
     def validate(logged):
-        score = float(agent.weight[:, 0].softmax(-1) @ worth)
+        score = float(agent.weight[:, 0].softmax(-1) @ utility)
         return Validation(score, {"Utility": score} if logged else {})
 
     with seeded(0, "cpu"):
@@ -76,7 +76,7 @@ def trainer_of(*stages, log=None, settings=SETTINGS):
             batch_size=32,
             group_size=1,
             action="configuration",
-            lean=True,
+            observe_features=False,
             unprofiled="error",
             seed=0,
         )
@@ -99,7 +99,7 @@ def trainer_of(*stages, log=None, settings=SETTINGS):
 
 def test_a_stage_of_ones_own_trains():
     log = Lines()
-    trainer = trainer_of(Reinforce(policy()), log=log)
+    trainer = make_trainer(Reinforce(policy()), log=log)
     agent = trainer.run()
     first, *_ = log.values("Val/Utility")
     assert trainer.state.best.score > first + 0.02
@@ -115,7 +115,7 @@ def test_a_stage_of_ones_own_trains():
 
 def test_what_an_iteration_does_in_its_order():
     stage = Reinforce(policy(), iterations=5)
-    trainer_of(stage).run()
+    make_trainer(stage).run()
     learned = ["collect", 16, 16, 16, 16]
     outputs = ["entropy", "grad_norm", "loss", "loss_own"]
     watched = [(0.0, True), *learned, outputs]
@@ -127,7 +127,7 @@ def test_each_stage_has_its_own_loss_optimiser_and_iterations():
     shared = policy()
     lengths = (3, 0, 6)
     stages = [Reinforce(shared, length) for length in lengths]
-    trainer = trainer_of(*stages)
+    trainer = make_trainer(*stages)
     assert [stage.first for stage in stages] == [0, 3, 3]
     optimisers = []
     for stage in stages:

@@ -15,32 +15,32 @@ from helpers import (
     close,
     equal_states,
     input_error,
-    member_of,
+    network_alone,
     small_table,
     table_of,
     trainer_on,
     watch,
 )
 
-from knobwise.agents.calibration.calibrate import deployed_by
+from knobwise.agents.calibration.calibrate import calibrate_controller
 from knobwise.agents.calibration.deployed_controller import DeployedController
 from knobwise.agents.controller.controller import Controller
 from knobwise.agents.controller.settings import PolicyConfig
-from knobwise.agents.evaluation.baselines import static_of
-from knobwise.agents.evaluation.evaluation import judge
+from knobwise.agents.evaluation.baselines import fit_static
+from knobwise.agents.evaluation.evaluation import evaluate_policy
 from knobwise.agents.teacher.network import BEYOND, WIDEST
 from knobwise.agents.training.settings import OptimiserConfig
 from knobwise.agents.training.stage import Validation
 from knobwise.agents.training.trainer import Best
-from knobwise.envs.bandit.budgets import judged_worths
+from knobwise.envs.bandit.budgets import judged_values
 from knobwise.envs.bandit.settings import RewardConfig
 from knobwise.losses.settings import LossConfig
 
 UTILITY = RewardConfig(kind="utility")
 SHORT = replace(BRIEF, teacher_iterations=8, iterations=12, minibatch=16, epochs=2)
 HEADS = PolicyConfig(fold_networks=3, hidden=16)
-TAUGHT = PolicyConfig(teacher=True, fold_networks=3, hidden=16, teacher_hidden=16)
-POLICIES = {"one": PolicyConfig(hidden=32), "folds": HEADS, "taught": TAUGHT}
+WITH_TEACHER = PolicyConfig(teacher=True, fold_networks=3, hidden=16, teacher_hidden=16)
+POLICIES = {"one": PolicyConfig(hidden=32), "folds": HEADS, "taught": WITH_TEACHER}
 
 
 def trainer(table, folder=None, **settings):
@@ -73,12 +73,14 @@ def test_learns_more_than_budget_aware_static(objective, policy):
     )
 
     def utility(policy):
-        return judge(policy, table, student.setup.split.test, student.setup.limits).utility.mean()
+        return evaluate_policy(
+            policy, table, student.setup.split.test, student.setup.limits
+        ).utility.mean()
 
     def decides(agent):
         return DeployedController(agent) if isinstance(agent, Controller) else agent
 
-    static = utility(static_of(table, student.setup.split.train))
+    static = utility(fit_static(table, student.setup.split.train))
     before = utility(decides(student.agent))
     assert utility(decides(student.run())) > max(static + 0.02, before + 0.05)
 
@@ -95,7 +97,7 @@ def test_a_finished_seed_trains_no_further_and_another_profile_is_refused(tmp_pa
     for other, settings in (
         (small_table(60, seed=1), {}),
         (table, {"policy": HEADS}),
-        (table, {"sense": "mean"}),
+        (table, {"constraint": "mean"}),
     ):
         with input_error("name="):
             trainer(other, **settings).resume(path)
@@ -120,7 +122,7 @@ def test_the_first_step_of_grpo_is_on_policy_although_there_is_dropout(name):
 
 def test_a_stage_past_its_peak_gives_way_to_the_next():
     optimiser = replace(SHORT, teacher_iterations=32, pretrain_iterations=20, patience=2)
-    student = trainer(small_table(80), optimiser=optimiser, policy=TAUGHT)
+    student = trainer(small_table(80), optimiser=optimiser, policy=WITH_TEACHER)
     student.stages[2].patience = 2
     # without bins, at 0, 4 … 28, the patience of a teacher is 6; with bins at 36, 40 … 60
     scores = [0.1, 0.9, 0.4, 0.3, *[0.2] * 4, 0.35, *[0.3] * 6]
@@ -144,7 +146,7 @@ def test_a_stop_after_a_stage_that_ended_early_ends_as_without_it(tmp_path):
     optimiser = replace(SHORT, teacher_iterations=40, pretrain_iterations=16)
 
     def impatient(folder):
-        student = trainer(small_table(80), folder, optimiser=optimiser, policy=TAUGHT)
+        student = trainer(small_table(80), folder, optimiser=optimiser, policy=WITH_TEACHER)
         for stage in student.stages[:-2]:
             stage.patience = 1
         return student
@@ -185,10 +187,10 @@ def test_grpo_starts_from_the_end_of_the_warm_up(name):
 
 
 def test_imitation_starts_from_the_best_teacher_and_leaves_it_alone():
-    student = trainer(small_table(80), policy=TAUGHT)
+    student = trainer(small_table(80), policy=WITH_TEACHER)
     # at 0, 4 … 36: the teacher was best at 12
     scored(student, 0.1, 0.2, 0.3, 0.5, 0.4, 0.1, 0.2, 0.1, 0.3, 0.2)
-    kept = watch(student, lambda _: copy.deepcopy(student.setup.teaching.teacher))
+    kept = watch(student, lambda _: copy.deepcopy(student.setup.distiller.teacher))
     agent = student.run()
     best = kept[12]
     assert not equal_states(kept[15], best)
@@ -196,7 +198,7 @@ def test_imitation_starts_from_the_best_teacher_and_leaves_it_alone():
         assert equal_states(teacher, best)
     # and from there on the heads are judged, whose best was of GRPO
     assert student.state.best.iteration == 32
-    assert equal_states(student.setup.teaching.fitted.teacher.network, best.network)
+    assert equal_states(student.setup.distiller.fitted.teacher.network, best.network)
 
 
 @pytest.mark.parametrize("bent", [True, False])
@@ -222,18 +224,18 @@ def test_heads_are_taught_by_the_better_of_two_regressions_with_bins_and_without
 def test_wide_tables_are_not_tried_with_bins():
     feature = torch.randn(30, WIDEST + 1, generator=torch.Generator().manual_seed(0))
     table = table_of(torch.ones(30, 2), torch.full((30, 2), 5.0), feature)
-    student = trainer(table, policy=TAUGHT)
+    student = trainer(table, policy=WITH_TEACHER)
     assert [stage.name for stage in student.stages] == ["regression", "imitation", "GRPO"]
-    assert student.setup.teaching.teacher.network.edges.numel() == 0
+    assert student.setup.distiller.teacher.network.edges.numel() == 0
 
 
 def test_without_a_warm_up_there_is_no_teacher():
     optimiser = replace(SHORT, pretrain_iterations=0)
-    student = trainer(small_table(60), policy=TAUGHT, optimiser=optimiser)
+    student = trainer(small_table(60), policy=WITH_TEACHER, optimiser=optimiser)
     agent = student.run()
     assert student.total == 12
     assert isinstance(agent, Controller)
-    assert deployed_by(student.setup, student.setup.limits).teacher is None
+    assert calibrate_controller(student.setup, student.setup.limits).teacher is None
 
 
 # -- rewards ---------------------------------------------------------------------------------------
@@ -245,19 +247,19 @@ def test_training_on_a_reward_function_is_judged_by_the_reward(tmp_path, monkeyp
     code = "f = lambda accuracy, latency_ms, budget_ms, knobs: -latency_ms"
     Path("aim_of_speed.py").write_text(code)
     reward = RewardConfig(kind="function", function="aim_of_speed:f")
-    student = trainer(small_table(60), tmp_path, reward=reward, policy=TAUGHT)
+    student = trainer(small_table(60), tmp_path, reward=reward, policy=WITH_TEACHER)
     student.run()
     rows = student.setup.held_out.rows[:, None]
     chosen = [student.setup.held_out_log_probs(limit).argmax(-1) for limit in student.setup.limits]
     latency_ms = student.table.latency_ms[rows, torch.stack(chosen, 1)]
     assert student.state.best.score == pytest.approx(-float(latency_ms.mean()), rel=1e-5)
     # the guard compares utilities, which are not what it was trained for
-    assert deployed_by(student.setup, student.setup.limits).settled.guard == []
+    assert calibrate_controller(student.setup, student.setup.limits).calibration.guard == []
 
 
-def test_under_a_mean_budget_worths_are_drawn_and_rewards_are_priced():
+def test_under_a_mean_budget_values_are_drawn_and_rewards_are_priced():
     lines, table = Lines(), small_table(60)
-    student = trainer(table, policy=HEADS, sense="mean", log=lines)
+    student = trainer(table, policy=HEADS, constraint="mean", log=lines)
 
     def priced(data):
         cell = data["row"], data["configuration"].squeeze(-1)
@@ -267,9 +269,9 @@ def test_under_a_mean_budget_worths_are_drawn_and_rewards_are_priced():
     watch(student, priced)
     best = DeployedController(student.run())
     assert best.controller.limit_key == "worth_ms"
-    assert torch.equal(student.setup.limits, judged_worths(table))
+    assert torch.equal(student.setup.limits, judged_values(table))
     assert not lines.values("Train/Budget_Violation_Rate")
-    choices = [best.choose(arrays(table), np.full(60, worth)) for worth in (1.0, 1e4)]
+    choices = [best.choose(arrays(table), np.full(60, value)) for value in (1.0, 1e4)]
     little, much = (table.latency_ms[range(60), chosen].mean() for chosen in choices)
     assert little < much
 
@@ -349,7 +351,7 @@ def test_networks_are_judged_on_what_was_held_out_of_them_by_hand(name):
         p.add_(0.3 * torch.randn_like(p))
     utilities = []
     for number, hold in enumerate(student.setup.folds[1]):
-        alone = DeployedController(member_of(student.setup.controller, number))
+        alone = DeployedController(network_alone(student.setup.controller, number))
         mask = table.mask[hold]
         for budget in student.setup.limits:
             limits = budget.expand(len(hold))
@@ -357,7 +359,9 @@ def test_networks_are_judged_on_what_was_held_out_of_them_by_hand(name):
                 chosen = alone.choose(arrays(table, hold), limits.numpy(), mask.numpy())
             else:
                 x = student.setup.rows.all_features[hold].expand(3, -1, -1)
-                scores = student.setup.teaching.teacher.network(x).predicted().score(limits)[number]
+                scores = (
+                    student.setup.distiller.teacher.network(x).predicted().score(limits)[number]
+                )
                 chosen = scores.masked_fill(~mask, -torch.inf).argmax(1)
             at = hold, chosen
             utilities += (table.accuracy[at] * (table.latency_ms[at] <= budget)).tolist()
@@ -393,14 +397,14 @@ def test_what_was_measured_of_a_fold_changes_every_network_but_that_of_the_fold(
         student.collector.shutdown()
         students.append(student)
     for number in range(4):
-        pair = (member_of(student.setup.controller, number) for student in students)
+        pair = (network_alone(student.setup.controller, number) for student in students)
         # the second, and not the last, which learns from all
         assert equal_states(*pair) == (number == 1)
         if name == "taught":
-            worths = (student.setup.teaching.lessons["worth"][number] for student in students)
-            assert torch.equal(*worths) == (number == 1)
+            targets = (student.setup.distiller.targets["utility"][number] for student in students)
+            assert torch.equal(*targets) == (number == 1)
     if name == "taught":
-        assert torch.equal(*(student.setup.teaching.lessons["x"] for student in students))
+        assert torch.equal(*(student.setup.distiller.targets["x"] for student in students))
 
 
 # -- the rest --------------------------------------------------------------------------------------
@@ -432,7 +436,7 @@ def test_validation_is_on_the_budgets_asked_for_and_the_kl_is_logged_also_when_i
 
 def test_the_random_state_of_the_caller_is_left_alone():
     before = torch.get_rng_state()
-    trainer(small_table(60, features=False), policy=TAUGHT).run()
+    trainer(small_table(60, features=False), policy=WITH_TEACHER).run()
     assert torch.equal(torch.get_rng_state(), before)
 
 

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from helpers import table_of
 
-from knobwise.agents.evaluation.baselines import static_of
+from knobwise.agents.evaluation.baselines import fit_static
 from knobwise.agents.teacher.experts import Experts
 from knobwise.agents.teacher.regressors import FAMILIES
 from knobwise.envs import default_budgets
@@ -75,7 +75,7 @@ def truth_of(world, table, experts, budgets_ms, learned):
     normal = experts.normaliser({"x": x}, NEW)
     gains = []
     for fold, (fit, _) in enumerate(experts.measured.folds):
-        static = static_of(table, experts.measured.rows[fit]).choose({}, budgets_ms.numpy())
+        static = fit_static(table, experts.measured.rows[fit]).choose({}, budgets_ms.numpy())
         static = torch.from_numpy(static)
         # what the stack of this fold scores for every input, [B, NEW, C]
         scores = 0

@@ -11,7 +11,7 @@ from knobwise.agents.learning.update import Update, update
 
 WORSE = -0.5
 """A change below this many points is a harm."""
-LESSONS = 60
+STEPS = 60
 FOLDS = 2
 """Steps in which heads are taught again, and parts of a log; fewer than in `knobwise update`."""
 GAIN = 3
@@ -37,10 +37,10 @@ def replay(kind, seed, accepts=True):
     log = Log(seed, SOUND.get(kind))
     if tamper := (FEWER_LABELS | POISONED).get(kind):
         tamper(log)
-    with patch.object(adaptation, "STEPS", LESSONS), patch.object(update_module, "FOLDS", FOLDS):
+    with patch.object(adaptation, "STEPS", STEPS), patch.object(update_module, "FOLDS", FOLDS):
         result = update(served().agent, log.logged())
         accepted = result
-        if accepts and any(result.doubts.values()):
+        if accepts and any(result.objections.values()):
             accepted = update(served().agent, log.logged(), accept=True)
     changes = [change_of(each, log.world) for each in (result, accepted)]
     return Replay(result.better, changes[0], accepted.better, changes[1], result)

@@ -33,7 +33,7 @@ def test_a_poisoned_log_changes_nothing_and_what_looks_better_by_it_is_doubted(k
     assert not result.better
     assert result.change == 0
     if kind in DOUBTED:
-        assert any(result.result.doubts.values())
+        assert any(result.result.objections.values())
         assert result.possible < WORSE
 
 

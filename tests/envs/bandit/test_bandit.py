@@ -79,7 +79,7 @@ def contexts(tensordict):
 def test_specs_hold_in_every_form(form, contiguous):
     for env in (
         ConfigBandit(SPARSE, batch_size=1, full_information=True, **form),
-        make(SPARSE_REPEATED, lean=True, full_information=True, **form),
+        make(SPARSE_REPEATED, observe_features=False, full_information=True, **form),
         SerialEnv(2, lambda: make(**form)),
         TransformedEnv(make(group_size=3), TRANSFORMS["several"]()),
     ):
@@ -105,8 +105,10 @@ def test_shapes_of_everything():
         "terminated": (4, 1),
     }
     assert out["next", "reward"].shape == (4, 3)
-    lean = ConfigBandit(FULL, lean=True).reset()
-    assert set(lean.keys()) == {"row", "budget_ms", "done", "terminated"}
+    # by the option's name of today, and of before
+    for option in ({"observe_features": False}, {"lean": True}):
+        contexts_alone = ConfigBandit(FULL, **option).reset()
+        assert set(contexts_alone.keys()) == {"row", "budget_ms", "done", "terminated"}
     assert "60 samples × 12 configurations, budget quantiles, reward utility" in repr(env)
 
 
@@ -207,10 +209,10 @@ def test_the_state_carries_the_generator():
 
 
 @pytest.mark.parametrize("reset", [True, False])
-@pytest.mark.parametrize("lean", [True, False])
+@pytest.mark.parametrize("observe_features", [True, False])
 @pytest.mark.parametrize("wrapped", [True, False])
-def test_a_step_from_row_budget_and_action_alone(reset, lean, wrapped):
-    env = bandit = ConfigBandit(FULL, batch_size=2, lean=lean, seed=0)
+def test_a_step_from_row_budget_and_action_alone(reset, observe_features, wrapped):
+    env = bandit = ConfigBandit(FULL, batch_size=2, observe_features=observe_features, seed=0)
     if wrapped:
         env = TransformedEnv(bandit, DoubleToFloat())
     context = TensorDict({"row": [17, 3], "budget_ms": [12.0, 30.0]}, [2])
@@ -221,7 +223,7 @@ def test_a_step_from_row_budget_and_action_alone(reset, lean, wrapped):
     assert right(out)
     following = out["next"]
     assert contexts(following) == [(17, 12.0), (3, 30.0)]
-    if not lean:
+    if observe_features:
         identical(following["image_features"], FULL.features["image_features"][[17, 3]])
     identical(bandit.get_extra_state(), generator)
 

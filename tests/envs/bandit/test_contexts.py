@@ -12,14 +12,14 @@ from knobwise.agents.evaluation.budgets import few_budgets
 from knobwise.envs import BudgetConfig, default_budgets
 from knobwise.envs.bandit import budgets
 from knobwise.envs.bandit.budgets import (
-    LEAST_LATENCY_MS,
+    MIN_LATENCY_MS,
     STRATEGIES,
     BudgetEncoding,
     BudgetSampler,
-    judged_worths,
+    judged_values,
     log_measured,
     log_ms,
-    worths_range,
+    value_range,
 )
 from knobwise.envs.bandit.contexts import ContextSampler
 
@@ -75,24 +75,24 @@ def test_budgets_are_positive_where_a_timer_said_zero(strategy, monkeypatch):
     table = of_latencies(torch.tensor([[0.0, 0.0], [0.0, 3.0]]))
     drawn = draw(table, torch.tensor([0, 1] * 50), strategy=strategy)
     assert drawn.isfinite().all()
-    assert drawn.min() >= LEAST_LATENCY_MS
+    assert drawn.min() >= MIN_LATENCY_MS
 
 
-def test_the_range_of_worths_and_those_that_are_judged_by_hand():
+def test_the_range_of_values_and_those_that_are_judged_by_hand():
     latency = torch.arange(101.0) + 1  # 3 % and 97 % quantiles: 4 and 98
-    assert worths_range(latency).tolist() == pytest.approx([4, 30 * 98])
+    assert value_range(latency).tolist() == pytest.approx([4, 30 * 98])
     # five, evenly apart in logarithm, the ends left out
     step = (30 * 98 / 4) ** (1 / 6)
-    judged = judged_worths(of_latencies(latency[:, None])).tolist()
+    judged = judged_values(of_latencies(latency[:, None])).tolist()
     assert judged == pytest.approx([4 * step**k for k in range(1, 6)], rel=1e-4)
     # what costs nothing is left out
-    identical(worths_range(torch.cat([latency, torch.zeros(50)])), worths_range(latency))
-    identical(worths_range(torch.zeros(4)), [1, 30])
+    identical(value_range(torch.cat([latency, torch.zeros(50)])), value_range(latency))
+    identical(value_range(torch.zeros(4)), [1, 30])
 
 
-def test_worths_are_drawn_evenly_in_logarithm():
+def test_values_are_drawn_evenly_in_logarithm():
     table = of_latencies(torch.arange(101.0)[:, None] + 1)
-    drawn = draw(table, ZEROS, sense="mean").log()
+    drawn = draw(table, ZEROS, constraint="mean").log()
     quarters = torch.histc(drawn, 4, math.log(4), math.log(30 * 98)) / len(drawn)
     close(quarters, [0.25] * 4, within=0.02)
     assert quarters.sum() == 1  # none is beyond the ends
@@ -101,7 +101,7 @@ def test_worths_are_drawn_evenly_in_logarithm():
 @pytest.mark.parametrize(
     ("settings", "fault"),
     [
-        ({"sense": "median"}, "budget.sense"),
+        ({"constraint": "median"}, "budget.constraint"),
         ({"strategy": "best"}, "budget.strategy"),
         *[
             ({"strategy": "fixed", "values_ms": values}, "values_ms")
@@ -137,7 +137,7 @@ down."""
         # the largest of a few costs is none
         (torch.tensor([[1.0, 2.0, 4.0]]).expand(30, -1), [1, 2, 4]),
         (torch.tensor([[1.0, 50.0], [2.0, 50.0], [30.0, 50.0], [40.0, torch.nan]]), [40, 50]),
-        (torch.zeros(4, 2), [LEAST_LATENCY_MS]),
+        (torch.zeros(4, 2), [MIN_LATENCY_MS]),
     ],
 )
 def test_default_budgets_by_hand(latency_ms, wanted):
@@ -170,7 +170,7 @@ def test_default_budgets_are_distinct_feasible_and_below_time_outs(
 
 
 def test_in_logarithms_a_measured_zero_is_a_tenth_of_the_smallest_cost_whatever_the_unit():
-    least = math.log(LEAST_LATENCY_MS)
+    least = math.log(MIN_LATENCY_MS)
     close(log_ms(torch.tensor([0.0, 1.0, math.e])), [least, 0.0, 1.0])
     for unit in (1.0, 1e-5, 1e4):
         measured = unit * torch.tensor([0.0, 2.0, 20.0, math.nan])

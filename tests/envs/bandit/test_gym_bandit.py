@@ -32,7 +32,7 @@ TABLES = {
     "one knob": ONE_KNOB,
 }
 FORMS = [(table, action) for table in TABLES for action in ("knobs", "configuration")]
-WORTH = BudgetConfig(sense="mean")
+WORTH = BudgetConfig(constraint="mean")
 TWELVE = BudgetConfig("fixed", values_ms=(12.0,))
 NOTHING = np.zeros((3, 3), dtype=np.int64)
 
@@ -194,7 +194,7 @@ def test_the_oracle_by_hand(table, row, config, repeats, limits, wanted):
 
 
 @pytest.mark.parametrize(("budget", "kind"), [(WORTH, "utility"), (None, "priced")])
-def test_a_reward_of_another_sense_is_refused(budget, kind):
+def test_a_reward_of_another_constraint_is_refused(budget, kind):
     with input_error(f"reward.kind={kind}"):
         ConfigBandit(TABLE, budget=budget, reward=kind)
 

@@ -23,10 +23,13 @@ def pixels(picture, colour):
     return int((np.abs(picture.astype(int) - wanted).max(-1) <= 3).sum())
 
 
-@pytest.mark.parametrize(("sense", "limit"), [("deadline", "budget_ms"), ("mean", "worth_ms")])
-def test_words_say_what_can_be_set_and_what_happened(sense, limit):
+@pytest.mark.parametrize(("constraint", "limit"), [("deadline", "budget_ms"), ("mean", "worth_ms")])
+def test_words_say_what_can_be_set_and_what_happened(constraint, limit):
     env = ConfigBanditEnv(
-        TABLE, BudgetConfig(sense=sense), render_mode="ansi", inputs=lambda name: (f"{name}?", None)
+        TABLE,
+        BudgetConfig(constraint=constraint),
+        render_mode="ansi",
+        inputs=lambda name: (f"{name}?", None),
     )
     _, info = env.reset(seed=0)
     sample = info["sample_id"]
@@ -79,7 +82,10 @@ def test_a_picture_shows_the_input_the_choice_and_the_outcome():
 )
 def test_pictures_of_every_kind_are_drawn(picture):
     env = ConfigBanditEnv(
-        TABLE, BudgetConfig(sense="mean"), render_mode="rgb_array", inputs=lambda _: ("", picture)
+        TABLE,
+        BudgetConfig(constraint="mean"),
+        render_mode="rgb_array",
+        inputs=lambda _: ("", picture),
     )
     env.reset(seed=0)
     env.step([0, 0, 0])

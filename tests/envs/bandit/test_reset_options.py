@@ -54,8 +54,8 @@ def test_the_seed_fixes_what_is_not_chosen(strategy):
     assert len({env.reset()[1]["row"] for _ in range(20)}) > 5
 
 
-def test_under_a_mean_budget_the_worth_is_chosen():
-    env = ConfigBanditEnv(TABLE, BudgetConfig(sense="mean"))
+def test_under_a_mean_budget_the_value_is_chosen():
+    env = ConfigBanditEnv(TABLE, BudgetConfig(constraint="mean"))
     _, info = env.reset(options={"worth_ms": 40, "row": 2})
     assert info["worth_ms"] == 40
     _, reward, *_, info = env.step([0, 0, 0])

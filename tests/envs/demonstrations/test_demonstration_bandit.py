@@ -133,7 +133,7 @@ def test_what_was_never_recorded_or_does_not_exist_is_refused_with_its_query(liv
 
 @replayed_or_live
 @pytest.mark.parametrize(
-    "words", [{}, {"batch_size": 4, "lean": True}, {"batch_size": 4, "group_size": 3}]
+    "words", [{}, {"batch_size": 4, "observe_features": False}, {"batch_size": 4, "group_size": 3}]
 )
 def test_the_environment_makes_its_observation_itself(live, words):
     env = DemonstrationBandit(five_beams(), scorer=CountingScorer() if live else None, **words)

@@ -238,7 +238,7 @@ def test_another_profile_is_shown_with_its_own_numbers_and_not_the_highest(tmp_p
         (write_selector_run, {}, {"digest": "sha256:z"}),
         (write_run, {}, {"samples": range(30, 90)}),
         (write_run, {}, {"samples": range(60, 120)}),
-        (write_run, {"sense": "mean"}, {"samples": range(30, 90)}),
+        (write_run, {"constraint": "mean"}, {"samples": range(30, 90)}),
         (write_run, {}, {"budgets": (30.0, 40.0)}),
         (write_run, {}, {"budgets": (10.0,)}),
     ],

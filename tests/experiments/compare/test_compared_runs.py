@@ -183,11 +183,11 @@ def test_the_page_holds_every_number(tmp_path, three):
     assert re.findall(r"<td.*?>(.*?)</td>", settings[0]) == ["loss.group_size", "0", "1", "2"]
     for i, run in enumerate(three.runs):
         tables = dict(zip((None, *BUDGETS), (means, *per_budget), strict=True))
-        for place, table in tables.items():
+        for condition, table in tables.items():
             assert f"<td>{run.label}<" in table[i]
-            assert f"<td>{run.row('controller', place)['utility']:.3f}" in table[i]
+            assert f"<td>{run.row('controller', condition)['utility']:.3f}" in table[i]
             for one in (*three.differences, *three.by_condition):
-                if (one.run, one.condition) == (run.label, place):
+                if (one.run, one.condition) == (run.label, condition):
                     ends = (one.difference, *one.ci95)
                     gap, low, high = (f"{100 * value:+.1f}" for value in ends)
                     assert f">{gap} [{low}, {high}]<" in table[i]
@@ -271,7 +271,7 @@ def test_what_is_missing_from_a_folder_is_left_out(tmp_path, missing):
 
 
 def test_mean_budgets_and_selectors_have_charts_of_their_own(tmp_path):
-    mean = compared(runs(tmp_path / "m", 2, sense="mean"))
+    mean = compared(runs(tmp_path / "m", 2, constraint="mean"))
     table = main_table(mean)
     names = ["size-0", "size-1", "static mix", "oracle (upper bound)"]
     assert [line[0].split("\n")[0] for line in table.rows] == names

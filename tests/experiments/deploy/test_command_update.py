@@ -19,7 +19,7 @@ from helpers import arrays, deployed, driven_apart, small_table
 from replayed import logging_model, serve_requests, untrained
 
 from knobwise.__main__ import main
-from knobwise.agents import DeployedController, NumpyController, judge
+from knobwise.agents import DeployedController, NumpyController, evaluate_policy
 from knobwise.agents.learning import adaptation
 from knobwise.agents.serving.versions import add_version, serve, serving
 from knobwise.agents.training.checkpoint import load_checkpoint, save_checkpoint
@@ -103,7 +103,9 @@ def test_some_timed_cells_give_a_controller_for_other_hardware(table, capsys):
     assert decides_alike(Path("adapted/current"), table)
     there = replace(table, latency_ms=table.latency_ms * factors)
     request = there, loaded.extra["test_rows"], default_budgets(there)
-    before, after = (judge(each.controller, *request).utility.mean() for each in (loaded, adapted))
+    before, after = (
+        evaluate_policy(each.controller, *request).utility.mean() for each in (loaded, adapted)
+    )
     assert after > before + 0.1
     # it is not one to adapt again
     words = words_of("update", TRAINED_ON, "profile=builtin checkpoint=adapted/current")
@@ -127,7 +129,7 @@ def test_cells_that_cannot_be_used_are_refused_in_a_line(change, message, capsys
 
 def test_controllers_without_expectations_to_move_are_refused(capsys):
     table = small_table(40)
-    mean = deployed(table, budgets_ms=torch.tensor([9.0, 15.0]), sense="mean")
+    mean = deployed(table, budgets_ms=torch.tensor([9.0, 15.0]), constraint="mean")
     words = words_of("update profile=builtin checkpoint=other.pt out=nothing")
     for controller, message in ((untrained(table), "no teacher"), (mean, "mean budgets")):
         save_checkpoint("other.pt", controller, table, {})
@@ -179,7 +181,7 @@ def test_a_log_gives_versions_of_which_the_better_serves_and_rollback_goes_back(
     assert "no version before" in mistake(back, capsys)
     # a log of another controller is refused, with the reason
     network = driven_apart(table, agent.controller.config)
-    other = DeployedController(network, agent.teacher, agent.settled).eval()
+    other = DeployedController(network, agent.teacher, agent.calibration).eval()
     save_checkpoint("else.pt", other, table, {})
     assert main([*words[:2], "out=else", "checkpoint=else.pt"]) == 2
     assert "760 set aside: of another controller" in capsys.readouterr().out

@@ -17,7 +17,7 @@ from page_parts import charts_of, data_of, points_of, svg_of
 from replayed import small_stack, untrained
 
 from knobwise.agents import AdaptiveModel, DeployedController, PolicyConfig
-from knobwise.agents.evaluation.baselines import static_of
+from knobwise.agents.evaluation.baselines import fit_static
 from knobwise.agents.training.checkpoint import load_checkpoint, save_checkpoint
 from knobwise.envs import default_budgets
 from knobwise.envs.tables.profile_table import Split
@@ -65,7 +65,7 @@ def server_of(case, config):
     table, _, fitted, controller = case
     budgets = default_budgets(table)
     stream = stream_of(case, config, budgets)
-    model, static = AdaptiveModel(ElasticAdaptive(), controller), static_of(table, fitted)
+    model, static = AdaptiveModel(ElasticAdaptive(), controller), fit_static(table, fitted)
     chosen = live.fixed_configurations(table, fitted, budgets)
     return Server(model, static, chosen, stream, ElasticRequests(), config)
 
@@ -181,7 +181,7 @@ def test_each_policy_is_charged_what_it_takes_and_static_allows_for_it(case, mon
 
 
 def test_nothing_is_fitted_on_what_is_served(case, monkeypatch):
-    names = ("static_of", "fixed_configurations")
+    names = ("fit_static", "fixed_configurations")
     for name in names:
         monkeypatch.setattr(live, name, Mock(side_effect=getattr(live, name)))
     results = run(case, SHORT)
@@ -350,6 +350,6 @@ def test_what_was_served_before_a_server_died_is_kept(case, monkeypatch, answers
 
 
 def test_a_controller_for_mean_budgets_is_refused(case):
-    network = driven_apart(case.table, CONFIG, case.fitted[:50], sense="mean")
+    network = driven_apart(case.table, CONFIG, case.fitted[:50], constraint="mean")
     with input_error("mean"):
         run(case._replace(controller=DeployedController(network)), SHORT)

@@ -52,9 +52,9 @@ def run(*words):
     return read_results("runs/latest"), read_decisions("runs/latest")
 
 
-def frame(places, **columns):
+def frame(conditions, **columns):
     samples = pl.DataFrame({"sample": ["b", "a"]})
-    rows = [decision_rows("controller", seed, samples, places, columns) for seed in (1, 0)]
+    rows = [decision_rows("controller", seed, samples, conditions, columns) for seed in (1, 0)]
     return pl.concat(rows)
 
 
@@ -65,8 +65,8 @@ def test_rows_are_read_back_in_the_order_written():
     found = read_decisions(".")
     assert found.equals(rows)
     assert dict(found.schema) == SCHEMA
-    places = found["seed", "sample", "condition"].rows()
-    assert places[:3] == [(1, "b", 2.0), (1, "b", 1.0), (1, "a", 2.0)]
+    conditions = found["seed", "sample", "condition"].rows()
+    assert conditions[:3] == [(1, "b", 2.0), (1, "b", 1.0), (1, "a", 2.0)]
     assert found["accuracy"].to_list() == pytest.approx([0.1, 0.2, 0.3, None] * 2)
     assert found["feasible"].is_null().all()
     assert set(found["decision_us"]) == {1.5}
@@ -83,7 +83,7 @@ def test_what_is_no_file_of_decisions_is_an_error_for_a_person():
         read_decisions(".")
 
 
-def test_arrays_are_seeds_by_samples_by_places():
+def test_arrays_are_seeds_by_samples_by_conditions():
     values = [[0, 1], [2, np.nan], [4, 5], [6, 7]]
     first, second = (
         frame([2.0, 1.0], accuracy=np.array(part)) for part in (values[:2], values[2:])

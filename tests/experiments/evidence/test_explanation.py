@@ -6,12 +6,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from helpers import TAUGHT, close, deployed, small_table, table_of
+from helpers import WITH_TEACHER, close, deployed, small_table, table_of
 from ruled import Ruled
 from scipy.stats import spearmanr
 
 from knobwise.agents.controller.settings import PolicyConfig
-from knobwise.agents.evaluation.baselines import static_of
+from knobwise.agents.evaluation.baselines import fit_static
 from knobwise.envs.bandit.budgets import default_budgets
 from knobwise.envs.tables.profile_table import Split
 from knobwise.experiments.evidence import explanation
@@ -35,7 +35,7 @@ def explained(table, choose, budgets=BUDGETS):
     """Explain a policy that is a function of the block x and of budgets."""
     rows = torch.arange(table.num_samples)
     rule = Ruled(lambda features, limits, mask: choose(features["x"], limits).astype(int))
-    return Explained(table, rows, rule, budgets, static_of(table, rows))
+    return Explained(table, rows, rule, budgets, fit_static(table, rows))
 
 
 # -- difficulty ------------------------------------------------------------------------------------
@@ -123,7 +123,7 @@ def by_first(x, limits):
     return x[:, 0] > 0.5
 
 
-def test_importance_is_the_worth_lost_with_another_samples_features():
+def test_importance_is_the_utility_lost_with_another_samples_features():
     table = two_answers()
     table.features["unread"] = torch.randn(200, 3)
     rows = importance(explained(table, by_first))
@@ -196,11 +196,11 @@ def test_the_best_and_the_worst_decisions_are_those_that_gain_and_lose_most():
 # -- real policies ---------------------------------------------------------------------------------
 
 POLICIES = {
-    "taught": TAUGHT,
+    "taught": WITH_TEACHER,
     "independent": PolicyConfig(hidden=8, guard=False),
-    "no features": replace(TAUGHT, experts=()),
-    "mean": replace(TAUGHT, experts=(), guard=False),
-    "first look": TAUGHT,
+    "no features": replace(WITH_TEACHER, experts=()),
+    "mean": replace(WITH_TEACHER, experts=(), guard=False),
+    "first look": WITH_TEACHER,
 }
 
 
@@ -212,20 +212,20 @@ def test_every_kind_of_controller_is_explained_by_its_own_decisions(kind, monkey
         table = replace(table, first_look_ms=look)
     rows = torch.arange(60)
     budgets = torch.tensor([9.0, 15.0]) if kind == "mean" else default_budgets(table)
-    sense = "mean" if kind == "mean" else "deadline"
-    agent = deployed(table, POLICIES[kind], budgets, sense)
-    monkeypatch.setattr(explanation, "MOST", 15)
-    evaluator = EVALUATORS[sense](table, Split(rows[:40], rows[:0], rows[40:]), budgets)
+    constraint = "mean" if kind == "mean" else "deadline"
+    agent = deployed(table, POLICIES[kind], budgets, constraint)
+    monkeypatch.setattr(explanation, "MAX_SAMPLES", 15)
+    evaluator = EVALUATORS[constraint](table, Split(rows[:40], rows[:0], rows[40:]), budgets)
     part = Explained(table, rows[40:], agent, *evaluator.explained_by(agent))
     assert len(part.rows) == len(part.rows.unique()) == 15
     at = part.rows[:, None], part.chosen
     accuracy, latency_ms = table.accuracy[at].double(), table.latency_ms[at]
     if kind == "mean":
-        wanted = accuracy - latency_ms / torch.from_numpy(agent.settled.mean["worths"])
+        wanted = accuracy - latency_ms / torch.from_numpy(agent.calibration.mean["worths"])
     else:
         late = latency_ms - look[at] * ~part.reads > budgets
         wanted = accuracy.masked_fill(late, 0)
-    close(part.worth(part.chosen, part.reads), wanted, within=1e-12)
+    close(part.utility(part.chosen, part.reads), wanted, within=1e-12)
     entry = explain_policy(part, {})
     assert entry == explain_policy(part, {})
     assert (entry["importance"] == []) == (kind == "no features")

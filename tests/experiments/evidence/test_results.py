@@ -13,7 +13,16 @@ import polars as pl
 import pytest
 import torch
 from commands import OPTIMISER, TABLE, launch, mistake, words_of, write_table
-from helpers import TAUGHT, Always, arrays, close, deployed, driven_apart, small_table, table_of
+from helpers import (
+    WITH_TEACHER,
+    Always,
+    arrays,
+    close,
+    deployed,
+    driven_apart,
+    small_table,
+    table_of,
+)
 from ruled import Ruled, ruled_at_means
 
 from knobwise.__main__ import main
@@ -21,16 +30,16 @@ from knobwise.agents.calibration.deployed_controller import DeployedController
 from knobwise.agents.calibration.mean_policies import StaticMix
 from knobwise.agents.calibration.prices import mean_budgets
 from knobwise.agents.controller.settings import PolicyConfig
-from knobwise.agents.evaluation.baselines import Oracle, static_of
+from knobwise.agents.evaluation.baselines import Oracle, fit_static
 from knobwise.agents.teacher.regressors import FAMILIES
 from knobwise.agents.training.checkpoint import Loaded
-from knobwise.envs.bandit.budgets import default_budgets, judged_worths
+from knobwise.envs.bandit.budgets import default_budgets, judged_values
 from knobwise.envs.readers.long_table import long_frame
 from knobwise.envs.tables.profile_table import Split
 from knobwise.experiments.evidence.controllers import (
+    evaluate_controllers,
     gain_on_held_out,
     held_out_choices,
-    judge_controllers,
 )
 from knobwise.experiments.evidence.decisions import read_decisions
 from knobwise.experiments.evidence.evaluate import Deadlines
@@ -67,7 +76,7 @@ def loaded(controller, **extra):
 @pytest.fixture(scope="module")
 def taught():
     """Return what a short training with a teacher deploys."""
-    return deployed(SMALL, replace(TAUGHT, level=0.8))
+    return deployed(SMALL, replace(WITH_TEACHER, level=0.8))
 
 
 @pytest.fixture(scope="module")
@@ -86,7 +95,7 @@ def judged(table, choosers, baselines, budgets, **options):
     """Results and decisions under deadlines, on all samples."""
     evaluator = Deadlines(table, everything(table), budgets)
     seeds = range(4, 4 + len(choosers))
-    return judge_controllers(evaluator, choosers, seeds, baselines, **options)
+    return evaluate_controllers(evaluator, choosers, seeds, baselines, **options)
 
 
 def at_budgets(results):
@@ -192,8 +201,8 @@ def test_rows_of_deadlines_by_hand():
         },
         ("controller", 35): {"latency_ms_mean": 25, "over_static": (0.5 - 0.375) / 2},
     }
-    for place, numbers in wanted.items():
-        assert {name: rows[place][name] for name in numbers} == pytest.approx(numbers)
+    for condition, numbers in wanted.items():
+        assert {name: rows[condition][name] for name in numbers} == pytest.approx(numbers)
     # a miss costs .2
     assert rows["oracle", None]["reward"] == pytest.approx((1 - 5 * 0.2) / 6, abs=1e-6)
     assert rows["controller", None]["utility_per_seed"] == pytest.approx([1 / 6, 5 / 24])
@@ -206,16 +215,19 @@ def test_rows_of_deadlines_by_hand():
     assert second["utility"] == pytest.approx(0.5 / 3)
 
 
-def at_means(budgets, worths, seeds, **guard):
+def at_means(budgets, values_ms, seeds, **guard):
     """Return the results of a controller that takes the dearest configuration for whom a right
     answer is worth 100 ms, else the middle one."""
-    budgets, worths = torch.tensor(budgets), torch.tensor(worths)
+    budgets, values_ms = torch.tensor(budgets), torch.tensor(values_ms)
     learned = ruled_at_means(
-        lambda features, worths, mask: np.where(worths >= 100, 2, 1), budgets, worths, **guard
+        lambda features, values_ms, mask: np.where(values_ms >= 100, 2, 1),
+        budgets,
+        values_ms,
+        **guard,
     )
     evaluator = MeanBudgets(by_hand(), Split(FITTED, FITTED[:0], TEST), budgets)
     about = evaluator, [learned] * len(seeds), seeds, evaluator.references()
-    return judge_controllers(*about, charge=False)[0]
+    return evaluate_controllers(*about, charge=False)[0]
 
 
 def test_rows_of_mean_budgets_by_hand():
@@ -255,8 +267,8 @@ def test_rows_of_mean_budgets_by_hand():
             "over_static_mix": pytest.approx(1 - (0.5 + 0.25 * 8 / 24)),
         },
     }
-    for place, row in wanted.items():
-        assert row.items() <= at_budgets(results)[place].items()
+    for condition, row in wanted.items():
+        assert row.items() <= at_budgets(results)[condition].items()
     for policy in ("controller", "static_mix"):
         assert shares(results, policy) == [0, 1, 0, 0, 0, 1]  # at 20, then at 50 ms
     assert shares(results, "oracle")[3:] == [0.5, 0, 0.5]
@@ -308,9 +320,9 @@ def test_a_network_without_guard_under_chosen_mean_budgets_and_evaluated_again(f
     launch("evaluate baselines=false json=again.json own_cost=false", TABLE)
     again = at_budgets(results_in("again.json"))
     assert {policy for policy, _ in again} == {"controller", "static_mix", "best_single", "oracle"}
-    for place, row in again.items():
+    for condition, row in again.items():
         for key in ("accuracy", "latency_ms_mean", "over_static_mix", "price", "gap_closed_ci95"):
-            assert row[key] == before[place][key], (place, key)
+            assert row[key] == before[condition][key], (condition, key)
     assert "budgets_ms" in mistake(["evaluate", *TABLE, "budgets_ms=[1.5]"], capsys)
     assert "policy.fold_networks" in mistake(
         [*MEAN, "policy=utility", "policy.fold_networks=1"], capsys
@@ -321,13 +333,13 @@ def test_a_network_without_guard_under_chosen_mean_budgets_and_evaluated_again(f
     assert (results["sense"], results["guard"], results["chosen"][0]["weights"]) == ("mean", [], {})
 
 
-def test_a_run_under_mean_budgets_that_was_stopped_before_its_worths_goes_on(
+def test_a_run_under_mean_budgets_that_was_stopped_before_its_prices_goes_on(
     folder, monkeypatch, capsys
 ):
     words = [*MEAN, "seeds=[0]", "name=x"]
     with monkeypatch.context() as patch:
-        worths = "knobwise.agents.calibration.calibrate.worths_for"
-        patch.setattr(worths, Mock(side_effect=KeyboardInterrupt))
+        calibrated = "knobwise.agents.calibration.calibrate.calibrated_values"
+        patch.setattr(calibrated, Mock(side_effect=KeyboardInterrupt))
         assert main(words) == 130
     evaluate = ["evaluate", *TABLE, "checkpoint=runs/mean_budget/x/checkpoints/seed0/best.pt"]
     assert "best.pt" in mistake(evaluate, capsys)
@@ -342,7 +354,7 @@ def test_predicted_probabilities_are_those_of_the_choices_under_what_is_left_of_
     taught, untrained
 ):
     rows = torch.arange(60)
-    baselines = [static_of(SMALL, rows), Oracle(SMALL, rows)]
+    baselines = [fit_static(SMALL, rows), Oracle(SMALL, rows)]
     results, decisions = judged(SMALL, [taught], baselines, BUDGETS, charge=False)
     # at fewer budgets the decisions are the same
     _, few = judged(SMALL, [taught], baselines, BUDGETS[1::2], charge=False)
@@ -372,8 +384,8 @@ def test_predicted_probabilities_are_those_of_the_choices_under_what_is_left_of_
 
 def test_only_the_controller_is_charged_and_timed():
     table, rows = replace(SMALL, features_ms=3.0), torch.arange(60)
-    baselines = [static_of(table, rows), Oracle(table, rows)]
-    policy = deployed(SMALL, replace(TAUGHT, guard=False))
+    baselines = [fit_static(table, rows), Oracle(table, rows)]
+    policy = deployed(SMALL, replace(WITH_TEACHER, guard=False))
     results, decisions = judged(table, [policy], baselines, BUDGETS)
     means = {policy: row for (policy, budget), row in at_budgets(results).items() if not budget}
     learned = means.pop("controller")
@@ -423,10 +435,10 @@ def test_nothing_depends_on_the_unit():
     of_units = []
     for table, scale in zip(in_two_units(), (1.0, SCALE), strict=True):
         # the tightest budget is that of the free ones, as little as a budget can be
-        budgets = default_budgets(table)[1:], mean_budgets(table, rows), judged_worths(table)
-        controller = driven_apart(table, PolicyConfig(hidden=8), sense="mean", by=0.0)
-        worths = scale * torch.linspace(1, 900, 90)
-        start = controller(controller.normaliser(table.features), worths)
+        budgets = default_budgets(table)[1:], mean_budgets(table, rows), judged_values(table)
+        controller = driven_apart(table, PolicyConfig(hidden=8), constraint="mean", by=0.0)
+        values_ms = scale * torch.linspace(1, 900, 90)
+        start = controller(controller.normaliser(table.features), values_ms)
         of_units.append([start, *(limits / scale for limits in budgets)])
     torch.testing.assert_close(*of_units, atol=2e-3, rtol=1e-3)
 

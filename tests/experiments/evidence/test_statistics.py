@@ -212,8 +212,8 @@ def test_one_thing_is_singular(count):
 # -- differences of runs ---------------------------------------------------------------------------
 
 
-def against(*runs, policies=("controller", "controller"), places=(10.0, 20.0)):
-    return differences(*read_runs(runs), policies, places)
+def against(*runs, policies=("controller", "controller"), conditions=(10.0, 20.0)):
+    return differences(*read_runs(runs), policies, conditions)
 
 
 def test_the_mean_comes_first_then_each_budget(tmp_path):
@@ -226,7 +226,7 @@ def test_the_mean_comes_first_then_each_budget(tmp_path):
         first, second = (run.row("controller", one.condition)["utility"] for run in runs)
         assert one.difference == pytest.approx(second - first)
         assert one.ci95[0] < one.difference < one.ci95[1]
-    _, only = against(*folders, places=(20.0,))[0]
+    _, only = against(*folders, conditions=(20.0,))[0]
     assert (only.difference, only.ci95) == (found[2].difference, pytest.approx(found[2].ci95))
     # a name in two data sets is two samples: the second half bears the names of the first
     rank = pl.col("sample").str.slice(1).cast(pl.Int64)
@@ -266,9 +266,9 @@ def test_what_is_restricted_is_said(tmp_path):
 
 def test_under_mean_budgets_latency_is_charged_what_it_brings_the_static_mix(tmp_path):
     # the hull rises by 0.8 in 40 ms
-    first = write_run(tmp_path / "a", sense="mean")
+    first = write_run(tmp_path / "a", constraint="mean")
     for spent, change in ((0.0, 0.0), (5.0, -0.1)):
-        other = write_run(tmp_path / f"{spent}", sense="mean", spent=spent)
+        other = write_run(tmp_path / f"{spent}", constraint="mean", spent=spent)
         assert [one.difference for one in against(first, other)[0]] == pytest.approx([change] * 3)
 
 
@@ -276,7 +276,7 @@ def test_selectors_are_compared_at_each_number_of_shots_where_answers_are_known(
     first = write_selector_run(tmp_path / "a", wrong=0.6)
     second = write_selector_run(tmp_path / "b", wrong=0.3, form="grpo_live", unknown=7)
     policies = ("grpo_recorded", "grpo_live")
-    found, note = against(first, second, policies=policies, places=(1.0, 2.0))
+    found, note = against(first, second, policies=policies, conditions=(1.0, 2.0))
     assert note == ""
     assert [(one.condition, one.samples) for one in found] == [(1.0, 60), (2.0, 53)]
     assert found[0].difference == pytest.approx(0.3, abs=0.08)

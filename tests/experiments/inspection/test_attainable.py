@@ -54,7 +54,7 @@ def test_without_features_or_folds_nothing_is_estimated():
 
 
 def test_of_a_large_table_a_part_is_used(monkeypatch):
-    monkeypatch.setattr(module, "MOST_SAMPLES", 50)
+    monkeypatch.setattr(module, "MAX_SAMPLES", 50)
     assert attainable(two_kinds(90, shown=True), BUDGETS)["samples"] == 50
 
 
@@ -115,7 +115,7 @@ def test_one_cell_that_was_repeated_says_nothing_about_luck():
 def test_wide_features_are_projected_and_many_cells_thinned(monkeypatch):
     monkeypatch.setattr(module, "WIDEST", 6)
     monkeypatch.setattr(module, "COMPONENTS", 3)
-    monkeypatch.setattr(module, "MOST_CELLS", 12 * 600)
+    monkeypatch.setattr(module, "MAX_CELLS", 12 * 600)
     table = small_table(700)
     found = attainable(table, default_budgets(table))
     assert (found["components"], found["samples"]) == (3, 600)

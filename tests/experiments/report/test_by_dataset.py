@@ -13,11 +13,11 @@ from page_parts import printed, report_of
 from ruled import Ruled, ruled_at_means
 
 from knobwise.agents.controller.features import FeatureNormaliser
-from knobwise.agents.evaluation.baselines import Oracle, Random, StaticPerDataset, static_of
+from knobwise.agents.evaluation.baselines import Oracle, Random, StaticPerDataset, fit_static
 from knobwise.agents.training.checkpoint import load_checkpoint
 from knobwise.envs.bandit.budgets import default_budgets
 from knobwise.envs.tables.profile_table import ProfileTable, Split
-from knobwise.experiments.evidence.controllers import judge_controllers
+from knobwise.experiments.evidence.controllers import evaluate_controllers
 from knobwise.experiments.evidence.evaluate import Deadlines
 from knobwise.experiments.evidence.mean_budgets import MeanBudgets
 from knobwise.experiments.evidence.results import read_results
@@ -43,12 +43,12 @@ class Worst:
 
 def judged(table, rows):
     everything = torch.arange(table.num_samples)
-    fitted = [static_of(table, everything), StaticPerDataset(table, everything, rows)]
+    fitted = [fit_static(table, everything), StaticPerDataset(table, everything, rows)]
     baselines = [*fitted, Random(), Worst(), Oracle(table, rows)]
     learned = [Ruled(Random(1)), Ruled(Random(2))]
     split = Split(everything, everything[:0], rows)
     evaluator = Deadlines(table, split, torch.tensor([1.0, 2.0]))
-    return judge_controllers(evaluator, learned, [0, 1], baselines, charge=False)[0]
+    return evaluate_controllers(evaluator, learned, [0, 1], baselines, charge=False)[0]
 
 
 def judged_at_means():
@@ -57,14 +57,14 @@ def judged_at_means():
     accuracy = [[0.0, 1.0]] * 6 + [[1.0, 0.0]] * 2
     latency = [[1.0, 3.0]] * 6 + [[1.0, 5.0]] * 2
     table, rows = table_of(accuracy, latency, datasets=tuple("aaaaaabb")), torch.arange(8)
-    budgets, worths = torch.tensor([[2.0, 4.0], [5.0, 9.0]])
-    learned = ruled_at_means(Always(1), budgets, worths)
-    other = ruled_at_means(Always(0), budgets, worths).under_mean_budgets()
+    budgets, values_ms = torch.tensor([[2.0, 4.0], [5.0, 9.0]])
+    learned = ruled_at_means(Always(1), budgets, values_ms)
+    other = ruled_at_means(Always(0), budgets, values_ms).under_mean_budgets()
     other.name = "knn"
     evaluator = MeanBudgets(table, Split(rows, rows[:0], rows), budgets)
     first, second, last = evaluator.references()
     baselines = [first, second, other, last]
-    results, _ = judge_controllers(evaluator, [learned] * 2, [0, 1], baselines, charge=False)
+    results, _ = evaluate_controllers(evaluator, [learned] * 2, [0, 1], baselines, charge=False)
     return results | {"guard": [], "chosen": []}
 
 

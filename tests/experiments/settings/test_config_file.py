@@ -101,6 +101,6 @@ def test_results_that_are_too_deep_or_too_long_are_refused(home, monkeypatch):
     Path("results.json").write_text('{"rows": [{"policy": "a"}], "x": ' + "[" * 50 + "]" * 50 + "}")
     with input_error("nested too deeply"):
         report.read_results(".")
-    monkeypatch.setattr(report, "MOST_BYTES", 100)
+    monkeypatch.setattr(report, "MAX_BYTES", 100)
     with input_error("more than 100 bytes"):
         report.read_results(".")

@@ -93,12 +93,12 @@ def test_a_run_with_a_torn_file_ends_like_the_unbroken_run(
     assert same(outcome(run), outcome(run_in(stopped[f"{system} unbroken"])))
 
 
-def test_a_run_that_was_stopped_before_it_settled_what_it_deploys_ends_like_the_unbroken(
+def test_a_run_that_was_stopped_before_it_calibrated_what_it_deploys_ends_like_the_unbroken(
     stopped, tmp_path, monkeypatch
 ):
     shutil.copytree(stopped["controller stopped"], tmp_path, dirs_exist_ok=True)
     monkeypatch.chdir(tmp_path)
-    with patch.object(controller, "deployed_by", side_effect=KeyboardInterrupt):
+    with patch.object(controller, "calibrate_controller", side_effect=KeyboardInterrupt):
         assert main(CONTROLLER) == 130
     run = run_in(tmp_path)
     training = load_checkpoint(run / "checkpoints/seed2/last.pt").extra["training"]

@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 
 from knobwise.common.errors import InputError
 from knobwise.common.files import (
-    LEAST_ADDRESSES,
+    MIN_ADDRESSES,
     check_address_space,
     is_cut_short,
     is_damaged,
@@ -277,9 +277,9 @@ def test_a_file_that_is_longer_than_allowed_is_called_that_whatever_the_writer_s
 
 
 def test_too_little_address_space_is_refused_before_a_library_ends_the_process():
-    with limited(resource.RLIMIT_AS, LEAST_ADDRESSES):
+    with limited(resource.RLIMIT_AS, MIN_ADDRESSES):
         check_address_space()
-    with limited(resource.RLIMIT_AS, LEAST_ADDRESSES - 1), pytest.raises(OSError) as caught:
+    with limited(resource.RLIMIT_AS, MIN_ADDRESSES - 1), pytest.raises(OSError) as caught:
         check_address_space()
     status, line = refused_by_system(caught.value)
     assert (status, "ulimit -v" in line) == (1, True)

@@ -139,7 +139,7 @@ SHORT = OptimiserConfig(
 
 
 def controller(folder, how):
-    """`how`: what the heads learn from, or the sense of the budgets, and objective. A teacher takes
+    """`how`: what the heads learn from, or the constraint of the budgets, and objective. A teacher takes
     8 iterations."""
     kind, objective = how.split()
     taught = {"teacher": True, "experts": ("ridge",), "drift": 0.2} if kind != "rewards" else {}

@@ -14,7 +14,7 @@ from knobwise.envs.demonstrations.beam_table import BeamTable
 from knobwise.profiling.demonstrations import beam_search as search
 from knobwise.profiling.demonstrations import pools
 from knobwise.profiling.demonstrations.pools import draw_pools, similarity
-from knobwise.profiling.demonstrations.scorers import Remembering
+from knobwise.profiling.demonstrations.scorers import CachedScorer
 from knobwise.profiling.demonstrations.settings import SAMPLERS, PoolConfig
 from knobwise.profiling.demonstrations.tasks import no_beams
 
@@ -123,7 +123,7 @@ def test_draws_from_small_pools_are_short_and_different():
 
 def test_nothing_is_scored_twice():
     hand = HandScorer([[2.0, 1.0, 0.5], [0.0, 1.0, 2.0]])
-    scorer = Remembering(hand)
+    scorer = CachedScorer(hand)
     rows, pool = torch.tensor([1, 0]), torch.tensor([[2, 1, 0], [0, 1, NONE]])
     search.score(scorer, rows, pool, torch.tensor([[[0, 1]], [[1, NONE]]]))
     # zero-shot too

@@ -1,10 +1,10 @@
-"""Reasons not to believe a log. A step of an update that gives one takes over only if a person
-accepts it.
+"""Objections to a log, which may be wrong. A step of an update that meets one takes over only if a
+person accepts it.
 
 Wrong labels that look just like a real loss of accuracy cannot be told from one. So labels may move
-decisions only as far as costs next to nothing if they are wrong and the profile is right. Times are
-doubted where a configuration's differ much from what those of all others imply for it, and where
-their gain has passed.
+decisions only as far as costs next to nothing if they are wrong and the profile is right. Times
+meet an objection where a configuration's differ much from what those of all others imply for it,
+and where their gain has passed.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor
 from knobwise.agents.learning.adaptation import posterior
 from knobwise.agents.learning.logged import Logged
 
-MOST_LOSS = 0.005
+MAX_LOSS = 0.005
 """The utility that a change may lose if the profile is right and the labels are wrong."""
 FEW = 10
 """Fewer requests than this say nothing about a configuration."""
@@ -26,11 +26,11 @@ CONFIGURATIONS = 3
 """The least number of configurations whose labels a change may rest on."""
 CHANCE = 3.0
 """Standard errors beyond which labels differ from the profile by more than chance."""
-MOST_RATIO = 2.0
+MAX_RATIO = 2.0
 """The largest factor between a configuration's times and what those of others imply for it."""
 
 
-def doubted_times(
+def objections_to_times(
     names: Sequence[Mapping[str, Any]], configurations: Tensor, choice: Tensor, ratios: Tensor
 ) -> list[str]:
     """Return a line for each configuration whose times contradict those of the others.
@@ -48,7 +48,7 @@ def doubted_times(
             continue
         implied = posterior(configurations, choice[~chosen], ratios[~chosen])
         gap = float(ratios[chosen].median() - implied.mean[c])
-        if abs(gap) > max(math.log(MOST_RATIO), CHANCE * float(implied.variance[c]) ** 0.5):
+        if abs(gap) > max(math.log(MAX_RATIO), CHANCE * float(implied.variance[c]) ** 0.5):
             reasons.append(
                 f"the times of {names[c]}, {int(chosen.sum())} answers, are {math.exp(gap):.2g} "
                 "times those that the other configurations imply"
@@ -56,7 +56,7 @@ def doubted_times(
     return reasons
 
 
-def doubted_labels(
+def objections_to_labels(
     names: Sequence[Mapping[str, Any]], logged: Logged, accuracy: Tensor, loss: float
 ) -> list[str]:
     """Return why a change that rests on labels is doubtful; an empty list if it is not.
@@ -76,7 +76,7 @@ def doubted_labels(
     unexplored = int((logged.propensity.argmax(1) == logged.choice).sum())
     if unexplored < FEW:
         reasons.append(f"only {unexplored} answers that the controller chose itself have a label")
-    if loss <= MOST_LOSS:
+    if loss <= MAX_LOSS:
         return reasons
     reasons.append(f"if the profile is right, the change loses {100 * loss:.1f} points")
     # the configurations whose labels differ from the profile beyond chance

@@ -1,5 +1,6 @@
 """What a teacher is to the training of a controller: it is made with the networks, fitted when its
-own network is trained, and asked for lessons."""
+own network is trained, and asked for what the
+heads are to imitate."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 from tensordict import TensorDict
 
-from knobwise.agents.teacher.distillation import lessons_of
+from knobwise.agents.teacher.distillation import distillation_targets
 from knobwise.agents.teacher.experts import Experts
 from knobwise.agents.teacher.teacher import FittedTeacher, Teacher, fit_teacher
 
@@ -19,8 +20,8 @@ if TYPE_CHECKING:
     from knobwise.agents.training.controllers import ControllerSetup
 
 
-class Teaching:
-    """The teacher of one training.
+class Distiller:
+    """The teacher of one training, and what the heads learn from it.
 
     Args:
         experts: returns the teacher's experts, fitted on the training and validation samples; None
@@ -39,7 +40,7 @@ class Teaching:
         masks = torch.stack([torch.isin(setup.fitted, rows) for rows in setup.folds[0]])
         normaliser = setup.controller.normaliser
         self.teacher = Teacher.for_table(
-            setup.table, setup.fitted, setup.policy, normaliser, masks, setup.sense
+            setup.table, setup.fitted, setup.policy, normaliser, masks, setup.constraint
         )
         return self.teacher
 
@@ -57,11 +58,11 @@ class Teaching:
         return fit_teacher(*about, setup.fold_seed, experts)
 
     @functools.cached_property
-    def lessons(self) -> TensorDict:
-        """The lessons that the heads imitate."""
+    def targets(self) -> TensorDict:
+        """What the heads imitate, float [M, R, V, …], see `distillation_targets`."""
         setup = self.setup
         settings = setup.settings
         draws = settings.pretrain_iterations * settings.epochs * settings.contexts
         values = setup.controller.network.values.cpu()
         about = self.fitted, setup.table, setup.limits, draws, setup.seed
-        return lessons_of(*about, setup.drift, values, setup.augment)
+        return distillation_targets(*about, setup.drift, values, setup.augment)

@@ -11,17 +11,17 @@ from pathlib import Path
 from typing import Any
 
 from knobwise.agents.calibration.deployed_controller import DeployedController
+from knobwise.agents.teacher.distiller import Distiller
 from knobwise.agents.teacher.experts import Experts
 from knobwise.agents.teacher.stages import Distillation, regression_stages
-from knobwise.agents.teacher.teaching import Teaching
 from knobwise.agents.training.controller_stages import grpo_stage
-from knobwise.agents.training.controllers import ControllerSetup, controller_trainer, trainer_of
+from knobwise.agents.training.controllers import ControllerSetup, controller_trainer, make_trainer
 from knobwise.agents.training.seeding import seeded
 from knobwise.agents.training.trainer import Trainer
 from knobwise.envs.tables.profile_table import ProfileTable, Split
 
 
-def taught_trainer(
+def distillation_trainer(
     table: ProfileTable,
     split: Split,
     *,
@@ -48,12 +48,12 @@ def taught_trainer(
     if policy is None or not policy.teacher or not warm:
         return controller_trainer(table, split, folder=folder, log=log, **about)
     with seeded(seed, device):
-        teaching = Teaching(experts)
-        setup = ControllerSetup(table, split, teaching=teaching, **about)
-        agent = DeployedController(setup.controller, teaching.teacher).eval()
+        distiller = Distiller(experts)
+        setup = ControllerSetup(table, split, distiller=distiller, **about)
+        agent = DeployedController(setup.controller, distiller.teacher).eval()
         stages = [
-            *regression_stages(setup, teaching.teacher),
-            Distillation(setup, lambda: teaching.lessons),
+            *regression_stages(setup, distiller.teacher),
+            Distillation(setup, lambda: distiller.targets),
             grpo_stage(setup),
         ]
-        return trainer_of(setup, agent, stages, folder, log)
+        return make_trainer(setup, agent, stages, folder, log)
