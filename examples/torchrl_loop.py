@@ -11,13 +11,8 @@ import torch
 from torchrl.collectors import Collector
 from torchrl.data import LazyTensorStorage, ReplayBuffer, SamplerWithoutReplacement
 
-from knobwise.agents import (
-    Controller,
-    DeployedController,
-    PolicyConfig,
-    evaluate_policy,
-    make_actor,
-)
+from knobwise.agents import Controller, DeployedController, PolicyConfig, make_actor
+from knobwise.agents.evaluation.evaluation import evaluate_policy
 from knobwise.envs import ConfigBandit, default_budgets
 from knobwise.losses import GRPOLoss, RCELoss, dropping_out
 from knobwise.testbeds import builtin_profile
@@ -34,14 +29,8 @@ def main(
     weights = {}
 
     shape = {"batch_size": contexts, "group_size": group_size}
-    env = ConfigBandit(
-        table,
-        **shape,
-        rows=split.train,
-        action_keys="knobs",
-        observe_features=False,
-        full_information=True,
-    )
+    observed = {"observe_features": False, "full_information": True}
+    env = ConfigBandit(table, **shape, **observed, rows=split.train, action_keys="knobs")
     agent = DeployedController(Controller.for_table(table, split.train, PolicyConfig()))
     policy = make_actor(agent, table, group_size=group_size, separate=True)
     storage = LazyTensorStorage(contexts)
@@ -71,10 +60,8 @@ def main(
                 optimiser.step()
             schedule.step()
             if iteration % 20 == 0:
-                score = float(
-                    evaluate_policy(agent, table, split.validation, budgets_ms).utility.mean()
-                )
-                if score > best:
+                judged = evaluate_policy(agent, table, split.validation, budgets_ms)
+                if (score := float(judged.utility.mean())) > best:
                     best = score
                     weights = copy.deepcopy(agent.state_dict())
         print(f"validation utility after {type(loss_module).__name__}: {best:.3f}", flush=True)

@@ -98,7 +98,7 @@ class UtilityHead(nn.Module):
     fitted to outcomes: it learns through the policy's log-probs, as the heads of the knobs do.
 
     Args:
-        members, hidden, count: the networks M, the width of their last layer, configurations C.
+        networks, hidden, count: the networks M, the width of their last layer, configurations C.
         sharpness: how much a logit rises with the expected utility.
     """
 
