@@ -292,8 +292,8 @@ def tables(numbers: Numbers) -> str:
 
 ABOUT = {
     "The controller": "`knobwise train experiment=controller profile=…`, five seeds. Utility is "
-    "the mean over five budgets; only the controller is charged for its decisions. *Predictable* is "
-    "the predictable gain: what simple predictors gain in cross-validation (`inspect`). "
+    "the mean over five budgets; only the controller is charged for its decisions. *Predictable* "
+    "is the predictable gain: what simple predictors gain in cross-validation (`inspect`). "
     "Differences are in points with 95 % intervals, in bold where the interval excludes 0. "
     "Profiles that were split three times are not tested against the predictors.",
     "What GRPO adds to the policy": "Change in utility on held-out samples, in points, "

@@ -259,7 +259,7 @@ def make_actor(
             `action`, as in the environment under `action_keys="knobs"`; see `KnobCategoricals`.
             Log-probs are `max_crops_log_prob`, …; if `composite_lp_aggregate` is on here and where
             it draws, there is their sum too, `action_log_prob`.
-        members: contexts belong to the networks in turn, as in training.
+        all_networks: contexts belong to the networks in turn, as in training.
         offsets, noise: of copies of the samples, in training.
 
     Raises:
