@@ -50,7 +50,7 @@ POLICIES = {
 }
 SIMPLE = ("gradient_boosting", "random_forest", "kernel_ridge", "ridge", "knn", "latency_only")
 ABLATIONS = {
-    "lean": ("a teacher without experts", "`lean` − `controller`"),
+    "lean": ("a teacher without base learners", "`lean` − `controller`"),
     "warm_up_only": ("… and no GRPO after it", "`warm_up_only` − `lean`"),
     "heads": (
         "heads that learn from reward alone",
@@ -292,25 +292,25 @@ def tables(numbers: Numbers) -> str:
 
 ABOUT = {
     "The controller": "`knobwise train experiment=controller profile=…`, five seeds. Utility is "
-    "the mean over five budgets; the controller pays for its decisions, all others decide for "
-    "free. *Predictable* is what quick predictors gain out of fold (`inspect`). Differences are in "
-    "points with 95 % intervals, in bold where the interval excludes 0. A profile that was split "
-    "three times has no test against the predictors.",
-    "What GRPO adds to the policy": "Points of utility on held-out samples after so many "
-    "iterations, from where GRPO starts; then the deployed policy minus the one before GRPO, which "
-    "is kept where GRPO does not improve it.",
+    "the mean over five budgets; only the controller is charged for its decisions. *Predictable* "
+    "is the predictable gain: what simple predictors gain in cross-validation (`inspect`). "
+    "Differences are in points with 95 % intervals, in bold where the interval excludes 0. "
+    "Profiles that were split three times are not tested against the predictors.",
+    "What GRPO adds to the policy": "Change in utility on held-out samples, in points, "
+    "after 100 to 400 iterations of GRPO; then the deployed policy minus the one before GRPO, "
+    "which is kept where GRPO does not improve it.",
     "Every policy": "Utility, in hundredths.",
     "What each part of the training adds": "Points of utility, five seeds, in bold where it is "
-    "better or worse after Holm's correction. `seeds` and `seeds_small` are those of before, which "
-    "started cold; for what the warm-up of today gives see "
+    "better or worse after Holm's correction. `seeds` and `seeds_small` were run with an older "
+    "version, without a warm-up; today's results are "
     "[below](#options-that-make-no-difference-or-lose).",
     "Mean budgets, and data sets never seen": "`experiment=mean_budget` limits the mean latency "
-    "alone: points of accuracy over the best mix of static configurations. `-m "
-    "experiment=leave_one_out` judges on the data set that training left out: points of utility "
+    "alone: points of accuracy over the best random mix of static configurations. `-m "
+    "experiment=leave_one_out` evaluates on the data set that training left out: points of utility "
     "over budget-aware static.",
-    "Choosing demonstrations": "Three seeds; the share of right answers on held-out queries. "
-    "Policies were trained for two shots, where differences are taken, in points with 95 % "
-    "intervals, in bold where the interval excludes 0.",
+    "Choosing demonstrations": "Three seeds; the share of right answers on test queries. Policies "
+    "were trained for two shots. Differences are at two shots, in points with 95 % intervals, in "
+    "bold where the interval excludes 0.",
 }
 
 
@@ -365,7 +365,7 @@ def policies_table(controllers: Numbers) -> str:
             row.append("–" if value is None else f"{100 * value:.1f}")
         rows.append(row)
     free = [f"{100 * numbers['free']:.1f}" for numbers in controllers.values()]
-    rows.insert(1, ["controller, if free", *free])
+    rows.insert(1, ["controller, without overhead", *free])
     return table(["policy", *(PROFILES[name] for name in controllers)], rows)
 
 
@@ -542,7 +542,7 @@ def drawing(every: list[Difference]) -> str:
         f'<rect class="back" width="{WIDTH}" height="{height}"/>'
         '<text class="title" x="8" y="20">Differences in points, with 95 % intervals; filled: '
         "better or worse after "
-        "correction, open: no difference shown</text>" + "\n".join(parts) + "</svg>\n"
+        "correction, open: no measurable difference</text>" + "\n".join(parts) + "</svg>\n"
     )
 
 
