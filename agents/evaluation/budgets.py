@@ -21,7 +21,7 @@ def few_budgets(budgets_ms: Tensor) -> list[str]:
     usual = len(DEFAULT_QUANTILES)
     note = (
         f"budgets: only {len(budgets_ms)} of {usual} default budgets left, because few different "
-        "latencies lie above the smallest; choose your own with budgets_ms=[…]"
+        "latencies lie above the smallest; choose your own with budgets_ms"
     )
     return [note] * (len(budgets_ms) < usual)
 

@@ -29,6 +29,7 @@ PLAINER = {
     MERGING + r"Value .* could not be converted to Integer": r"\1: must be a whole number",
     MERGING + r"Value .* could not be converted to Float": r"\1: must be a number",
     MERGING + r"Value .* is not a valid bool.*": r"\1: must be true or false",
+    MERGING + r"Invalid type assigned: .*": r"\1: cannot be set as a whole; set an option in it",
     MERGING + r"Invalid value assigned: .* is not a ListConfig.*": r"\1: must be a list",
 }
 """What Hydra and OmegaConf say → the same without names of classes."""

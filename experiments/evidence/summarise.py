@@ -68,8 +68,8 @@ def summarise(
     intervals = iter(_intervals(ratios, splits))
     for row in rows:
         for metric in estimated:
-            ends = next(intervals)
-            row[f"{metric.key}_ci95"] = None if row[metric.key] is None else ends
+            ci95 = next(intervals)
+            row[f"{metric.key}_ci95"] = None if row[metric.key] is None else ci95
     return rows
 
 
