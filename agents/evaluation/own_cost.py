@@ -75,14 +75,14 @@ def own_costs(
 
 def decision_us(
     deciders: Sequence[Decider], table: ProfileTable, rows: Tensor, budgets_ms: Tensor
-) -> Tensor:
-    """Return the median time of a decision in µs in the quickest round, float64 [len(deciders), B],
-    on samples `rows` [n] under budgets [B] in ms, each right after a transformer has run."""
+) -> list[Tensor]:
+    """Return for each decider the median time of a decision in µs, in the quickest round, float64
+    [B], on samples `rows` [n] under budgets [B] in ms, right after a transformer has run."""
     # all of them in turn, so that a busy second meets all of them alike
     rounds = []
     for _ in range(ROUNDS):
-        rounds.append(torch.stack([_round(d, table, rows, budgets_ms) for d in deciders]))
-    return torch.stack(rounds).amin(0)
+        rounds.append([_round(decider, table, rows, budgets_ms) for decider in deciders])
+    return [torch.stack(of_decider).amin(0) for of_decider in zip(*rounds, strict=True)]
 
 
 def _round(decider: Decider, table: ProfileTable, rows: Tensor, budgets_ms: Tensor) -> Tensor:

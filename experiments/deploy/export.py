@@ -133,7 +133,7 @@ def _make(
         graphs[path.name] = agreement(controller, graph.choose, table, budgets_ms, path.name, exact)
     # all forms are timed on the same requests
     took = decision_us(list(forms.values()), table, torch.arange(table.num_samples), budgets_ms)
-    micros = dict(zip(forms, took.mean(1).tolist(), strict=True))
+    micros = {name: float(each.mean()) for name, each in zip(forms, took, strict=True)}
     return {"graphs": graphs, "decisions_us_p50": micros}
 
 
