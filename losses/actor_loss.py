@@ -1,4 +1,4 @@
-"""The base of the loss modules: it holds their actor, and knows the keys that they read."""
+"""Base class of the losses: it holds the actor network and the TensorDict keys."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Dropout that a warm-up asks for, whatever the mode of the modules.
+"""Dropout controlled by a context manager instead of `train()` and `eval()`.
 
 The ratio of GRPO and PPO compares log-probs of one policy before and after a step. If a network
 dropped out at random, the two would differ before anything was learned. So neither draws nor
@@ -33,7 +33,7 @@ def dropping_out(asked_for: bool = True) -> Iterator[None]:
 
 
 def drops_out() -> bool:
-    """Tell if networks drop out now, for parts of other libraries that go by their own mode."""
+    """Return whether dropout is active; for third-party modules that use `train()` and `eval()`."""
     return _ASKED_FOR.get()
 
 

@@ -43,8 +43,8 @@ def even_weight(mask: Tensor) -> Tensor:
 
 
 def reward_spread(reward: Tensor, weight: Tensor | None = None) -> Tensor:
-    """Compute how much rewards typically differ inside a group: the mean of the groups' standard
-    deviations, without the tenth of the groups that differ most.
+    """Compute the typical standard deviation of rewards within a group: the mean over groups, with
+    the top 10 % trimmed.
 
     It has the unit of the rewards, so what is stated relative to it holds in any unit. A few groups
     with rewards far below all others do not change it.
@@ -90,7 +90,7 @@ def weight_of_best(reward: Tensor, count: int, weight: Tensor | None = None) -> 
 
 
 def rank_advantage(reward: Tensor, weight: Tensor | None = None) -> Tensor:
-    """Compute the share of the group that is worse minus the share that is better, by rank alone.
+    """Compute A = P(a random draw from the group is worse) − P(it is better), by rank alone.
 
     It is divided by 1 − Σ weight², the probability that two draws differ, so that G draws without
     ties get 1 − 2·rank/(G − 1), rank 0 the best. The divisor is at least 1/2, its value for two
@@ -368,7 +368,7 @@ def effective_sample_size(log_ratio: Tensor, weight: Tensor | None = None) -> Te
 def ratio_diagnostics(
     log_ratio: Tensor, weight: Tensor | None, cut: Tensor, clip_epsilon: Tensor | float
 ) -> dict[str, Tensor]:
-    """Return what the ratios ρ of a batch of groups say, each a single number.
+    """Return diagnostics of the importance ratios ρ of a batch of groups, each a scalar.
 
     Args:
         log_ratio: ln ρ, [*, J].

@@ -262,7 +262,7 @@ class GRPOLoss(GroupLoss):
         actor_network: a module whose `get_dist(tensordict)` gives a distribution with
             `log_prob(action)` [P, G] for actions [P, G, K] and `entropy()` [P]; or a
             `CompositeDistribution` of draws [P, G] under several keys.
-        masked: groups are of different sizes: `group_mask` tells which draws there are.
+        masked: groups have different sizes: `group_mask` bool [P, G] marks the valid draws.
 
     Examples:
         >>> import torch

@@ -93,8 +93,8 @@ def _own_model(name: str) -> AdaptiveVLM:
 
 
 def requests_of(items: Sequence[VQAItem], config: VLMProfileConfig) -> Requests:
-    """Return the requests that a model is served with, and their scores; drawn items go on without
-    end. Raises InputError for a metric that does not fit the items."""
+    """Return the requests to serve the model with, and how to score its answers; generated
+    questions never run out. Raises InputError for a metric that does not fit the items."""
     if isinstance(items, DrawnQuestions):
         return items
     return Questions(items, config.metric, config.prompt)

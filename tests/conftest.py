@@ -49,7 +49,6 @@ LESS_OF_RUNS = {
     "agents.selector.evaluation.REPEATS": (2,),
     "experiments.deploy.live.WARM_UP": (1,),
     "experiments.deploy.live.CALIBRATION": (6,),
-    "experiments.deploy.export.CALLS": (20,),
     "experiments.evidence.explanation.REPEATS": (1, "evidence", "deploy"),
     "experiments.evidence.explanation.TOP": (2, "evidence", "deploy"),
 }

@@ -130,7 +130,9 @@ def _calibrate_mean_budgets(
         for fit, hold in zip(*setup.folds, strict=True):
             mixed.append(StaticMix.of_table(table, fit, budgets_ms).expected(table, hold)[0])
         accuracy, latency_ms = outcomes_of(table, rows, chosen)
-        calibration.guard = compared(accuracy, latency_ms + cost_ms, torch.cat(mixed), budgets_ms)
+        calibration.guard = compared(
+            accuracy, latency_ms + cost_ms, torch.cat(mixed), budgets_ms, table.unit
+        )
         mean["deployed"] = np.array([row["deployed"] for row in calibration.guard])
         # the mix that is deployed is fitted on all samples
         mix = StaticMix.of_table(table, setup.fitted, budgets_ms)

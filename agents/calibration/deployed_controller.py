@@ -69,7 +69,7 @@ class _Made(NamedTuple):
 
 
 class DeployedController(nn.Module):
-    """A controller, its teacher, and what was calibrated on held-out samples.
+    """A controller with its teacher and its calibration (guard, static, mean budgets).
 
     It decides in NumPy, by `decider`; the torch modules are there to be trained further, to be
     asked what they expect, and to be exported to other forms.

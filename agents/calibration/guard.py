@@ -44,6 +44,9 @@ LEVEL_COST = 0.1
 """Share of the gain over budget-aware static that keeping the level may cost."""
 MARGINS = tuple(0.97**step for step in range(24))
 """Shares of a budget that are tried, from all of it down to half."""
+TOO_FEW = "too few held-out requests"
+OUT_OF_REACH = "out of reach"
+TOO_COSTLY = "would cost too much utility"
 ROUNDING = 1e-6
 """Tolerance for sums of shares of measurements."""
 Decide = Callable[[float], Tensor]
@@ -52,12 +55,12 @@ fitted on."""
 
 
 class GuardRow(TypedDict):
-    """What was found at one budget on held-out samples. Under deadlines there is a level to keep;
-    a mean budget is kept by a price instead."""
+    """The guard's calibration at one budget, on held-out samples. `level` and `margin` exist only
+    under deadlines; a mean budget is met through λ."""
 
     budget_ms: float
     deployed: bool
-    """Whether the policy decides; otherwise static does."""
+    """True: the policy decides; False: static does."""
     reason: str
     """Why, in words."""
     gain: float
@@ -69,7 +72,7 @@ class GuardRow(TypedDict):
     margin: NotRequired[float]
     """The share of the budget that the policy plans with."""
     missed: NotRequired[str]
-    """Why the level is not kept; "" if it is."""
+    """`TOO_FEW`, `OUT_OF_REACH` or `TOO_COSTLY`: why the level is not kept; "" if it is."""
     satisfaction_deployed: NotRequired[float | None]
     """The share on time of what is deployed; None if no request was feasible."""
     utility_static: NotRequired[float]
@@ -159,11 +162,11 @@ def _calibrated(
     late, fewest = float(misses[chosen if deployed else -1]), float(misses.min())
     missed = ""
     if count and late > may_miss:
-        missed = "too few held-out requests to tell"
+        missed = TOO_FEW
         if may_miss >= 0 and fewest > (1 - level) * count + ROUNDING:
-            missed = "not possible here"
+            missed = OUT_OF_REACH
         elif fewest <= may_miss:
-            missed = "would cost too much utility"
+            missed = TOO_COSTLY
     row: GuardRow = {
         "budget_ms": budget_ms,
         "level": level,
@@ -177,12 +180,16 @@ def _calibrated(
         "gain_se": standard_error(gain),
         "feasible": count,
     }
-    row["reason"] = reason_for(row, "budget-aware static")
+    row["reason"] = reason_for(row, "static", "utility")
     if deployed and not better:
-        row["reason"] = f"deployed: static is late too often; gain {row['gain']:+z.3f}"
+        row["reason"] = (
+            "policy deployed, since static misses the on-time target; held-out gain "
+            f"{row['gain']:+z.3f} utility"
+        )
     if missed:
         row["reason"] += (
-            f"; {100 * level:g}% on time: {missed}, {1 - late / count:.1%} of {count:,} are"
+            f"; {100 * level:g}% on-time target not guaranteed ({missed}): {1 - late / count:.1%} "
+            f"of {count:,} feasible requests"
         )
     return row
 
@@ -211,10 +218,11 @@ def arrays_of(rows: Sequence[GuardRow]) -> dict[str, np.ndarray]:
     }
 
 
-def reason_for(row: GuardRow, rival: str) -> str:
-    """Say what is deployed at a budget, and by how much the policy is better than its rival, which
-    is deployed instead."""
-    gain = f"{row['gain']:+z.3f} ± {row['gain_se']:.3f} on held-out samples"
+def reason_for(row: GuardRow, rival: str, score: str) -> str:
+    """Say in words which policy is deployed at a budget, with the policy's held-out gain over its
+    rival (in this score, ± SE)."""
+    gain = f"{row['gain']:+z.3f} ± {row['gain_se']:.3f} {score}, SE"
     if row["deployed"]:
-        return f"deployed: better than {rival} by {gain}"
-    return f"fell back to {rival}: no gain with {CONFIDENCE:.0%} confidence ({gain})"
+        return f"policy deployed: it beats {rival} on held-out samples ({gain})"
+    confidence = f"{CONFIDENCE:.0%} confidence on held-out samples"
+    return f"{rival} deployed: no gain with {confidence} ({gain})"

@@ -105,8 +105,8 @@ class StaticMix:
         budgets: [B], of the mean latency, in ms.
 
     Attributes:
-        first, second: the cheaper and the dearer, int64 [B].
-        share: of the requests that gets the dearer, float64 [B].
+        first, second: int64 [B], the cheaper and the costlier configuration.
+        share: float64 [B], the probability of the costlier one.
     """
 
     name = "static_mix"
@@ -138,7 +138,7 @@ class StaticMix:
         return {"mean_accuracy": accuracy.numpy(), "mean_cost": cost.numpy()} | arrays
 
     def both(self, mask: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the cheaper and the dearer configuration of each request at each budget:
+        """Return the cheaper and the costlier configuration of each request at each budget:
         bool [n, C] → int64 [n, B] each."""
         instead = best_single_at(*self._means, mask)
         has_first = mask[:, self.first]
@@ -148,7 +148,7 @@ class StaticMix:
 
     def mixture(self, table: ProfileTable, rows: Tensor) -> Mixture:
         """Give samples int64 [n] the two configurations of each budget, and the share of the
-        dearer, [n, B] each; what was not profiled for a sample is replaced, see `both`."""
+        costlier, [n, B] each; what was not profiled for a sample is replaced, see `both`."""
         first, second = self.both(table.mask[rows])
         return Mixture(first, second, self.share.expand(first.shape))
 
@@ -195,7 +195,7 @@ def outcomes_of(table: ProfileTable, rows: Tensor, chosen: Tensor) -> tuple[Tens
 
 @dataclass
 class MeanBudgetPolicy:
-    """A policy that decides at a price of time, calibrated for B mean budgets.
+    """A policy conditioned on 1/λ (ms), with λ calibrated for each of B mean budgets.
 
     Args:
         name: of the policy.
@@ -260,7 +260,9 @@ def calibrated_values(
     return tried[index], choices[:, index]
 
 
-def compared(accuracy: Tensor, cost: Tensor, mixed: Tensor, budgets_ms: Tensor) -> list[GuardRow]:
+def compared(
+    accuracy: Tensor, cost: Tensor, mixed: Tensor, budgets_ms: Tensor, unit: str = "ms"
+) -> list[GuardRow]:
     """Compare a policy with the static mix at each budget.
 
     The policy is deployed if it keeps the budget and is more accurate than the mix, by more than
@@ -269,6 +271,7 @@ def compared(accuracy: Tensor, cost: Tensor, mixed: Tensor, budgets_ms: Tensor) 
     Args:
         accuracy, cost: of the policy, float [n, B], on samples that it was not fitted on.
         mixed: the mix's expected accuracy, likewise.
+        unit: of costs and budgets, for the reasons.
     """
     columns = [values.double().unbind(1) for values in (accuracy, cost, mixed)]
     rows = []
@@ -286,10 +289,12 @@ def compared(accuracy: Tensor, cost: Tensor, mixed: Tensor, budgets_ms: Tensor) 
             "gain": float(gains.mean()),
             "gain_se": standard_error(gains),
         }
-        row["reason"] = reason_for(row, "the static mix")
+        row["reason"] = reason_for(row, "static mix", "accuracy")
         if not kept:
-            lowest = f"no price brings the mean this low, the lowest is {spent:.4g}"
-            row["reason"] = f"fell back to the static mix: {lowest}"
+            lowest = f"its lowest mean latency is {spent:.4g}"
+            row["reason"] = (
+                f"static mix deployed: no price makes the policy this cheap; {lowest} {unit}"
+            )
         rows.append(row)
     return rows
 

@@ -37,18 +37,17 @@ class PolicyConfig:
     """Predictors beside the teacher's network: any of ridge, kernel_ridge, knn, random_forest,
     gradient_boosting. Without any the network teaches alone, which is faster."""
     fold_networks: int = 1
-    """Number of folds. With one, a single network is fitted on the training samples and judged on
-    the validation samples. With several, a network for each fold is fitted on the other samples,
-    and one more on all of them, side by side; those of the folds say when to stop and what the
-    guard does, and the one of all samples is deployed."""
+    """Cross-validation folds. With 1, a single network is fitted on the training samples and scored
+    on the validation samples. With k > 1, k fold networks choose the stopping point and the
+    guard's decisions; one more network, fitted on all samples, is deployed."""
     guard: bool = True
-    """Whether budget-aware static decides where the policy was not better on held-out samples, or
-    under a mean budget the static mix."""
+    """Fall back to static at budgets where the policy did not beat it on held-out samples (under
+    mean budgets to the static mix)."""
     level: float = 0.95
-    """Share of the feasible requests whose budget the guard keeps."""
+    """On-time target: the guard aims at this share of feasible requests on time."""
     hidden: int = 256
-    """Width of the hidden layers; 0 chooses it by the smallest budget, so that a decision takes
-    little of it."""
+    """Width of the hidden layers; 0 picks one small enough that a decision is a small part of the
+    tightest budget."""
     layers: int = 2
     """Number of hidden layers."""
     dropout: float = 0.6
@@ -59,20 +58,19 @@ class PolicyConfig:
     teacher_dropout: float = 0.2
     """Dropout in the hidden layers of the teacher's network."""
     drift: float = 0.0
-    """The largest typical drift of a knob value's ln ms that heads are trained under, so that they
-    decide by what a tracker knows; 0 for heads that know nothing but the level."""
+    """Scale of simulated per-knob latency drift in training (ln ms), so that the policy can use a
+    tracker's per-knob offsets. 0: it sees only the overall slowdown."""
     augment: float = 0.0
-    """Standard deviation of the noise on standardised features in copies of the samples, from which
-    networks learn as well; 0 for no copies. Draws, log-probs and rewards of a copy are all of the
-    same noise. Experts, validation, test and decisions never see it; without features it has no
-    effect."""
+    """Standard deviation of Gaussian noise on standardised features, for extra training copies; 0
+    for none. A copy keeps its noise for action, log-prob and reward. Experts, validation, test and
+    decisions never see it; without features it has no effect."""
     utility_head: bool = False
-    """Whether there is a head for whole configurations beside the heads of the knobs. It expects
-    their accuracy and latency, and the utility that follows under the budget raises their logits.
-    Without it the knobs are independent, as in the original. Under a mean budget there is none."""
+    """Add a head that predicts accuracy and latency of each configuration and adds its expected
+    utility to the logits. Without it the knobs are independent, as in the original. Under a mean
+    budget there is none."""
     sharpness: float = 40.0
-    """How sharply the teacher decides: it teaches the softmax of this times the utility that it
-    expects. The utility head decides as sharply."""
+    """Inverse temperature s of the distillation target softmax(s · expected utility); the utility
+    head uses the same s."""
     budget_encoding: str = "sinusoidal"
     """How a network reads the standardised log-budget: `sinusoidal`, by sines and cosines;
     `linear`, as the number alone, one input whatever `budget_width` is."""

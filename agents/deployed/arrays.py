@@ -91,10 +91,9 @@ def checked(arrays: Arrays, form: str) -> tuple[dict[str, Any], str]:
 
 
 def encoded(columns: Iterable[Any], request: Mapping[str, Any]) -> Array:
-    """Return the block `features` of a request that names its values, float32 [d]: numbers, and a
-    1 in the place of each text, which is the last of its places if it has none of its own. Raises a
-    ValueError if a value is absent or of another kind, or missing (None, NaN, "", "?") although no
-    sample of the training lacked it."""
+    """Encode the named features of one request as float32 [d]: numbers as they are, text one-hot,
+    unseen text in its column's last slot. Raises a ValueError if a value is absent or of another
+    kind, or missing (None, NaN, "", "?") although no sample of the training lacked it."""
     block: list[float] = []
     for name, texts, gaps in columns:
         if name not in request:

@@ -19,8 +19,8 @@ Generation and Quasi-Monte Carlo Methods", chapter 3)."""
 class Static:
     """Takes, for each budget, the configuration with the best mean of accuracy·1[latency ≤ budget].
 
-    Where nothing ever met the budget all means are 0, and the one with the lowest mean latency is
-    taken. It never reads features.
+    If no configuration ever met the budget, it takes the one with the lowest mean latency. It never
+    reads features.
 
     Attributes:
         latency_ms: [C], the mean latency of each configuration.

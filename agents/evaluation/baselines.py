@@ -98,7 +98,8 @@ class FittedStatic(Static):
 
 
 def fit_static(table: ProfileTable, rows: Tensor) -> FittedStatic:
-    """Return budget-aware static, fitted on these rows (int64 [n]); it pays for no first look."""
+    """Return budget-aware static fitted on `rows` (int64 [n]); first-stage time is not charged,
+    since static needs no features."""
     table = table.without_first_look
     cells = table.accuracy, table.latency_ms, table.measurements_ms
     return FittedStatic.fit(*(values[rows].numpy() for values in cells))
@@ -189,7 +190,7 @@ class Random:
 
 
 class Oracle:
-    """Takes the best actual utility of each of these rows, among equals the faster.
+    """Picks, per row, the configuration with the highest measured utility; ties go to the faster.
 
     Of several measurements the mean utility counts. Where nothing fits, it takes the fastest. It
     knows the outcomes, so it can only choose for exactly the rows that it was given, in their

@@ -13,11 +13,15 @@ from knobwise.envs.tables.profile_table import ProfileTable
 
 
 def few_budgets(budgets_ms: Tensor) -> list[str]:
-    """Return a note if the default budgets [B] are fewer than usual, else no note."""
+    """Return a note if the default budgets [B] are fewer than usual, else no note.
+
+    Many latencies may be equal, or most lie below the floor of `default_budgets`; either way few
+    different ones are above the smallest budget.
+    """
     usual = len(DEFAULT_QUANTILES)
     note = (
-        f"budgets: only {len(budgets_ms)} of {usual} are distinct, because many latencies are "
-        "equal; budgets_ms sets others"
+        f"budgets: only {len(budgets_ms)} of {usual} default budgets left, because few different "
+        "latencies lie above the smallest; choose your own with budgets_ms"
     )
     return [note] * (len(budgets_ms) < usual)
 

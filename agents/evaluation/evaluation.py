@@ -22,8 +22,8 @@ def evaluate_policy(
 ) -> DeadlineOutcomes:
     """Let a policy decide for every sample under every deadline, and look up the outcomes.
 
-    The policy sees features, the rest of the deadlines after its own cost, and which configurations
-    were profiled for the sample, because the outcomes of others are unknown.
+    The policy sees the features, each deadline minus its own `cost_ms`, and the mask of profiled
+    configurations.
 
     Args:
         rows: int64 [n].

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import cache
 from time import perf_counter_ns
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -42,6 +42,14 @@ EXPECTED_US = 30.0
 results are charged what was measured."""
 
 
+class Decider(Protocol):
+    """What can be timed: a controller, or another form of it."""
+
+    def decide_index(self, features: Any, budget_ms: float, /) -> Any:
+        """Decide for one request."""
+        ...
+
+
 class OwnCost(NamedTuple):
     """The costs of a controller's decisions under B budgets, float64 [B] each."""
 
@@ -55,20 +63,30 @@ def own_costs(
     controllers: Sequence[NumpyController], table: ProfileTable, rows: Tensor, budgets_ms: Tensor
 ) -> list[OwnCost]:
     """Time the decisions of controllers on samples `rows` [n] under budgets [B] in ms."""
-    # all controllers in turn, so that a busy second meets all of them alike
-    rounds = []
-    for _ in range(ROUNDS):
-        rounds.append([_round(c, table, rows, budgets_ms) for c in controllers])
     costs = []
-    for of_controller in zip(*rounds, strict=True):
-        costs.append(OwnCost(*torch.stack(of_controller).amin(0)))
+    took = decision_us(controllers, table, rows, budgets_ms)
+    for controller, micros in zip(controllers, took, strict=True):
+        # features are charged only where the guard lets the policy read them
+        reads = torch.from_numpy(controller.reads_features(budgets_ms.double().numpy()))
+        charged = (micros / 1e3 + table.features_ms * reads) * (table.unit == MS)
+        costs.append(OwnCost(micros, charged))
     return costs
 
 
-def _round(
-    controller: NumpyController, table: ProfileTable, rows: Tensor, budgets_ms: Tensor
-) -> Tensor:
-    """Return `OwnCost` as one tensor [2, B]. The budgets take turns in random order."""
+def decision_us(
+    deciders: Sequence[Decider], table: ProfileTable, rows: Tensor, budgets_ms: Tensor
+) -> list[Tensor]:
+    """Return for each decider the median time of a decision in µs, in the quickest round, float64
+    [B], on samples `rows` [n] under budgets [B] in ms, right after a transformer has run."""
+    # all of them in turn, so that a busy second meets all of them alike
+    rounds = []
+    for _ in range(ROUNDS):
+        rounds.append([_round(decider, table, rows, budgets_ms) for decider in deciders])
+    return [torch.stack(of_decider).amin(0) for of_decider in zip(*rounds, strict=True)]
+
+
+def _round(decider: Decider, table: ProfileTable, rows: Tensor, budgets_ms: Tensor) -> Tensor:
+    """Return the median of each budget in µs, [B]. The budgets take turns in random order."""
     limits = budgets_ms.tolist()
     rng = np.random.default_rng(0)
     samples = []
@@ -84,13 +102,9 @@ def _round(
                 # the mean of two equal tokens is the token
                 blocks = {name: np.stack([x, x]).mean(0) for name, x in sample.items()}
                 start = clock_ns()
-                controller.decide_index(blocks, limits[b])
+                decider.decide_index(blocks, limits[b])
                 micros[call, b] = (clock_ns() - start) / 1e3
-    # features are charged only where the guard lets the policy read them
-    took = torch.from_numpy(np.median(micros[WARM_UP:], 0))
-    reads = torch.from_numpy(controller.reads_features(budgets_ms.double().numpy()))
-    charged = (took / 1e3 + table.features_ms * reads) * (table.unit == MS)
-    return torch.stack([took, charged])
+    return torch.from_numpy(np.median(micros[WARM_UP:], 0))
 
 
 @cache

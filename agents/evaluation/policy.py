@@ -16,16 +16,15 @@ from knobwise.envs.tables.profile_table import ProfileTable
 
 
 class Policy(Protocol):
-    """Chooses a configuration for each request, under the request's budget, or at what a right
-    answer is worth."""
+    """Protocol: maps requests and limits (deadlines in ms, or 1/λ in ms under a mean budget) to
+    configurations."""
 
     def choose(self, features: Arrays, limits: Array, mask: Array | None = None, /) -> Array:
         """Choose for n requests.
 
         Args:
             features: block name → float [n, d]; may be empty.
-            limits: float [n], the requests' budgets in ms; for a policy that knows no budgets the
-                values of a right answer, the ms that it may cost.
+            limits: float [n], the requests' deadlines in ms; under a mean budget 1/λ in ms.
             mask: bool [n, C], the configurations that may be chosen, at least one for each request;
                 None for all.
 

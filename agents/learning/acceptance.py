@@ -50,8 +50,8 @@ def objections_to_times(
         gap = float(ratios[chosen].median() - implied.mean[c])
         if abs(gap) > max(math.log(MAX_RATIO), CHANCE * float(implied.variance[c]) ** 0.5):
             reasons.append(
-                f"the times of {names[c]}, {int(chosen.sum())} answers, are {math.exp(gap):.2g} "
-                "times those that the other configurations imply"
+                f"{names[c]}: its {int(chosen.sum())} answers took {math.exp(gap):.2g} times as "
+                "long as the other configurations predict"
             )
     return reasons
 

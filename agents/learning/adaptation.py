@@ -226,7 +226,7 @@ MIN_CHANGE = 1e-3
 
 
 def distil_again(agent: DeployedController, before: Teacher, x: Tensor) -> None:
-    """Distil into the deployed heads what their teacher expects now, if that differs from `before`.
+    """Re-distil the policy from its updated teacher; nothing happens if that equals `before`.
 
     1. As in training they imitate the teacher: cross-entropy to its softmax(sharpness·utility).
     2. They maximise the utility that it expects, with an entropy bonus: the KL divergence from the

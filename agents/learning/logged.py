@@ -1,6 +1,6 @@
 """Read the log of a deployed controller as arrays that can be learned from.
 
-`knobwise.agents.serving.request_log` writes the log. Rows that cannot be used are set aside and
+`knobwise.agents.serving.request_log` writes the log. Rows that cannot be used are skipped and
 counted by reason.
 """
 
@@ -89,15 +89,14 @@ def of_choices(values: Tensor, choices: Tensor) -> Tensor:
 
 
 class ReadLog(NamedTuple):
-    """The good rows of a log, in the order of their times; and how many others were set aside, by
-    reason."""
+    """The valid rows of a log in time order, and counts of skipped rows by reason."""
 
     rows: list[dict[str, Any]]
     aside: Counter[str]
 
     def lines(self) -> list[str]:
-        """Return a line for each reason for which rows were set aside."""
-        return [f"{count:,} set aside: {reason}" for reason, count in sorted(self.aside.items())]
+        """Return a line for each reason for which rows were skipped."""
+        return [f"{count:,} skipped: {reason}" for reason, count in sorted(self.aside.items())]
 
 
 def read_log(
@@ -115,12 +114,14 @@ def read_log(
         versions: digests of earlier versions of this controller, whose rows count too.
 
     Raises:
-        InputError: there is no log in the folder.
+        InputError: there is no such folder, or no log in it.
     """
     folder = Path(folder)
     if not any(folder.glob(f"{REQUESTS}-*.jsonl")):
+        problem = f"no {REQUESTS}-….jsonl in it" if folder.is_dir() else "no such folder"
         raise InputError(
-            f"log={folder}: no {REQUESTS}-….jsonl in it; give the folder of AdaptiveModel(log=…)"
+            f"log={folder}: {problem}; give the folder that you passed as log=… to wrap or "
+            "AdaptiveModel"
         )
     aside = Counter[str]()
     rows: dict[str, dict[str, Any]] = {}
@@ -153,7 +154,7 @@ def read_log(
         if not _is_number(label.get("accuracy"), 0):
             aside["a label outside [0, 1]"] += 1
         elif request is None:
-            what = "a request that was set aside" if name in unused else "an unknown request"
+            what = "a skipped request" if name in unused else "an unknown request"
             aside[f"a label of {what}"] += 1
         else:
             request["accuracy"] = label["accuracy"]
@@ -192,7 +193,7 @@ def _lines(folder: Path, kind: str, aside: Counter[str]) -> Iterator[tuple[str, 
     for path in sorted(folder.glob(f"{kind}-*.jsonl")):
         *whole, last = path.read_bytes().split(b"\n")
         if last:
-            aside["the torn last line of a file"] += 1
+            aside["the truncated last line of a file"] += 1
         for line in whole:
             try:
                 row = json.loads(line)
@@ -256,7 +257,7 @@ def _faults(
     chances = dict(zip(row["among"], row["chances"], strict=True))
     possible = all(map(_is_positive, chances.values())) and abs(sum(chances.values()) - 1) < 1e-6
     if not (possible and abs(chances.get(choice, 0) - row["probability"]) < 1e-9):
-        yield "chances of a draw that contradict each other"
+        yield "exploration probabilities (`chances`, `probability`) are inconsistent"
 
     # the outcome of the decision
     kinds = {"id": str, "met": bool, "knobs": dict}
@@ -269,7 +270,7 @@ def _faults(
         yield "times that contradict each other"
     on_time = row["total_ms"] <= row["budget_ms"]
     if row["met"] != on_time and not _alike(row["total_ms"], row["budget_ms"], AT_LIMIT):
-        yield "on time by `met` and late by its times, or the other way round"
+        yield "`met` disagrees with total_ms and budget_ms"
 
     # the arrays that the decision was made from
     sizes = {name: len(unpacked(block)) for name, block in (row["features"] or {}).items()}

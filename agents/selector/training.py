@@ -279,7 +279,7 @@ def selector_trainer(
             validate=setup.validate,
             judged_by=setup.judged_by,
             identity=setup.identity,
-            trained_on="on other beams or with other settings",
+            trained_on="other beams or options",
             provenance=provenance,
             setup=setup,
             kept=setup.agent.selector,

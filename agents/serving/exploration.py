@@ -36,8 +36,9 @@ class Exploration:
         # seeds of the system: processes that are forked from this one draw differently
         self._random = random.SystemRandom() if seed is None else random.Random(seed)
 
-    def turn(self) -> bool:
-        """Draw whether the next request is explored; nothing is drawn where the share is 0."""
+    def should_explore(self) -> bool:
+        """Decide at random whether to explore the next request; nothing is drawn if the share is
+        0."""
         return self.share > 0 and self._random.random() < self.share
 
     def draw(self, close: Sequence[int]) -> int:

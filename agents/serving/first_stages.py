@@ -48,11 +48,9 @@ class LRUCache(OrderedDict[Hashable, Any]):
         self._counts = Counter[bool]()
         self._micros = {hit: deque[float]((), DECISIONS_KEPT) for hit in (True, False)}
 
-    def keep(self, key: Hashable, value: Any, hit: bool, took_ms: float) -> None:
-        """Keep a value as the one used last, and count a hit or a miss; threads may do so at once.
-
-        `took_ms` is the time of the hit or miss, the look-up included.
-        """
+    def put(self, key: Hashable, value: Any, hit: bool, took_ms: float) -> None:
+        """Store a value as most recently used, count the hit or miss, and record its time `took_ms`
+        (look-up included). Thread-safe."""
         with self.lock:
             self[key] = value
             self.move_to_end(key)
@@ -119,7 +117,7 @@ class FirstStages:
         stage.extra_ms += took_ms
         stage.total_ms += took_ms
         stage.features = kept or stage.features
-        self.cached_features.keep(content, stage.features, kept is not None, stage.extra_ms)
+        self.cached_features.put(content, stage.features, kept is not None, stage.extra_ms)
         return Prepared(stage, content)
 
     def _choose(
@@ -140,7 +138,7 @@ class FirstStages:
             expected = controller.decide_expected(features, limit_ms, request.drift)
         kept = before, request.drift, expected
         took_ms = (self.runtime.now() - start) * 1e3
-        self.cached_decisions.keep(key, kept, hit, took_ms)
+        self.cached_decisions.put(key, kept, hit, took_ms)
         return expected
 
     def prefetch(self, request: Request) -> None:

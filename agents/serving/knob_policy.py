@@ -213,15 +213,15 @@ class KnobPolicy:
         if guard is not None and not guard["deployed"]:
             static = "the static mix" if self.agent.constraint == "mean" else "budget-aware static"
             return f"the guard lets {static} decide, which treats all inputs alike"
-        reason = "the policy's most probable choice"
+        reason = "it has the highest probability"
         if row["probability"] < expected[0]["probability"]:
-            reason = f"drawn from the policy, which gives it {row['probability']:.1%}"
-        if guard is not None and guard.get("margin", 1.0) < 1:
-            reason += f"; the guard plans with {guard['margin']:.0%} of the budget"
+            reason = f"it was drawn from the policy, with probability {row['probability']:.1%}"
         if "utility" in row:
             most = max(other["utility"] for other in expected)
             if row["utility"] < most - 1e-6:
-                reason += ", though its teacher expects more of another"
+                reason += ", although the teacher predicts higher utility for another configuration"
+        if guard is not None and guard.get("margin", 1.0) < 1:
+            reason += f"; the guard plans with {guard['margin']:.0%} of the budget"
         return reason
 
     def _by_budget(

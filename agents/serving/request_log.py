@@ -62,7 +62,7 @@ class RequestLog:
             raise InputError(f"log={folder}: cannot be written ({error.strerror})") from error
 
     def after_fork(self) -> None:
-        """Begin without files, under a name that no other process has."""
+        """Reopen under a process-unique file name after a fork."""
         self.close()
         self._lock = threading.Lock()
         self._boot = BOOT.read_text().strip() if BOOT.exists() else ""

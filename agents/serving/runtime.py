@@ -56,12 +56,13 @@ class Overhead:
             self.decision_ms, self.beyond_ms = map(statistics.median, columns)
 
     def left_of(self, budget_ms: float) -> float:
-        """Return what is left for an answer after a decision that takes as long as the latest."""
+        """Return the budget left for the answer, in ms, if this decision takes as long as the
+        previous one."""
         return max(MIN_MS, budget_ms - self.decision_ms - self.beyond_ms)
 
 
 class Runtime:
-    """A controller with what goes with it in front of a model: tracker, log, exploration, versions.
+    """The serving runtime: a controller with latency tracker, request log, exploration and reload.
 
     Attributes:
         controller: the one that decides on the next request.
@@ -119,8 +120,8 @@ class Runtime:
     def watch(self, path: str | Path) -> None:
         """Replace the controller between two requests whenever there is a new file.
 
-        What the tracker learned is kept, since an update learns what it did not follow. A file that
-        cannot be used is refused in a line, and nothing changes.
+        The tracker's state is kept: an update learns only what the tracker did not capture. An
+        invalid file is logged and ignored.
 
         Args:
             path: an exported `.npz`, or the folder of controller.npz, such as `current` of
@@ -171,7 +172,7 @@ class Runtime:
                 self._follow(self._watched)
             controller = self.controller
             drift = self.tracker.drift
-            explored = self._exploration.turn()
+            explored = self._exploration.should_explore()
         static = None
         limit_ms = budget_ms
         if ask_guard:
@@ -231,7 +232,7 @@ class Runtime:
         return Decision(choice, log_latency, spread, request, knobs, *about)
 
     def fail(self, request: PendingRequest) -> Decision:
-        """Decide on a request whose features could not be had, as static does.
+        """Fall back to static for a request whose features could not be computed.
 
         A controller without a static policy decides as if each feature were missing. Nothing is
         drawn, and no update learns from the row in the log.
@@ -284,8 +285,8 @@ class Runtime:
         return self.record(Result(decision, answer, *times))
 
     def learn(self, decision: Decision, answer_ms: float) -> None:
-        """Teach the tracker the time of an answer. One that is not possible, NaN, is counted in any
-        case."""
+        """Update the tracker with an answer's latency in ms. NaN, an invalid one, is counted and
+        not learned from."""
         if self._tracks or math.isnan(answer_ms):
             with self._lock:
                 self.tracker.update(*decision[:3], answer_ms)

@@ -244,7 +244,7 @@ class LatencyTracker:
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `state` gave.
+        """Restore a state saved by `state()`.
 
         Raises:
             InputError: a state of another controller, or none.

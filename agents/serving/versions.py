@@ -78,7 +78,7 @@ def serving(folder: Path) -> Path | None:
 
 
 def versions_in(folder: Path) -> list[Path]:
-    """Return the versions in order; copies that somebody made beside them are none."""
+    """Return the version folders, oldest first; other folders, such as copies, are ignored."""
     whole = [path for path in (folder / VERSIONS).glob("[0-9]*") if path.name.isdecimal()]
     return sorted(whole, key=lambda path: int(path.name))
 

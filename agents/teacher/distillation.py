@@ -68,7 +68,7 @@ def distillation_targets(
     cells = len(teachers) * LIMITS * table.num_configurations
     count = max(1, min(REQUESTS, MAX_CELLS // cells, draws))
     targets = []
-    with progress("preparing distillation", len(teachers), quiet_s=2) as tick:
+    with progress("computing distillation targets", len(teachers), quiet_s=2) as tick:
         for finished, (teacher, rows) in enumerate(teachers, 1):
             x = composed_of(table, fitted.teacher.normaliser, rows, count, generator)
             if augment:

@@ -136,7 +136,7 @@ class Distillation(ControllerStage):
         trainer.state.best = Best()
 
     def minibatches(self, buffer: ReplayBuffer) -> Iterator[TensorDictBase]:
-        """Draw random targets for each network, [M, n], instead of collected contexts."""
+        """Sample distillation minibatches, [M, n], instead of collected contexts."""
         targets = self.targets()
         networks, requests, limits = targets.shape
         for count in sizes_of_minibatches(self.settings.contexts, self.settings.minibatch):

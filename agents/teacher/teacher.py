@@ -59,9 +59,10 @@ class MemberPredictions(NamedTuple):
         return self.mean(self.members.log_latency)
 
     def score(self, limits: Tensor, mask: Tensor | None = None) -> Tensor:
-        """Return the utility of every configuration under limits [n], [n, C].
+        """Return the expected utility (mean budgets: accuracy − λ·latency) of each configuration,
+        [n, C], under limits [n].
 
-        Where no configuration inside the mask is likely to be on time, a faster one is worth more.
+        Where no configuration inside the mask is likely to be on time, a faster one scores higher.
         """
         score = self.mean(self.members.score(limits, self.constraint))
         if self.constraint != "deadline":
@@ -197,8 +198,8 @@ class Teacher(nn.Module):
 
     @torch.no_grad()
     def expected_utility(self, x: Tensor, limits: Tensor, offsets: Tensor | None = None) -> Tensor:
-        """Return the utility that is expected of every configuration, for several limits of each
-        request. The heads learn to imitate it.
+        """Return the expected utilities under several limits of each request: the distillation
+        targets before the softmax.
 
         Args:
             x: normalised features [n, width].

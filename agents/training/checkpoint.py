@@ -231,7 +231,9 @@ def started_from(path: str | Path, loaded: Loaded, fresh: Trained) -> Trained:
     wanted = made.requirements()
     for name in wanted | saved:
         if saved.get(name) != wanted.get(name):
-            values = f"{saved.get(name)} in the checkpoint and {wanted.get(name)} in this training"
-            raise InputError(f"init_from={path}: {name} is {values}")
+            raise InputError(
+                f"init_from={path}: the checkpoint has {name}={saved.get(name)}, this run "
+                f"{wanted.get(name)}; give the same"
+            )
     started: Trained = type(made).restored(start.plain() | {group: made.plain()[group]})
     return started

@@ -41,7 +41,7 @@ class ControllerStage(Stage):
         self.setup = setup
 
     def collect(self, contexts: TensorDictBase) -> TensorDictBase:
-        """Draw where it is watched; the loss needs rows alone."""
+        """Sample actions only to log them; this stage's loss needs only the rows."""
         setup = self.setup
         policies = self._policies(reference=True) if self.watched else {}
         contexts = collect(setup.actor, contexts, policies, draws=self.watched, exact=setup.exact)

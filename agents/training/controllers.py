@@ -310,7 +310,7 @@ def make_trainer(
         ),
         judged_by=setup.judged_by,
         identity=(setup.policy, setup.constraint, setup.start_sums),
-        trained_on="on another profile or with another policy, or from other weights",
+        trained_on="another profile, policy or starting checkpoint",
         provenance=provenance,
         setup=setup,
         seed=setup.seed,
@@ -321,7 +321,8 @@ def make_trainer(
 
 
 def provenance(trainer: Trainer) -> Provenance:
-    """Return how the controller came about: from which samples, how good on held-out ones."""
+    """Return the checkpoint's metadata: split rows, kept iteration, held-out scores, reward
+    spread."""
     setup: ControllerSetup = trainer.setup
     best = trainer.state.best
     before = trainer.stages[-1].scores_before

@@ -96,7 +96,7 @@ class StageConfig:
         at_least("weight_decay", self.weight_decay, 0)
 
     def optimiser(self, training_queries: int) -> OptimiserConfig:
-        """Return these settings in iterations, as the loop reads them, for so many training
+        """Return these settings with epochs converted to iterations over `training_queries`
         queries."""
         collected = min(self.collected or self.queries, training_queries)
         iterations_per_epoch = math.ceil(training_queries / collected)

@@ -51,7 +51,7 @@ class Log(Protocol):
 
 
 class Validation(NamedTuple):
-    """What an agent is worth on held-out data."""
+    """Held-out scores of an agent."""
 
     score: float
     """Higher is better."""
@@ -228,7 +228,7 @@ class Stage(ABC):
 
 
 class StagePolicy(TensorDictModuleBase):
-    """The policy of the collector: what the present stage decides."""
+    """The collector's policy; it delegates to the current stage."""
 
     def __init__(self, stage: Stage, in_keys: Sequence[Any]) -> None:
         super().__init__()

@@ -64,8 +64,8 @@ class TrainingState:
         """
         if plain.keys() != {part.name for part in fields(cls)}:
             raise InputError(
-                f"{path}: was written by an earlier version of knobwise, which alone can go on "
-                "with this training; start it anew under another name=…"
+                f"{path}: was written by an older version of knobwise, and only that version can "
+                "resume it; start again under another name=…"
             )
         return cls(**{**plain, "best": Best(**plain["best"])})
 

@@ -51,7 +51,7 @@ class Trainer:
         validate: judges the agent on held-out data; it is told whether metrics are logged.
         judged_by: the score of that, in a word.
         identity: what a checkpoint must agree with to be resumed, beside the data.
-        trained_on: the words of the error message for a checkpoint of another training.
+        trained_on: what a checkpoint of another run has, for the error message.
         provenance: returns how the agent was trained, to be stored in `best.pt`.
         setup: what the stages share, for whoever reads it.
         kept: the part of the agent that checkpoints hold; None for the agent.
@@ -369,7 +369,7 @@ class Trainer:
         state = TrainingState.restored(loaded.extra.get("training", {}), path)
         belongs_to = loaded.profile_digest, state.identity
         if belongs_to != (self.table.digest, self.state.identity):
-            raise InputError(f"{path}: was trained {self.trained_on}; choose another name=…")
+            raise InputError(f"{path}: is of a run with {self.trained_on}; choose another name=…")
         if state.iteration == 0 and not state.finished:
             return False  # it begins anew, with its first rows in metrics.csv
         self.state = state

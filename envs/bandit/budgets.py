@@ -72,10 +72,9 @@ def default_budgets(table: ProfileTable, rows: Tensor | None = None) -> Tensor:
 
     They are the 10/25/50/75/90 % quantiles of all profiled latencies of these rows, none below a
     floor: the budget that three quarters of the samples can meet with their fastest configuration.
-    Two budgets without a latency between them are in effect the same. If there are such, the
-    quantiles of the latencies from the floor up are taken instead, and equal ones count once; there
-    are then fewer. Time-outs count as not profiled, and samples that have nothing else do not
-    count.
+    Budgets with no latency between them are equivalent. If that happens, quantiles of the latencies
+    above the floor are used and duplicates dropped, so there may be fewer than five. Time-outs
+    count as not profiled, and samples that have nothing else do not count.
 
     Args:
         table: the profile.
@@ -118,11 +117,10 @@ def _quantile(values: Tensor, shares: Tensor) -> Tensor:
 
 
 def value_range(latencies_ms: Tensor) -> Tensor:
-    """Return the least and the greatest value of a right answer to consider, float32 [2], in ms.
+    """Return the range of 1/λ to consider under a mean budget, float32 [2], in ms.
 
-    The price of time under a mean budget is λ = 1/value. The least value is the 3 % quantile of the
-    latencies above 0, where only what is nearly free pays. The greatest is thirty times their 97 %
-    quantile, where a gain of some 3 points pays for the slowest.
+    It goes from the 3 % quantile of the latencies above 0 (only almost-free accuracy pays) to 30 ×
+    their 97 % quantile (3 points of accuracy justify the slowest configuration).
     """
     paid = latencies_ms[latencies_ms > 0]
     if not len(paid):

@@ -110,7 +110,7 @@ class ConfigBanditEnv(gymnasium.Env[Observation, Any]):
     def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
     ) -> tuple[Observation, dict[str, Any]]:
-        """Draw a sample and its budget or value, as far as the options do not choose them."""
+        """Sample a context (sample, and budget_ms or worth_ms); `options` can fix either."""
         super().reset(seed=seed)
         return self._single(*self._batch.draw(seed, options), None)
 

@@ -15,21 +15,22 @@ class BudgetConfig:
     """The budgets that a policy is trained on. They are redrawn at every visit of a sample."""
 
     strategy: str = "quantiles"
-    """`quantiles`: evenly by rank between the 3 % and 97 % quantiles of all profiled latencies;
-    `uniform`: evenly in ms between these two; `relative`: a random profiled latency of the sample
-    itself times 0.8, 1.0 or 1.2, as in the original controller; `fixed`: one of `values_ms`."""
+    """`quantiles`: uniform in quantile, from the 3 % to the 97 % quantile of all profiled
+    latencies; `uniform`: evenly in ms between these two; `relative`: a random profiled latency of
+    the sample itself times 0.8, 1.0 or 1.2, as in the original controller; `fixed`: one of
+    `values_ms`."""
     values_ms: tuple[float, ...] = ()
     """The budgets for `fixed`, in ms."""
     constraint: str = "deadline"
     """`deadline`: every request has its own budget; `mean`: the average over the requests must not
-    exceed it. A policy is then conditioned on the value of a right answer, the ms that it may cost
-    (1/λ, λ the price of time). Training draws these evenly on a log scale, and rewards accuracy −
-    λ·latency. The λ that gives a mean latency is calibrated on held-out samples."""
+    exceed it, by a Lagrangian relaxation: the policy is conditioned on 1/λ in ms. Training draws it
+    evenly on a log scale, and rewards accuracy − λ·latency; λ is calibrated on held-out samples to
+    meet the mean budget."""
 
 
 @dataclass
 class BalanceConfig:
-    """The balance of samples in training. Elsewhere every sample counts once."""
+    """Sampling weights in training; evaluation always weighs samples equally."""
 
     by: str = "none"
     """`none`: all samples evenly; `dataset` or `question_type`: small groups as often as large
@@ -59,8 +60,8 @@ class RewardConfig:
     delta: float = 0.1
     """δ, weight of the bonus for time left: 1 − latency/budget, only inside the budget."""
     epsilon: float = 0.05
-    """ε, weight of the complexity: the mean over the knobs of value / largest value (0 for knobs
-    that are names)."""
+    """ε, weight of the complexity penalty: mean of value / largest value over the knobs (0 for
+    named ones)."""
     miss: float = 0.0
     """The cost of a missed budget under `utility`."""
 

@@ -90,7 +90,7 @@ class SingleStepEnv(EnvBase):
         """
 
     def step(self, tensordict: TensorDictBase) -> TensorDictBase:
-        """Decide for the contexts in the tensordict."""
+        """Look up the outcome and reward of the actions in the tensordict."""
         self._take_contexts(tensordict)
         # TorchRL steps some of the contexts alone, or keeps parts of an outcome that are there
         if "_step" in tensordict or "next" in tensordict:

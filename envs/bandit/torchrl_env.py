@@ -46,8 +46,8 @@ class ConfigBandit(SingleStepEnv):
     With `group_size=None` actions and outcomes have no axis G, and the reward is [P, 1]. Where a
     context has one decision, actions may have that axis or lack it.
 
-    A step decides for the contexts in the tensordict. Where rows or limits are missing, it decides
-    for those of the last reset, or before any reset for new ones. Inside TorchRL's wrappers
+    `step` uses `row` and the limit in the tensordict. If they are missing it uses those of the last
+    reset, or draws new ones if there was none. Inside TorchRL's wrappers
     (`TransformedEnv`, `SerialEnv`, …) the rows of the last reset always keep its limits, because a
     transform may have changed those in the tensordict.
 

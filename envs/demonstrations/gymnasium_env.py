@@ -23,10 +23,10 @@ class DemonstrationBanditEnv(gymnasium.Env[Observation, NDArray[Any]]):
     A contextual bandit whose action is a whole sequence: a recorded one, or with a scorer any.
     Every episode ends after one step.
 
-    Action space: `MultiDiscrete([N] * shots)`: places in the query's pool, in order. A repeated
-    place, or one without a candidate (also −1), adds no demonstration, so a sequence may be
-    shorter. With `action="sequence"`, which needs recorded ones, `Discrete(B)`: the index of one of
-    them, which `info["action_mask"]` masks exactly.
+    Action space: `MultiDiscrete([N] * shots)`: positions in the query's pool, in order. Repeated
+    or empty positions (also −1) are skipped, so a sequence may be shorter. With
+    `action="sequence"`, which needs recorded ones, `Discrete(B)`: the index of one of them, which
+    `info["action_mask"]` masks exactly.
 
     Observation space: `Dict` of `query` (`Box` [d], its embedding), `pool` (`Box` [N, d], the
     candidates' embeddings, 0 where there is none) and `mask` (`MultiBinary` N, 1 where there is

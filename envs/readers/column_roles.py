@@ -1,4 +1,4 @@
-"""What the columns of a long table are: keys and measurements, knobs, or features of samples."""
+"""Infer the role of each column of a long table: key, measurement, knob or feature."""
 
 from __future__ import annotations
 
@@ -212,7 +212,7 @@ def _knobs_by_design(
         )
     names = [c for c in (*columns, *complete) if c in (*names, *complete)]
     names = list(dict.fromkeys(names))
-    unsure = design.doubtful(names)
+    unsure = design.suspicious(names)
     if unsure:
         notes.append(
             "knobs that may be outcomes, since hardly a sample has two of their values while the "
@@ -280,8 +280,8 @@ def _features_in(
     """
     if varying := _varying(frame, keys, names):
         raise InputError(
-            f"features: {', '.join(varying)} varies inside a sample, so nobody knows it when the "
-            "knobs are set; leave it out"
+            f"features: {', '.join(varying)} differs between configurations of a sample, so it is "
+            "not known before the decision; leave it out"
         )
     samples = keys.hstack(frame.select(names)).unique(maintain_order=True)
     fitted = list(columns)

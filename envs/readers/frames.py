@@ -391,16 +391,17 @@ def check_range(rows: pl.DataFrame, column: str, name: str) -> None:
     bad = rows.filter(~valid)
     if bad.is_empty():
         return
-    advice = "Fix or remove them"
+    advice = ""
     # NaN is neither out of range nor in per cent
     if (nan := bad.filter(pl.col(column).is_nan())).height:
         bad = nan
         fault = "NaN"
-        advice += ", or leave the cells empty: they count as not measured"
+        advice = ", or leave the cell empty: it counts as not measured"
     first = bad.row(0, named=True)
     at = ", ".join(f"{key} {first[key]}" for key in ("dataset", "sample_id") if key in first)
     file = f"{first['file']}: " if "file" in first else ""
-    raise InputError(f"{file}{bad.height} rows with {name} {fault}, the first at {at}. {advice}")
+    where = f"{bad.height} row{'s' * (bad.height > 1)} (first: {at})"
+    raise InputError(f"{file}{name} is {fault} in {where}; fix or remove it{advice}")
 
 
 def name_column(series: pl.Series) -> pl.Series:

@@ -166,7 +166,8 @@ def failures(
 
 
 class Design:
-    """Which values were measured together; by this, knobs and outcomes differ.
+    """The experimental design: which column values co-occur in a sample. Knob values do, outcome
+    values never do.
 
     Whoever measures chooses the knobs. Each sample gets all settings, the same ones as others, or
     some at random; so two settings that differ in one knob alone *meet* in a sample as often as by
@@ -217,8 +218,8 @@ class Design:
         np.add.at(sums, self._sample, weights[self._values[column]])
         return float(np.unique(sums, return_counts=True)[1].max() / len(sums))
 
-    def meetings(self, columns: Sequence[str], knobs: Sequence[str]) -> tuple[int, float]:
-        """Count pairs of different values of columns that meet in a sample where knobs are equal.
+    def cooccurrences(self, columns: Sequence[str], knobs: Sequence[str]) -> tuple[int, float]:
+        """Count pairs of distinct column values within a sample at equal knobs.
 
         Returns:
             How many there are, and how many there would be if each sample had got its settings at
@@ -251,21 +252,21 @@ class Design:
     ) -> bool:
         """Return whether values of columns meet far less often than chosen ones would, where these
         knobs are equal. If fewer than `fewest` are expected, that none meet may be chance."""
-        met, expected = self.meetings(columns, knobs)
+        met, expected = self.cooccurrences(columns, knobs)
         surely = expected - met >= math.sqrt(fewest * expected) > 0
         return surely and met <= MAX_REPEATED * expected
 
-    def doubtful(self, knobs: Sequence[str]) -> list[str]:
-        """Return those of these knobs of which hardly two values meet where the others are equal,
-        although they vary there between samples. With few rows that may be chance."""
+    def suspicious(self, knobs: Sequence[str]) -> list[str]:
+        """Return the supposed knobs that look like outcomes: within a sample, and with the other
+        knobs fixed, they almost never take two values. With few rows that may be chance."""
         regular = [c for c in knobs if self.regularity(c) == 1]
-        doubtful: list[str] = []
+        suspicious: list[str] = []
         for column in knobs:
             for others in ([c for c in knobs if c != column], regular):
-                met, expected = self.meetings([column], others)
-                if column not in (*regular, *doubtful) and met <= MAX_REPEATED * expected > 0:
-                    doubtful.append(column)
-        return doubtful
+                met, expected = self.cooccurrences([column], others)
+                if column not in (*regular, *suspicious) and met <= MAX_REPEATED * expected > 0:
+                    suspicious.append(column)
+        return suspicious
 
     def _is_shared(self, column: str) -> bool:
         """Return whether a value of a column occurs in two samples."""
@@ -289,7 +290,7 @@ class Design:
         others = [c for c in columns if c not in regular]
         if self.are_outcomes(others, regular, FEWEST_IN_GRID):
             # they suffice; what follows from them may be another name of a setting
-            return [c for c in columns if c in regular or not self.meetings([c], regular)[1]]
+            return [c for c in columns if c in regular or not self.cooccurrences([c], regular)[1]]
         order = sorted(others, key=lambda c: (-self.regularity(c), self.size(c)))
         # what differs in all samples was not set; what few samples have may be an outcome
         order = [c for c in order if self.size(c) < FEWEST_VALUES or self._is_shared(c)]

@@ -1,4 +1,4 @@
-"""Texts about latencies, as texts about other costs."""
+"""Reword texts about latency for other costs, such as "on time" as "within the limit"."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ OF_COSTS = {
     "late": "above the limit",
     "deadline": "limit",
     "deadlines": "limits",
-    "time that is left over": "what is left over",
+    "on-time target": "target",
+    "miss the deadline": "exceed the limit",
+    "unused time": "what is left over",
+    "predicted time": "predicted cost",
     "save time": "save cost",
     "determines the time": "determines the cost",
     "take the same time": "cost the same",
@@ -29,7 +32,7 @@ OF_COSTS = {
     "fastest": "cheapest",
     "slower": "costlier",
     "slowest": "costliest",
-    "slow under": "costly under",
+    "slow anyway": "costly anyway",
     "slow configurations": "costly configurations",
     "deployed, charged the time of its decisions": "deployed",
 }
@@ -37,7 +40,7 @@ OF_COSTS = {
 _ANY = "|".join(sorted(map(re.escape, OF_COSTS), key=len, reverse=True))
 # names of columns, keys and values of knobs stay as they are
 _PHRASE = re.compile(rf"(?<![\w=/.'])(?:{_ANY})(?![\w=/'])", re.IGNORECASE)
-_AS_LONG = re.compile(r"take ([\d.,]+) times as long")
+_AS_LONG = re.compile(r"take(s?) ([\d.,]+) times as long")
 
 
 def in_words(text: str, unit: str) -> str:
@@ -50,4 +53,4 @@ def in_words(text: str, unit: str) -> str:
         words = OF_COSTS[match[0].lower()]
         return words[:1].upper() + words[1:] if match[0][0].isupper() else words
 
-    return _PHRASE.sub(of_cost, _AS_LONG.sub(r"cost \1 times as much", text))
+    return _PHRASE.sub(of_cost, _AS_LONG.sub(r"cost\1 \2 times as much", text))

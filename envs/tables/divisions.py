@@ -13,13 +13,11 @@ from torch import Tensor
 
 from knobwise.common.errors import InputError
 from knobwise.envs.tables.profile_table import ProfileTable
-from knobwise.envs.tables.splits import Split, middles
+from knobwise.envs.tables.splits import Split, midpoints
 
 
-def unseen(table: ProfileTable, split: Split) -> Split:
-    """Return the split without training and validation samples that show an image of the test part.
-
-    Samples of a cluster of the test part count as such too.
+def without_leakage(table: ProfileTable, split: Split) -> Split:
+    """Drop training and validation samples that share an image or cluster with the test split.
 
     Several data sets may show the same images, as coco_vqa and okvqa do. An image id is unique
     inside its data set only, so two samples of different data sets show the same image if their ids
@@ -41,8 +39,8 @@ def unseen(table: ProfileTable, split: Split) -> Split:
             fitted[i] = rows[torch.tensor(fresh, dtype=torch.bool)]
     if not all(map(len, fitted)):
         raise InputError(
-            f"profile {table.name!r}: all other samples show images, or are of groups, of its test "
-            "part, so none is left to fit on"
+            f"profile {table.name!r}: every remaining sample shares an image or group with the "
+            "test split, so nothing is left to train on"
         )
     train, validation = fitted
     return Split(train, validation, split.test)
@@ -95,7 +93,7 @@ def divide(
             f"{table.name!r} fixes the test part, which all splits would share"
         )
     if leave_out is None and not folds:
-        return unseen(table, table.split(train, validation, seed + number))
+        return without_leakage(table, table.split(train, validation, seed + number))
     if not min(train, validation) > 0:
         raise InputError(
             f"split.train={train}, split.validation={validation}: both must be positive"
@@ -134,7 +132,9 @@ def _held_out(table: ProfileTable, test: Tensor, validation: float, seed: int) -
             f"profile {table.name!r}: {len(rows)} samples cannot be divided into training and "
             f"validation ({validation:.0%})"
         )
-    return unseen(table, Split(rows[~validated], rows[validated], test.nonzero().squeeze(1)))
+    return without_leakage(
+        table, Split(rows[~validated], rows[validated], test.nonzero().squeeze(1))
+    )
 
 
 def _images(table: ProfileTable, rows: Tensor) -> list[set[tuple[str, str, bytes]]]:
@@ -169,6 +169,6 @@ def _positions(table: ProfileTable, rows: Tensor, seed: int) -> Tensor:
         distinct, index = np.unique(units[rows_of_dataset], return_inverse=True)
         place = np.random.default_rng(seed).permutation(len(distinct))
         lengths = np.bincount(index) if table.clusters else np.ones(len(distinct), np.int64)
-        middle = middles(torch.from_numpy(place.argsort()), torch.from_numpy(lengths))
+        middle = midpoints(torch.from_numpy(place.argsort()), torch.from_numpy(lengths))
         positions[rows_of_dataset] = middle.numpy()[index] / lengths.sum()
     return torch.from_numpy(positions)

@@ -43,7 +43,7 @@ class ProfileTable:
     """Measured accuracy and latency of N samples under C configurations of K knobs.
 
     A cell that was not profiled has `mask` False and NaN in `accuracy` and `latency_ms`, so that
-    reading it by mistake is loud. Every configuration and every sample has at least one profiled
+    a mistaken read propagates NaN. Every configuration and every sample has at least one profiled
     cell.
 
     Raises:

@@ -80,9 +80,9 @@ def split_groups(
         if 0 < first < second <= count - (not allow_no_test) and all(map(torch.any, needed)):
             return Split(*(part.nonzero().squeeze(1) for part in parts))
     raise InputError(
-        f"{table}: shares train={train}, validation={validation} leave a part of its "
-        f"{len(set(groups))} {rows} (or images, or groups) empty; each of train, validation and "
-        "the rest needs at least one"
+        f"{table}: train={train}, validation={validation} leave a part of its "
+        f"{len(set(groups))} {rows} (or images, or groups) empty; train, validation and test need "
+        "at least one each"
     )
 
 
@@ -149,12 +149,12 @@ def _shuffled(
     lengths = torch.ones(len(numbers), dtype=torch.int64)
     if weighted:
         lengths = group_of_row.bincount()
-    return middles(order, lengths)[group_of_row], int(lengths.sum())
+    return midpoints(order, lengths)[group_of_row], int(lengths.sum())
 
 
-def middles(order: Tensor, lengths: Tensor) -> Tensor:
-    """Return where the middle of each group is, float64 [G], if groups of these lengths, int64 [G],
-    stand one after the other in this order, int64 [G]."""
+def midpoints(order: Tensor, lengths: Tensor) -> Tensor:
+    """Return the midpoint of each group, float64 [G], after laying groups of `lengths` end to end
+    in `order`, int64 [G] each."""
     ordered = lengths[order].double()
     return (ordered.cumsum(0) - ordered / 2)[order.argsort()]
 

@@ -142,7 +142,7 @@ def settings_of(config: DictConfig) -> Any:
     try:
         return OmegaConf.to_object(config)
     except MissingMandatoryValue as error:
-        raise InputError(f"{error.full_key}: must be given") from error
+        raise InputError(f"{error.full_key}: must be given, as {error.full_key}=…") from error
     except OmegaConfBaseException as error:
         raise InputError(f"{error.full_key}: {str(error).splitlines()[0]}") from error
 

@@ -203,6 +203,8 @@ def check_written(config: Any, verb: str) -> None:
         # options that this verb does not have
         if value is None or isinstance(value, list):  # `compare` reads its runs
             continue
+        if not str(value).strip():
+            raise InputError(f"{name}=: is empty; give a path, or leave it out")
         is_file = name in ("json", "html") or (name == "out" and verb == "decide")
         # the folder that exists, in which others would be made
         folder = Path(value)

@@ -23,6 +23,18 @@ FILES = {"profile": "table", "trained_on": "table", "beams": "files"}
 TABLES = (".csv", ".parquet", ".jsonl", ".gz")
 """How the names of files end that are meant as a profile."""
 
+MERGING = r"Error merging override (\S+)\s+"
+PLAINER = {
+    r"Could not override '([^']+)': Key '[^']+' not in '\w+'": r"no option '\1'",
+    MERGING + r"Value .* could not be converted to Integer": r"\1: must be a whole number",
+    MERGING + r"Value .* could not be converted to Float": r"\1: must be a number",
+    MERGING + r"Value .* is not a valid bool.*": r"\1: must be true or false",
+    MERGING + r"Invalid type assigned: .*": r"\1: cannot be set as a whole; set an option in it",
+    MERGING + r"Invalid value assigned: .* is not a ListConfig.*": r"\1: must be a list",
+}
+"""What Hydra and OmegaConf say → the same without names of classes."""
+UNKNOWN_CHOICE = re.compile(r"In '[^']*': Could not find '(.+)/([^/]+)'\s+Available.*?:(.*)", re.S)
+
 
 @contextmanager
 def explained(verb: str, arguments: Sequence[str], *errors: type[Exception]) -> Iterator[None]:
@@ -36,6 +48,11 @@ def explained(verb: str, arguments: Sequence[str], *errors: type[Exception]) -> 
         text = re.sub(technical, "", f"{error}\n{error.__cause__ or ''}").strip()
         # a line that ends in a full stop or a colon is explained by the next one
         text = re.sub(r"[.:]\s*\n\s*", ": ", text)
+        for pattern, words in PLAINER.items():
+            text = re.sub(pattern, words, text)
+        if unknown := UNKNOWN_CHOICE.match(text):
+            group, value, choices = unknown.groups()
+            text = f"{group}={value}: no such choice; choose one of {', '.join(choices.split())}"
         if isinstance(error, errors):
             # such an error does not say which word it means
             text = f"{' '.join(arguments)}: {text}"

@@ -175,9 +175,9 @@ def read_comparison(folders: Sequence[str]) -> Comparison:
     finished, unfinished = find_runs(folders)
     if len(finished) < 2:
         raise InputError(
-            f"compare: two runs are needed in {', '.join(folders)}; finished: "
+            f"compare: needs two or more finished runs in {', '.join(folders)}; finished: "
             f"{', '.join(map(str, finished)) or 'none'}; not finished: "
-            f"{', '.join(unfinished) or 'none'}"
+            f"{', '.join(unfinished) or 'none'}. Add another run, or give a folder of runs"
         )
     runs = read_runs(finished)
     notes = []
@@ -196,9 +196,8 @@ def _before_grpo(runs: Sequence[Run]) -> list[str]:
     early = []
     for run in runs:
         if count := kept_before_grpo(run.results):
-            early.append(f"{run.label} in {count} of {len(run.results['chosen'])} seeds")
+            early.append(f"{run.label} ({count} of {len(run.results['chosen'])} seeds)")
     if not early:
         return []
-    return [
-        f"GRPO did not improve the policy; the checkpoint before it is kept: {', '.join(early)}."
-    ]
+    named = ", ".join(early)
+    return [f"GRPO gave no better checkpoint for {named}: the pre-GRPO policy is kept."]

@@ -73,8 +73,8 @@ def run(config: DecideRun) -> int:
     if untried:
         say(
             f"{counted(int(untried), 'budget')} outside {tried.min():.4g} to {tried.max():.4g} "
-            f"{controller.unit}, where the controller was judged: nothing is known about decisions "
-            "there"
+            f"{controller.unit}, the range that this controller was tested on; do not rely on the "
+            "decisions there"
         )
     return SOME_REFUSED if refused else 0
 
@@ -165,8 +165,8 @@ def _block(controller: NumpyController, frame: pl.DataFrame, name: str) -> tuple
         columns = [Column(name, tuple(controller.datasets), True)]
     elif columns[0].name not in frame.columns:
         raise InputError(
-            f"no features {name!r}, whose {width} columns have no names; give a column "
-            f"of lists in Parquet, or columns {name}[0], {name}[1], …"
+            f"features {name} are missing. Add columns {name}[0] … {name}[{width - 1}], or one "
+            "column of lists (Parquet)"
         )
     block, faults = encode(frame, columns)
     return block[:, :width], faults

@@ -128,8 +128,8 @@ def _row_of(table: ProfileTable, sample: str) -> int:
     rows = [row for row, name in enumerate(named) if sample in (name[1], "/".join(name))]
     if not rows:
         raise InputError(
-            f"sample={sample}: profile {table.name!r} does not hold it; it holds "
-            f"{table.num_samples}, such as {table.sample_ids[0]}"
+            f"sample={sample}: no such sample in profile {table.name!r} ({table.num_samples} "
+            f"samples, e.g. {table.sample_ids[0]})"
         )
     if len(rows) > 1:
         candidates = ", ".join("/".join(named[row]) for row in rows)

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import shutil
-import statistics
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +14,7 @@ from threadpoolctl import threadpool_limits
 from torch import Tensor
 
 from knobwise.agents.calibration.deployed_controller import DeployedController
+from knobwise.agents.evaluation.own_cost import decision_us
 from knobwise.agents.serving.onnx_graph import (
     Deployed,
     OnnxController,
@@ -32,9 +31,8 @@ from knobwise.experiments.evidence.run_folder import checkpoint_at
 from knobwise.experiments.report.tables import print_lines
 from knobwise.experiments.settings.options import ExportRun
 from knobwise.experiments.train.controller import copy_policy
+from knobwise.experiments.wording.words import counted
 
-CALLS = 300
-"""Number of timed decisions."""
 GRAPH = "controller.onnx"
 GRAPH_OF_8_BITS = "controller.int8.onnx"
 
@@ -93,11 +91,13 @@ def _print(summary: dict[str, Any], out: Path) -> None:
     lines = []
     for name, counts in summary["graphs"].items():
         lines.append(
-            f"{name}: of {counts['contexts']:,} decisions {counts['same']:,} are the same, "
-            f"{counts['rounding']:,} differ by rounding"
+            f"{name}: {counts['same']:,} of {counts['contexts']:,} decisions match controller.npz; "
+            f"{counts['rounding']:,} more differ only in near-ties"
         )
     for name, micros in summary["decisions_us_p50"].items():
-        lines.append(f"median decision: {micros:.0f} µs by {name}")
+        lines.append(f"{name}: {micros:.0f} µs per decision")
+    budgets = counted(len(summary["compared_on"]["budgets_ms"]), "budget")
+    lines.append(f"(medians with cold caches, as in front of a model; mean over {budgets})")
     print_lines(Console(), [*lines, f"The files are in the folder {out}"])
 
 
@@ -132,24 +132,9 @@ def _make(
         exact = path.name == GRAPH
         graphs[path.name] = agreement(controller, graph.choose, table, budgets_ms, path.name, exact)
     # all forms are timed on the same requests
-    return {"graphs": graphs, "decisions_us_p50": _median_us(forms, table, budgets_ms)}
-
-
-def _median_us(forms: dict[str, Any], table: ProfileTable, budgets_ms: Tensor) -> dict[str, float]:
-    """Return the median time of `CALLS` decisions of each form of a controller, in µs.
-
-    The forms take turns, so that they meet the same drift of the machine."""
-    micros: dict[str, list[float]] = {name: [] for name in forms}
-    limits = budgets_ms.numpy()
-    for i in range(CALLS):
-        sample = i % table.num_samples
-        row = {name: block[sample].numpy() for name, block in table.features.items()}
-        limit = float(limits[i % len(limits)])
-        for name, form in forms.items():
-            start = time.perf_counter_ns()
-            form.decide_index(row, limit)
-            micros[name].append((time.perf_counter_ns() - start) / 1e3)
-    return {name: statistics.median(times) for name, times in micros.items()}
+    took = decision_us(list(forms.values()), table, torch.arange(table.num_samples), budgets_ms)
+    micros = {name: float(each.mean()) for name, each in zip(forms, took, strict=True)}
+    return {"graphs": graphs, "decisions_us_p50": micros}
 
 
 def _digest(path: Path) -> str:

@@ -211,9 +211,9 @@ def check_features(model: AdaptiveVLM, table: ProfileTable, stream: Stream) -> N
             # other processors may round the last bit of a half otherwise
             if known.shape != block.shape or not np.allclose(block, known, atol=4e-3, rtol=4e-3):
                 raise InputError(
-                    f"profile {table.name!r}: sample {name} is not what model {model.name!r} was "
-                    "measured on; name the model and the questions of the profile, with their "
-                    "settings"
+                    f"live=true: model {model.name!r} was not measured on profile {table.name!r} "
+                    f"(sample {name} does not match). Give the model=… and data=… that this "
+                    "profile was measured with"
                 )
 
 

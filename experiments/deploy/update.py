@@ -38,7 +38,7 @@ from knobwise.experiments.evidence.run_folder import VERSION, checkpoint_at
 from knobwise.experiments.settings.options import UpdateRun
 from knobwise.experiments.settings.profiles import LongTables, read_profile
 from knobwise.experiments.settings.words import typed
-from knobwise.experiments.wording.words import counted
+from knobwise.experiments.wording.words import counted, points
 
 REQUESTS = 500
 """Number of samples of a profile that heads are distilled on."""
@@ -202,9 +202,9 @@ def _print_steps(result: Update, accept: bool) -> None:
     """Print a line for each step of an update, and what speaks against the log."""
     for name, estimate in result.steps.items():
         print(
-            f"{name}: utility {estimate.gain:+.3f}, with 95 % confidence at least "
-            f"{estimate.bound:+.3f}; {estimate.different} of {estimate.requests} requests are "
-            "decided differently"
+            f"{name}: {points(estimate.gain)} points of utility (95 % lower bound "
+            f"{points(estimate.bound)}); changes {estimate.different} of {estimate.requests} "
+            "decisions"
         )
     # those of the first step may hold for the second too
     # each once, in order
@@ -212,10 +212,10 @@ def _print_steps(result: Update, accept: bool) -> None:
     if not objections:
         return
     advice = (
-        "The log is doubtful. Compare some of these requests with their answers. Leave out what is "
-        "wrong; if the log is right, give accept=true."
+        "The log looks wrong, so the update does not serve. Compare some of these requests with "
+        "their answers: delete bad rows or, if the log is right, add accept=true."
     )
-    print("It is accepted, although" if accept else advice, *objections, sep="\n- ")
+    print("Accepted (accept=true) despite:" if accept else advice, *objections, sep="\n- ")
 
 
 def _from_cells(config: UpdateRun, loaded: Loaded, digest: str) -> tuple[Loaded, dict[str, Any]]:

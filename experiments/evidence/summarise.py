@@ -37,7 +37,7 @@ def summarise(
         decisions: of every policy the same samples under the same conditions, in the same order;
             its seeds may differ from those of others.
         metrics: their numbers become those of a row, see `Metric`. A number without an interval is
-            None where it is unknown.
+            None where it is unknown, and a ratio with its interval where nothing could be gained.
         conditions: whether there are rows for each condition.
         over_conditions: whether there are rows with the mean over the conditions.
     """
@@ -68,7 +68,8 @@ def summarise(
     intervals = iter(_intervals(ratios, splits))
     for row in rows:
         for metric in estimated:
-            row[f"{metric.key}_ci95"] = next(intervals)
+            ci95 = next(intervals)
+            row[f"{metric.key}_ci95"] = None if row[metric.key] is None else ci95
     return rows
 
 
@@ -132,10 +133,14 @@ class _Ratio(NamedTuple):
         return _Ratio(*(side[..., where].mean(-1) for side in self if side is not None))
 
     @property
-    def value(self) -> float:
-        """The ratio of the means; 0 where nothing could be gained."""
+    def value(self) -> float | None:
+        """The ratio of the means; None where nothing could be gained. A mean that is not known is
+        0."""
         means = [side.mean() for side in self if side is not None]
-        return float(np.nan_to_num(_divided(*means)))
+        value = float(_divided(*means))
+        if self.below is not None and np.isnan(value):
+            return None
+        return float(np.nan_to_num(value))
 
 
 def _divided(above: Any, below: Any = None) -> Any:

@@ -130,8 +130,8 @@ def same_samples(measured: Measured) -> Findings:
             f"{same.sum():,} samples, such as {measured.ids[second[same.argmax()]]}, have the same "
             f"{alike} as another one, are as often right, and take about as long",
             "likely",
-            "Keep one of them; or name the column of what belongs together, profile.group=COLUMN, "
-            "and no split parts them.",
+            "Remove the duplicates, or group them with profile.group=COLUMN so that they stay in "
+            "one part of the split.",
         )
 
 

@@ -63,7 +63,8 @@ def copied_outcomes(measured: Measured) -> Findings:
         timed = names[target].startswith("latency") and len(np.unique(values)) > 10
         certain = bool(timed and equal.all())
         yield Finding(
-            f"Feature {measured.names[column]} orders the samples as the {names[target]} does",
+            f"Feature {measured.names[column]} ranks the samples exactly like the "
+            f"{names[target]}: probable leakage",
             "certain" if certain else "nearly certain",
             "An outcome is not known before the decision: leave this feature out.",
             refused=certain,
@@ -114,8 +115,9 @@ def predicted_too_well(measured: Measured) -> Findings:
     for what, hits in (("latency", timed), ("accuracy", right)):
         if hits.any():
             yield Finding(
-                f"Features predict the {what} of {hits.sum()} configurations, such as "
-                f"{measured.table.label(int(hits.argmax()))}, better than any input could",
+                f"Features predict the {what} of {hits.sum()} configurations (e.g. "
+                f"{measured.table.label(int(hits.argmax()))}) better than any input could: "
+                "probable leakage",
                 "likely",
                 "Leave out features that are measured with the answer or made from it.",
             )

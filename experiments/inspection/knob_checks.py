@@ -52,9 +52,8 @@ def reversed_values(measured: Measured) -> Findings:
         between = (np.abs(strength) < 0.2 * min(usual, other)).mean()
         if between < 0.02 and 1 / FASTER < other / usual < FASTER and usual > 0.05:
             yield Finding(
-                f"In {few.sum():,} samples, such as {measured.ids[few.argmax()]}, the values of "
-                f"knob {knob.name} have the effect on latency that they have in reverse order "
-                "elsewhere",
+                f"In {few.sum():,} samples (e.g. {measured.ids[few.argmax()]}) knob {knob.name} "
+                "affects latency in the opposite direction from the rest",
                 "likely",
                 "Were the values of this column reversed or swapped in some of the files?",
             )
@@ -74,8 +73,8 @@ def value_elsewhere(measured: Measured) -> Findings:
             worst = min(places, key=lambda i: np.ptp(np.delete(times, i)))
             yield Finding(
                 f"{knob.name}={values[worst]} takes {math.exp(off[worst]):.2f} times as long as "
-                f"the other values of {knob.name} let expect; it, or a value beside it, may have "
-                "been measured on another machine",
+                "its neighbouring values predict; it, or a neighbour, may have been timed on "
+                "another machine",
                 "perhaps",
                 "Measure all values on the same machine.",
             )

@@ -62,7 +62,7 @@ def print_log(facts: Facts, console: Console) -> None:
         f"{number(facts['accuracy'], '.1%')} are right, {facts['explored']:.1%} explored",
     ]
     for reason, count in sorted(facts["set_aside"].items()):
-        lines.append(f"{count:,} set aside: {reason}")
+        lines.append(f"{count:,} skipped: {reason}")
     for label, count in facts["configurations"].items():
         lines.append(f"{label}: {counted(count, 'request')}, {count / total:.1%}")
     print_lines(console, lines)

@@ -38,15 +38,18 @@ def lead(facts: Facts) -> str:
             "cannot beat the best static choice"
         )
     most = points(oracle - static, ".1f")
-    line += f". An oracle that knows every outcome would gain {most} points"
+    line += f". An oracle would gain {most} points at most"
     halves = facts["oracle_of_halves"]
+    if round(oracle - static, 3) <= 0:
+        # then nothing of it is noise
+        return f"{line}."
     if halves is None:
-        return f"{line}; part of that is luck in single measurements."
-    line += f", and {points(halves - static, '.1f')} points without luck in single latencies: it "
-    line += "then chooses by one half of the repeats and is judged by the other"
+        return f"{line}; part of that is measurement noise."
+    line += f", or {points(halves - static, '.1f')} points with the noise in latency removed: it "
+    line += "then chooses on half of the repeats and is scored on the other half"
     if facts["repeated_share"] < 0.995:
         once = number(1 - facts["repeated_share"], ".0%")
-        line += f" ({once} of the cells were measured once, and keep their luck)"
+        line += f" ({once} of the cells have no repeats, so their noise remains)"
     return f"{line}."
 
 
@@ -65,8 +68,8 @@ def _sentences(facts: Facts) -> list[str]:
     ]
     if facts["clusters"]:
         lines.append(
-            f"The samples belong to {facts['clusters']:,} groups (profile.group), which no split "
-            "parts."
+            f"The samples form {facts['clusters']:,} groups (profile.group); a split never "
+            "divides one."
         )
     # cells that were measured more than once show how much a measurement varies
     jitter = facts["latency_jitter_within_cell"]
@@ -80,38 +83,37 @@ def _sentences(facts: Facts) -> list[str]:
         )
     static, oracle = mean_headroom(facts)
     lines.append(
-        "Mean over the default budgets: the best static choice has utility "
-        f"{number(static, '.3f')}, the oracle {number(oracle, '.3f')}; both are measured on the "
-        "samples that they were chosen on."
+        f"Mean utility over the default budgets: static {number(static, '.3f')}, oracle "
+        f"{number(oracle, '.3f')}. Both are in-sample, so optimistic."
     )
     estimate = facts["attainable"]
     if estimate:
         decided = np.mean(estimate["learned"])
         lines.append(
-            f"What looks predictable was judged out of fold on {estimate['samples']:,} of "
-            f"{facts['samples']:,} samples{_narrowed(estimate)}. A quick policy decided at "
-            f"{decided:.0%} of the budgets, static at the others. More samples or better features "
-            "may give more."
+            f"Predictable gain: cross-validated on {estimate['samples']:,} of "
+            f"{facts['samples']:,} samples{_narrowed(estimate)}. A simple predictor decided at "
+            f"{decided:.0%} of the budgets (over folds), static at the rest. More samples or "
+            "better features may give more."
         )
     return [*lines, f"Features: {widths or 'none'}."]
 
 
 def _differing(facts: Facts) -> str:
-    """Say how many samples have other accuracies under other settings."""
+    """Say for how many samples the accuracy depends on the configuration."""
     share = number(facts["config_dependent_share"], ".1%")
     if not facts["fractional"]:
-        return f"{share} of the samples are right under some settings and wrong under others."
+        return f"{share} of the samples are right under some configurations and wrong under others."
     return (
-        f"The accuracy of {share} of the samples depends on the setting; between the best and the "
-        f"worst setting of a sample it differs by {points(facts['accuracy_range'], '.1f')} points "
-        "(median)."
+        f"The accuracy of {share} of the samples depends on the configuration; between the best "
+        f"and the worst for a sample it differs by {points(facts['accuracy_range'], '.1f')} "
+        "points (median)."
     )
 
 
 def _narrowed(estimate: Facts) -> str:
     if "components" not in estimate:
         return ""
-    return f", by the first {estimate['components']} principal components of the features"
+    return f", on the first {estimate['components']} principal components of the features"
 
 
 def print_inspection(facts: Facts, console: Console) -> None:
@@ -130,9 +132,11 @@ def _sections(facts: Facts, figures: Mapping[str, Any]) -> dict[str, list[Any]]:
     for name, knob in facts["knobs"].items():
         for row in zip(*knob.values(), strict=True):
             knobs.append({"knob": name, **dict(zip(knob, row, strict=True))})
-    pareto = "Pareto front: no other configuration is more accurate without being slower"
+    pareto = "Pareto front (accuracy against mean latency)"
     tables = {
-        "Headroom": Folded("Headroom per budget", [records(budgets, "headroom", unit)]),
+        "Headroom": Folded(
+            "Gain of an oracle over static, per budget", [records(budgets, "headroom", unit)]
+        ),
         "What the profile holds": _sentences(facts),
         **_noticed(facts),
         "Samples": None,

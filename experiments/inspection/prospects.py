@@ -112,7 +112,7 @@ def refused_split(measured: Measured) -> Findings:
         try:
             measured.table.split()
         except InputError as error:
-            yield _certain(f"Training will refuse its split: {error}.")
+            yield _certain(f"`train` will refuse this file's split: {error}.")
 
 
 def _certain(sentence: str) -> Finding:

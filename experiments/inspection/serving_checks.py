@@ -88,7 +88,7 @@ def _parted(measured: Measured, sign: int, factor: int, words: str, advice: str)
     if count > max(5, 0.003 * beyond.size) and between < 0.5 * count:
         sample = measured.ids[far.any(1).argmax()]
         yield Finding(
-            f"{count:,} cells, such as of sample {sample}, take {words} the time that they should",
+            f"{count:,} cells (e.g. of sample {sample}) take {words} their predicted time",
             "likely",
             advice,
         )
@@ -159,8 +159,8 @@ def failed_requests(measured: Measured) -> Findings:
     wrong = np.nanmax(measured.accuracy, 1) == 0
     failed = wrong & (levels < np.median(levels[~wrong]) - math.log(4))
     if failed.sum() >= 5 and measured.log_ms.shape[1] > 1:
-        words = f"{failed.sum():,} samples such as {measured.ids[failed.argmax()]} are answered by "
-        words += "no configuration, in less than a quarter of the usual time"
+        words = f"{failed.sum():,} samples (e.g. {measured.ids[failed.argmax()]}) are wrong under "
+        words += "every configuration, and took under a quarter of the usual time"
         yield Finding(words, "likely", "If these requests failed, leave them out.")
 
 

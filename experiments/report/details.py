@@ -44,8 +44,8 @@ def details(comparison: Comparison) -> list[Folded]:
     if comparison.settings:
         labels = [run.label for run in comparison.runs]
         rows = [[key, *values] for key, values in comparison.settings.items()]
-        table = Table(["setting", *labels], rows)
-        parts.append(Folded("What differs in the settings", [table], open=True))
+        table = Table(["option", *labels], rows)
+        parts.append(Folded("Options that differ", [table], open=True))
     if results.get("by_dataset") and comparison.single:
         text = about["datasets"][task.name]
         parts.append(Folded("Every data set", [text, by_dataset(results)], open=True))
@@ -64,7 +64,7 @@ def details(comparison: Comparison) -> list[Folded]:
         if table.rows:
             parts.append(Folded(title, [text.format(main=main, hidden=hidden), table]))
     if comparison.single and results.get("explanation"):
-        parts.append(Folded("Why these settings", explanation(results)))
+        parts.append(Folded("Why these configurations", explanation(results)))
     parts.append(Folded("What the words mean", [_glossary(comparison)]))
     parts = reworded(parts, unit)
     if comparison.reference.folder is not None:
@@ -146,8 +146,13 @@ def explanation(results: RunResults) -> list[Any]:
     if results.get("best_seed") is not None and len(results["seeds"]) > 1:
         seed = f" (seed {results['best_seed']})"
     # where the guard fell back, no feature is read
-    reads = ", ".join(words.condition_words(results, budget) for budget in why["reads"])
-    filled = {"seed": seed, "samples": f"{why['samples']:,}", "reads": reads or "no budget"}
+    reads = "It uses no features."
+    if why["reads"]:
+        budgets = ", ".join(words.condition_words(results, budget) for budget in why["reads"])
+        reads = f"It uses features at {budgets}."
+        if len(why["reads"]) < len(task_of(results).conditions(results)):
+            reads += " Elsewhere static decides."
+    filled = {"seed": seed, "samples": f"{why['samples']:,}", "reads": reads}
     score = task_of(results).score
     if task_of(results).equal_latency:
         score += " minus the price of the latency"
@@ -178,7 +183,7 @@ def explanation(results: RunResults) -> list[Any]:
 def print_explanation(results: RunResults, console: Console) -> None:
     """Print why the deployed policy sets the knobs as it does."""
     blocks = reworded(explanation(results), unit_of(results))
-    print_sections(console, {"Why these settings": blocks})
+    print_sections(console, {"Why these configurations": blocks})
 
 
 def _rules(results: RunResults) -> list[Any]:
@@ -188,11 +193,11 @@ def _rules(results: RunResults) -> list[Any]:
     fidelity = f"{number(tree['fidelity'], '.0%')}{words.span(tree['ci95'], '.0%')}"
     by_budget = number(tree["by_budget_alone"], ".0%")
     text = (
-        f"A tree of at most eight leaves gets {fidelity} of the policy's knob values right on "
-        f"held-out decisions; one that sees only the budget {by_budget}."
+        f"A decision tree with at most eight leaves reproduces {fidelity} of the policy's knob "
+        f"values on held-out decisions; one on the budget alone {by_budget}."
     )
     if tree["ci95"][0] <= tree["by_budget_alone"]:
-        return [f"{text} So no few rules on features describe the choices better than the budget."]
+        return [f"{text} So simple feature rules explain nothing beyond the budget."]
     names = {name for rule in tree["rules"] for name, _, _ in rule["when"]}
     if any(re.search(r"\[\d+\]$", name) for name in names):
         return [f"{text} Its rules are on columns without names, so they are not listed."]

@@ -59,9 +59,9 @@ class RepeatedSplitConfig(SplitConfig):
     and judged anew on each of them, and all numbers are means over the splits; the policy of the
     first split is deployed."""
     folds: int = 0
-    """Number of disjoint test parts that together hold all samples; every data set is spread evenly
-    over them. For each of them every policy is trained and judged anew, on the other samples in the
-    ratio of `train` and `validation`; otherwise as `repeats`. 0 for none."""
+    """K-fold cross-validation: K disjoint test folds that together hold all samples, with every
+    data set spread evenly over them. Every policy is retrained for each fold, on the other samples
+    in the ratio of `train` and `validation`; otherwise as `repeats`. 0: off."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -78,37 +78,37 @@ class TrainRun(Training):
 
     experiment: str = "controller"
     profile: Any = MISSING
-    """What was measured, or is simulated."""
+    """The profile: measured or simulated outcomes to train on."""
     split: RepeatedSplitConfig = field(default_factory=RepeatedSplitConfig)
     """Shares of the samples, and how many times they are split."""
     budget: BudgetConfig = field(default_factory=BudgetConfig)
-    """The limit in training: a deadline for each request; with mean, a limit on the mean over
-    requests."""
+    """The latency constraint: a deadline for each request or, with mean, a limit on mean
+    latency."""
     reward: RewardConfig = field(default_factory=lambda: replace(TRAINING_REWARD))
     """The reward in training. Under budget=mean it is always accuracy − λ·latency."""
     balance: BalanceConfig = field(default_factory=BalanceConfig)
     """How often each sample is drawn in training."""
     policy: PolicyConfig = field(default_factory=lambda: replace(AUTO))
-    """A head for each knob on a light network. auto: distilled from a network and experts that
-    predict outcomes, then trained by GRPO; utility: distilled from a network alone, several times
-    faster; independent: by rewards alone."""
+    """A small network with one head per knob. auto: distilled from an ensemble that predicts
+    outcomes, then GRPO; utility: distilled from one network (several times faster), then GRPO;
+    independent: from rewards alone, without a teacher."""
     loss: LossConfig = field(default_factory=lambda: replace(SAMPLED))
-    """What GRPO, or PPO, minimises."""
+    """The policy loss: GRPO on sampled actions (sampled), GRPO over all configurations (exact), or
+    PPO."""
     optimiser: OptimiserConfig = field(default_factory=lambda: replace(DISTILLED_OPTIMISER))
-    """How long and how fast each stage is trained; by default what suits the policy."""
+    """Iterations, learning rate and schedule of each stage; the default depends on the policy."""
     budgets_ms: list[float] | None = None
     """Budgets to judge at, in ms, or in the unit of costs that are no times; None for five
     quantiles of the table's latencies (under budget=mean, of the configurations' mean latencies).
     Under budget=mean, prices are calibrated for these budgets only."""
     baselines: bool = True
-    """Compare with every simple policy; false compares with budget-aware static and the oracle
-    only."""
+    """Evaluate all baselines; false keeps only budget-aware static and the oracle."""
     own_cost: bool = True
     """Charge the controller for the time of its decisions and features, which no other policy pays.
     This time is measured, so figures differ slightly from call to call; false compares decisions
     alone, exactly."""
     threads: int = 1
-    """Threads of torch; the network is so small that one is fastest."""
+    """torch threads; one is fastest for a network this small."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -142,13 +142,13 @@ class InspectRun:
     what a log holds."""
 
     profile: Any = MISSING
-    """What was measured, or is simulated."""
+    """The profile: measured or simulated outcomes."""
     log: str | None = None
     """Instead of a profile: the folder of `AdaptiveModel(log=…)`."""
     json: str | None = None
-    """Write the facts to this file."""
+    """Write the summary to this file, as JSON."""
     html: str | None = None
-    """Write a page with charts of them to this file."""
+    """Write an HTML report with charts to this file."""
 
 
 @dataclass
@@ -186,8 +186,7 @@ class EvaluateRun:
     beams."""
 
     checkpoint: str = "runs/latest"
-    """The controller or selector: a checkpoint, or the folder of a run, which stands for the policy
-    it deploys."""
+    """The controller or selector: a checkpoint file, or a run folder (its deployed policy)."""
     beams: Any = MISSING
     """The beams to judge a selector on."""
     encoder: Any = MISSING
@@ -195,7 +194,7 @@ class EvaluateRun:
     judged_shots: list[int] = field(default_factory=lambda: [1, 2, 3, 4])
     """Numbers of demonstrations in a sequence, for a selector."""
     profile: Any = MISSING
-    """What was measured, or is simulated; the profile of the run unless you give another one."""
+    """The profile to evaluate on; that of the run unless you give another one."""
     split: SplitConfig = field(default_factory=SplitConfig)
     """Shares of the samples, for a profile that the controller was not trained on; baselines fit on
     `train`."""
@@ -203,10 +202,9 @@ class EvaluateRun:
     """Budgets to judge at, in ms; None for five quantiles of the table's latencies. A controller
     for mean budgets is judged at those that its prices were calibrated for."""
     reward: RewardConfig = field(default_factory=lambda: replace(TRAINING_REWARD))
-    """The reward that the column `reward` shows."""
+    """Reward to report in the column `reward`; the policy is unchanged."""
     baselines: bool = True
-    """Compare with every simple policy; a run that was trained with `baselines=false` needs the
-    word again."""
+    """Evaluate all baselines; give `baselines=false` again for a run that was trained with it."""
     own_cost: bool = True
     """Charge the controller for the time of its decisions and features, which no other policy pays.
     This time is measured, so figures differ slightly from call to call; false compares decisions
@@ -302,8 +300,7 @@ class ExportRun:
     compared with it."""
 
     checkpoint: str = "runs/latest"
-    """The controller: a checkpoint, or the folder of a run, which stands for the policy it
-    deploys."""
+    """The controller: a checkpoint file, or a run folder (its deployed policy)."""
     profile: Any = MISSING
     """The profile that decisions are compared on; that of the run unless you give another one,
     which must have the same configurations and features."""
@@ -326,11 +323,10 @@ class DecideRun:
     """A CSV, Parquet, JSON or ARFF file with a row for each request: the features as columns, by
     their names in the training, and optionally `budget_ms` and `sample_id`."""
     checkpoint: str = "runs/latest"
-    """The controller: a checkpoint, the folder of a run, which stands for the policy it deploys, or
-    an exported controller.npz."""
+    """The controller: a checkpoint file, a run folder (its deployed policy), or an exported
+    controller.npz."""
     budget_ms: float | None = None
-    """How long an answer may take, in ms, or what it may cost, in the unit of the profile, where a
-    request does not say it itself."""
+    """Budget of requests without a `budget_ms` of their own, in ms (or the profile's cost unit)."""
     out: str = "decisions.csv"
     """The CSV to write: the line of the request, its sample_id if it has one, its budget, and a
     column for each knob."""
@@ -344,19 +340,19 @@ class UpdateRun:
 
     checkpoint: str = "runs/latest"
     """A controller for deadlines that has a teacher (policy=auto or policy=utility): a checkpoint,
-    the folder of a run, which stands for the policy it deploys, or the current version in `out`."""
+    a run folder (its deployed policy), or the current version in `out`."""
     log: str | None = None
     """What it learns from: the folder of `wrap(log=…)` or `AdaptiveModel(log=…)`."""
     out: str = "updated"
     """Folder for the versions; out/current is the one that serves."""
     accept: bool = False
-    """Let an update take over although something speaks against its log. Without it such an update
-    is written and explained, but does not serve."""
+    """Deploy the update even if the log looks unreliable. Without it such an update is written and
+    explained, but does not serve."""
     rollback: bool = False
     """Return to the version before the current one, and do nothing else."""
     profile: Any = None
-    """Instead of a log: what was timed on other hardware. Any cells of `trained_on` will do; some
-    30 are enough."""
+    """Instead of a log: timings from the new hardware. About 30 (sample, configuration) pairs of
+    `trained_on` are enough."""
     trained_on: Any = MISSING
     """With `profile`: the profile that the controller was trained on; that of the run unless you
     give another one."""

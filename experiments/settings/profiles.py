@@ -109,7 +109,7 @@ class LongTables:
     """Column that numbers repeated measurements, such as run or trial; None for repeat, if there is
     one."""
     knobs: list[str] | None = None
-    """Columns that are knobs; None for every column that has no other known meaning."""
+    """Knob columns; None: every column not recognised as something else."""
     wide: list[str] | None = None
     """Columns of accuracies, one for each configuration, of a table with one row for each sample;
     None for one row per measurement."""
@@ -118,8 +118,8 @@ class LongTables:
     accuracy: str = "accuracy"
     """Column of the accuracy."""
     right: Any = None
-    """Value of that column, or a list of values, that counts as right, where it holds words such as
-    ok and timeout; all others are wrong. None for numbers."""
+    """For a text accuracy column (ok, timeout, …): the value or values that mean "correct"; all
+    others are wrong. None: the column is numeric."""
     accuracy_unit: str = "share"
     """`share` (0 to 1), or `percent` (0 to 100)."""
     latency: str = "latency_ms"
@@ -131,8 +131,8 @@ class LongTables:
     """Column that says which samples belong together, such as those of a document or a user: they
     stay in one part of the split. None where each sample stands alone."""
     time: str | None = None
-    """Column that says when a row was measured, as numbers or as dates and times: samples are then
-    kept in this order, in which drift is noticed. None for the order of the ids."""
+    """Timestamp column, as numbers or as dates and times. Samples are ordered by it, so that drift
+    over time can be detected. None: order of the ids."""
     features_ms: float = 0.0
     """Time to compute the features of a request, in ms; a controller that reads them is charged for
     it."""

@@ -83,8 +83,8 @@ class ControllerExperiment(Experiment):
             self.notes += self.warnings
             if table.unit != MS:
                 self.notes.append(
-                    f"budgets are in {table.unit}, no time: nothing is charged for decisions and "
-                    "features (profile.features_ms)"
+                    f"budgets are in {table.unit}, not a time, so decisions and features "
+                    "(profile.features_ms) are not charged"
                 )
         self.split = divide(table, **asdict(config.split), number=number)
         # what everything but the trainers is fitted on
@@ -110,9 +110,9 @@ class ControllerExperiment(Experiment):
         setup = self.trainers[0].setup
         if setup.distiller is not None and not kind.learned_by_teacher:
             self.notes.append(
-                f"reward={self.config.reward.kind}: the teacher learns utility, and only GRPO "
-                "this reward, held to what was distilled by loss.kl_to_ref_coeff "
-                f"({setup.kl_coeff:g}); policy=independent learns this reward alone"
+                f"reward={self.config.reward.kind}: only GRPO optimises it. The teacher predicts "
+                f"utility, and loss.kl_to_ref_coeff ({setup.kl_coeff:g}) keeps GRPO near the "
+                "distilled policy; policy=independent learns this reward alone"
             )
         # the first split makes the experiments on the others
         self.others: list[ControllerExperiment] = []

@@ -53,13 +53,13 @@ def launch(
         say(note)
     finished = finished_run(config, named, table.digest) if once else None
     if finished is not None and not taken_up_if_damaged(finished):
-        say(f"finished before and not run again: {finished}")
+        say(f"already finished, skipped: {finished}")
         return finished
     # the folder stays locked until everything is written
     with claim(config, named) as folder:
         say(f"run: {folder}")
         experiment.train(folder)
-        say("judging every policy on held-out data …")
+        say("evaluating every policy on the test split …")
         results, decisions = experiment.evaluate(folder)
         started = (folder / "config.yaml").stat().st_mtime
         date = f"{datetime.fromtimestamp(started, UTC):%Y-%m-%d %H:%M}"

@@ -35,24 +35,24 @@ def between_runs(comparison: Comparison) -> list[str]:
     count = outcomes.total()
     better, worse, nothing = (outcomes.pop(word, 0) for word in SIGN_WORDS.values())
     line = (
-        f"Against {reference}, {counted(count, 'run')} were tested: {better} better, {worse} "
-        f"worse, {nothing} without a difference that can be shown"
+        f"{counted(count, 'run')} against {reference}: {better} better, {worse} worse, {nothing} "
+        "without a detectable difference"
     )
     if unsure := outcomes.total():
-        line += f"; of {unsure} more the interval excludes 0, but p is not small enough"
+        line += f", {unsure} borderline (the interval excludes 0, but corrected p ≥ {CHANCE:g})"
     lines = [f"{line}."]
     if count == 1:
         (difference,) = comparison.differences
         leaning = sign_of(difference.ci95) if not difference.sign else 0
         outcome = LEANING[leaning] if leaning else COMPARED[difference.sign]
         lines = [
-            f"{difference.run} {outcome} {reference}: "
+            f"{outcome.format(difference.run, reference)}: "
             f"{difference_words(asdict(difference))}, p {p_words(difference)}."
         ]
     lines += _on_best(comparison)
     if not comparison.settings and all(run.settings for run in comparison.runs):
         lines.append(
-            "The settings are the same: any difference comes from chance, the code or the machine."
+            "The options are the same: any difference comes from chance, the code or the machine."
         )
     return [*lines, *method(comparison)]
 
@@ -70,8 +70,8 @@ def _on_best(comparison: Comparison) -> list[str]:
     others = [run.label for i, run in enumerate(comparison.runs) if i not in ranking]
     if others:
         lines.append(
-            f"Not ranked, because not known to be judged on the same test {task.samples} at the "
-            f"same {task.condition_words[1]} as {comparison.reference.label}: {', '.join(others)}."
+            f"Not ranked: {', '.join(others)}. They may have been judged on other test "
+            f"{task.samples} or {task.condition_words[1]} than {comparison.reference.label}."
         )
     return lines
 
@@ -83,17 +83,19 @@ def method(comparison: Comparison) -> list[str]:
     task = comparison.task
     equal = ""
     if task.equal_latency:
-        # latencies may differ otherwise
-        equal = f" at equal mean latency (a {comparison.unit} counts what it gains the static mix)"
+        equal = (
+            ", with latency differences converted to accuracy at the slope of the static mix "
+            f"(accuracy per {comparison.unit})"
+        )
     # runs may share different numbers of samples with the first one
     samples = sorted({difference.samples for difference in comparison.differences})
     return [
         f"Differences are in points of {task.score}{equal}, on the same "
-        f"{' or '.join(f'{size:,}' for size in samples)} test {task.samples}, with 95% intervals "
-        f"of a paired bootstrap over {task.samples} and seeds, wider where seeds are few. p is the "
-        "larger of a sign-flip test and, where seeds differ, a t test, corrected for "
-        f"{counted(len(comparison.differences), 'comparison')} (Holm); a run is better or worse if "
-        f"the interval excludes 0 and p < {CHANCE:g}."
+        f"{' or '.join(f'{size:,}' for size in samples)} test {task.samples}. 95% intervals: "
+        f"paired bootstrap over {task.samples} and seeds, widened for few seeds. p: the larger of "
+        "a sign-flip test and, where seeds differ, a t test over seeds, Holm-corrected for "
+        f"{counted(len(comparison.differences), 'comparison')}. A run is better or worse if the "
+        f"interval excludes 0 and p < {CHANCE:g}."
     ]
 
 

@@ -33,11 +33,11 @@ def on_usage(results: RunResults) -> list[str]:
 
 
 SPENDS_ON = {
-    1: "Easy samples get cheaper settings than hard ones",
-    -1: "Hard samples, which are often slow under every setting, get cheaper settings",
-    0: "No difference is shown between the settings of easy and hard samples",
+    1: "Easy samples get cheaper configurations than hard ones",
+    -1: "Hard samples get cheaper configurations",
+    0: "Easy and hard samples get equally costly configurations, as far as one can tell",
 }
-"""`sign_of` the correlation of settings with difficulty → what it shows."""
+"""`sign_of` the correlation of configurations with difficulty → what it shows."""
 
 
 def on_difficulty(results: RunResults) -> list[str]:
@@ -48,26 +48,26 @@ def on_difficulty(results: RunResults) -> list[str]:
     if hard["groups"]:
         sign = sign_of(hard["setting_ci95"])
         line = (
-            f"{SPENDS_ON[sign]}: at {quantity(hard['budget_ms'], unit_of(results))} the rank "
-            "correlation of difficulty with the mean latency of the setting is "
-            f"{number(hard['setting'], '+.2f')}{span(hard['setting_ci95'], '+.2f')}."
+            f"{SPENDS_ON[sign]}: rank correlation {number(hard['setting'], '+.2f')}"
+            f"{span(hard['setting_ci95'], '+.2f')} of difficulty with the configuration's mean "
+            f"latency, at {quantity(hard['budget_ms'], unit_of(results))}."
         )
         if sign < 0 and task_of(results) is DEADLINE:
-            line += " Time that is left over is worth nothing, and a costly setting would be late."
+            line += " They are often slow anyway: a costlier one would miss the deadline, and "
+            line += "unused time earns nothing."
         lines.append(line)
     else:
-        lines.append("At every budget all samples get the same setting: nothing can be compared.")
+        lines.append("At every budget all samples get the same configuration: nothing to compare.")
     lines.append(
-        "The difficulty of a sample is the latency of its cheapest right configuration (accuracy "
-        f"at least 0.5). {hard['unanswered']:,} of {why['samples']:,} samples have none and are "
-        "left out."
+        "Difficulty is the latency of the fastest configuration that answers correctly (accuracy "
+        f"≥ 0.5). {hard['unanswered']:,} of {why['samples']:,} samples have none and are excluded."
     )
     if more := why.get("more_time"):
         lines.append(
-            f"With the next larger budget {number(more['cheaper'], '.1%')} of the choices get "
-            f"cheaper (static: {number(more['static_cheaper'], '.1%')}), and "
-            f"{number(more['worse'], '.1%')} get slower and less accurate (static: "
-            f"{number(more['static_worse'], '.1%')}), by the means of their settings."
+            f"Raising the budget one step makes {number(more['cheaper'], '.1%')} of choices "
+            f"cheaper (static: {number(more['static_cheaper'], '.1%')}) and "
+            f"{number(more['worse'], '.1%')} slower yet less accurate (static: "
+            f"{number(more['static_worse'], '.1%')}), judged by configuration means."
         )
     return lines
 
@@ -87,26 +87,26 @@ def decision(explained: Row, unit: str) -> list[str]:
     lines = [
         f"Sample {explained['sample']}{question} under a budget of {quantity(budget_ms, unit)}: "
         f"{setting(chosen)}. Why: {explained['reason']}.",
-        f"The budget: without looking at the sample, static chooses "
-        f"{_or_same(explained['static'], chosen)}.",
+        f"Static (budget only) would choose {_or_same(explained['static'], chosen)}.",
     ]
     if explained["typical"] is not None:
         lines.append(
-            "The features: for a sample with average features it would choose "
+            "The controller, given average features, would choose "
             f"{_or_same(explained['typical'], chosen)}."
         )
     rows = {setting(row["configuration"]): row for row in explained["expected"]}
     lines += _of_teacher(rows[setting(chosen)], rows.get(setting(explained["static"])), unit)
     if guard := explained["guard"]:
-        reason = guard["reason"] or ("deployed" if guard["deployed"] else "fell back")
+        reason = guard["reason"] or f"{'policy' if guard['deployed'] else 'static'} deployed"
         lines.append(
-            f"The guard at {quantity(guard['budget_ms'], unit)}, its nearest calibrated budget: "
+            f"Guard (calibrated at {quantity(guard['budget_ms'], unit)}, the nearest budget): "
             f"{in_words(reason, unit)}."
         )
     if without := explained["without_drift"]:
-        lines.append(
-            f"This uses what the tracker has learned; without it the choice is {setting(without)}."
-        )
+        line = "Tracked drift does not change the choice."
+        if without != chosen:
+            line = f"Tracked drift changes the choice: without it, {setting(without)}."
+        lines.append(line)
     steps = explained["by_budget"]
     next_budgets = [budget for budget, _ in steps[1:]] + [float("inf")]
     if steps:

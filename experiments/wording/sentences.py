@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -75,6 +76,14 @@ def _verdict(results: RunResults) -> list[str]:
 # -- controllers -----------------------------------------------------------------------------------
 
 
+OVER_STATIC = {
+    1: "The controller beats",
+    -1: "The controller is worse than",
+    0: "No measurable gain over",
+}
+"""`sign_of` the controller's gain over static → how the answer begins."""
+
+
 def _answer(results: RunResults, learned: Row) -> str:
     """Say whether the controller is better than the reference, by how much, and how sure that
     is."""
@@ -89,16 +98,20 @@ def _answer(results: RunResults, learned: Row) -> str:
     if task.equal_latency:
         # what the two policies spend on average is not the same
         scores = f"{task.score} at equal mean latency"
-    line = (
-        f"The learned controller {COMPARED[sign]} {policy_name(task.low)}: {points(gain)} points"
-        f"{span(ci95)}, {scores}"
-    )
     if known(learned.get("gap_closed")):
-        line += f", {number(learned['gap_closed'], '.0%')} of the oracle gap closed"
-    line += "."
-    if not sign and known(results.get("test_samples")):
-        line += f" {results['test_samples']:,} test samples are too few to tell."
+        scores += f"; {number(learned['gap_closed'], '.0%')} of the oracle gap closed"
+    line = f"{OVER_STATIC[sign]} {_static(results)}: {points(gain)} points{span(ci95)} ({scores})."
+    # an interval without width says that there is no difference at all
+    wide = ci95 is None or ci95[0] < ci95[1]
+    if not sign and wide and known(results.get("test_samples")):
+        line += f" {results['test_samples']:,} test samples cannot resolve a difference this small."
     return line
+
+
+def _static(results: RunResults) -> str:
+    """Name what the controller is compared with, and falls back to, for a sentence."""
+    task = task_of(results)
+    return f"{'the ' * task.equal_latency}{policy_name(task.low)}"
 
 
 def _at_tight_budgets(results: RunResults) -> str:
@@ -119,7 +132,7 @@ def learnable(estimate: Attainable) -> str:
     gained = f"{points(estimate['gain'])} points{span(estimate['gain_ci95'])}"
     if sign_of(estimate["gain_ci95"]) > 0:
         return f"About {gained} look predictable from your features"
-    return f"No gain looks predictable from your features: {gained}"
+    return f"The gain predictable from your features may be zero: estimate {gained}"
 
 
 def _on_rivals(results: RunResults, learned: Row) -> list[str]:
@@ -133,9 +146,8 @@ def _on_rivals(results: RunResults, learned: Row) -> list[str]:
     gaps = [value_of(row, score) - value_of(learned, score) for row in rivals]
     better = sum(round(gap, 3) > 0 for gap in gaps)
     return [
-        f"{better or 'None'} of the {len(rivals)} other baselines "
-        f"{'do' if better > 1 else 'does'} better; the strongest is "
-        f"{with_score(rivals[0], score)}."
+        f"{better or 'None'} of {len(rivals)} other baselines "
+        f"score{'s' * (better < 2)} higher; best: {with_score(rivals[0], score)}."
     ]
 
 
@@ -144,14 +156,14 @@ def _on_time(results: RunResults, learned: Row) -> list[str]:
     if not known(learned.get("satisfaction_feasible")):
         return []
     share = number(learned["satisfaction_feasible"], ".1%")
-    line = f"The controller is on time for {share} of the feasible requests"
+    line = f"On time: {share} of feasible requests"
     level = results.get("satisfaction_level")
     if level is not None:
-        # as printed: 95.0 % does not fall short of 95 %
-        meets = "meets" if float(share.rstrip("%")) >= 100 * level - 1e-9 else "falls short of"
-        line += f", which {meets} the {number(level, '.0%')} that policy.level asks for"
+        # as printed: 95.0 % is not below 95 %
+        meets = "meeting" if float(share.rstrip("%")) >= 100 * level - 1e-9 else "below"
+        line += f", {meets} the {number(level, '.0%')} target (policy.level)"
     infeasible = number(learned.get("infeasible"), ".1%")
-    return [f"{line} ({infeasible} of all requests are infeasible)."]
+    return [f"{line}. No configuration is on time for {infeasible} of all requests."]
 
 
 def promise(seeds: Sequence[GuardRow]) -> str:
@@ -162,30 +174,43 @@ def promise(seeds: Sequence[GuardRow]) -> str:
 
 
 def _on_guard(results: RunResults) -> list[str]:
-    """Say where the guard fell back, and where it does not guarantee a share on time."""
-    cases = list(itertools.chain(*results.get("guard") or ()))
+    """Say where the guard fell back, and where it does not guarantee a share on time; of budgets
+    that were not judged, nothing."""
+    judged = task_of(results).conditions(results)
+    by_budget = [
+        seeds
+        for seeds in guard_by_budget(results)
+        if any(math.isclose(seeds[0]["budget_ms"], budget, rel_tol=1e-4) for budget in judged)
+    ]
+    cases = list(itertools.chain(*by_budget))
     lines = []
     if fell_back := sum(not row["deployed"] for row in cases):
+        pairs = "seed–budget pairs" if len(results["guard"]) > 1 else "budgets"
+        otherwise = "no price met the budget" if task_of(results).equal_latency else LATE
         lines.append(
-            f"In {fell_back:,} of {len(cases):,} cases (seeds × budgets) the guard fell back to "
-            f"{policy_name(task_of(results).low)}, because the policy showed no gain on held-out "
-            "samples, or was late too often."
+            f"The guard deploys {_static(results)} for {fell_back:,} of {len(cases):,} {pairs}: "
+            f"there the policy showed no clear held-out gain, or {otherwise}."
         )
-    not_kept = [
-        f"{quantity(seeds[0]['budget_ms'], unit_of(results))} ({promise(seeds)})"
-        for seeds in guard_by_budget(results)
-        if "level" in seeds[0] and promise(seeds) != "kept"
-    ]
-    if not_kept:
+    # budgets with the same reason stand together
+    missed: dict[str, list[str]] = {}
+    for seeds in by_budget:
+        if "level" in seeds[0] and promise(seeds) != "kept":
+            budget = quantity(seeds[0]["budget_ms"], unit_of(results))
+            missed.setdefault(promise(seeds), []).append(budget)
+    if missed:
+        parts = [f"{listed(budgets)} ({why})" for why, budgets in missed.items()]
+        level = number(by_budget[0][0]["level"], ".0%")
         lines.append(
-            f"The share on time that policy.level asks for is not guaranteed at {listed(not_kept)}."
+            f"The {level} on-time target (policy.level) is not guaranteed at "
+            f"{', nor at '.join(parts)}."
         )
     return lines
 
 
-CHANGED = {1: "shows a gain", -1: "shows a loss", 0: "shows no difference"}
-"""`sign_of` a gain in `results["grpo_gain"]` → what it shows."""
-GAINED_ON = {"test": "on test samples", "held_out": "on held-out samples of training"}
+LATE = "was late too often"
+CHANGED = {1: "raised {}", -1: "lowered {}", 0: "made no measurable difference in {}"}
+"""`sign_of` a gain in `results["grpo_gain"]` → what it shows of a score."""
+GAINED_ON = {"test": "on test samples", "held_out": "on held-out training samples"}
 """Key of a gain in `results["grpo_gain"]` → the samples that it was measured on, in words."""
 
 
@@ -203,33 +228,36 @@ def on_training(results: RunResults) -> list[str]:
     if gains:
         score = "reward" if task_of(results).equal_latency else "utility"
         # the test samples, if they are known, decide what it shows
-        changed = CHANGED[sign_of(next(iter(gains.values()))["ci95"])]
+        changed = CHANGED[sign_of(next(iter(gains.values()))["ci95"])].format(score)
         parts = [f"{difference_words(row)} {samples}" for samples, row in gains.items()]
-        lines.append(f"{method} {changed} in {score}: {', '.join(parts)}.")
+        lines.append(f"{method} {changed}: {', '.join(parts)}.")
     total = training.get("warmup_iterations", 0) + training.get("iterations", 0)
     ended = training.get("ended_at", [])
     stopped = [f"{iteration:,}" for iteration in ended if iteration < total]
     if stopped:
         lines.append(
             f"Training stopped early{in_seeds(len(stopped), len(ended))}, at iteration "
-            f"{listed(stopped)} of {total:,}: {method} was no better on validation for "
+            f"{listed(stopped)} of {total:,}: no better validation score for "
             f"{training['patience']:,} iterations (optimiser.patience)."
         )
     if early := kept_before_grpo(results):
         seeds = in_seeds(early, len(results.get("chosen") or ()))
-        lines.append(f"{method} did not improve on its start{seeds}: that checkpoint is kept.")
+        lines.append(
+            f"{method} never beat its starting point on validation{seeds}: the pre-{method} "
+            "checkpoint is kept."
+        )
     return lines
 
 
 # -- selectors -------------------------------------------------------------------------------------
 
 JUDGED_BY = {
-    "recorded": "Without a scorer, every policy was judged by the recorded sequence that it "
-    "prefers, which may have been chosen by looking at the answer. This compares policies; it "
-    "does not say what they would reach.",
-    "best_beam": "Without a scorer and right answers, a choice counts as right if the policy "
-    "prefers the recorded sequence with the highest score. This compares policies; it says nothing "
-    "about answers.",
+    "recorded": "No scorer: each policy is scored on the recorded sequence it ranks highest, and "
+    "some of those were found with the answer in view. Use these numbers to rank policies, not as "
+    "absolute accuracies.",
+    "best_beam": "No scorer and no right answers: a choice counts as right if the policy ranks the "
+    "recorded sequence with the highest score first. Use these numbers to rank policies; they say "
+    "nothing about answers.",
 }
 """How policies were judged, if not by a scorer → a warning."""
 FEW_QUERIES = 100
@@ -263,15 +291,14 @@ def _of_selectors(results: RunResults) -> list[str]:
     stages = {policy, *DEMONSTRATIONS.trained, *DEMONSTRATIONS.controls}
     for (name, other), gap in at.items():
         if name in stages and other in ("sft", "rce", "hidden_sft", "hidden_rce"):
-            control = " (a control: no gain is expected)" * (name in DEMONSTRATIONS.controls)
-            lines.append(
-                f"{policy_name(name, results)} {COMPARED[sign_of(gap['ci95'])]} "
-                f"{policy_name(other, results)}: {difference_words(gap)}{control}."
-            )
+            control = " (negative control: should gain nothing)" * (name in DEMONSTRATIONS.controls)
+            names = policy_name(name, results), policy_name(other, results)
+            outcome = COMPARED[sign_of(gap["ci95"])].format(*names)
+            lines.append(f"{outcome}: {difference_words(gap)}{control}.")
     for name, epochs in results.get("epochs", {}).items():
         if 0 in epochs:
             lines.append(
-                f"{policy_name(name, results)} did not improve on its start"
+                f"{policy_name(name, results)} never beat its starting point on validation"
                 f"{in_seeds(epochs.count(0), len(epochs))}: that checkpoint is kept."
             )
     return lines + _left_out(results)
@@ -285,7 +312,7 @@ def _answered(results: RunResults, row: PolicyRow, shots: int) -> str:
     return (
         f"With {shots_words(shots)}, {policy_name(row['policy'], results)} answers "
         f"{number(row['accuracy'], '.1%')}{span(row.get('accuracy_ci95'), '.1%')} of "
-        f"{row.get('queries') or results['test_queries']:,} held-out queries correctly{few}"
+        f"{row.get('queries') or results['test_queries']:,} test queries correctly{few}"
     )
 
 
@@ -300,6 +327,6 @@ def _left_out(results: RunResults) -> list[str]:
     if not fewer:
         return []
     return [
-        f"Not all of the {results['test_queries']:,} test queries have a recorded sequence to "
-        f"judge by: {listed(fewer)} were judged, equal for every policy."
+        f"{listed(fewer)} of {results['test_queries']:,} test queries are scored, the same ones "
+        "for every policy; the others have no recorded sequence of that length."
     ]

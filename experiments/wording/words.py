@@ -135,11 +135,18 @@ def shots_words(count: int) -> str:
 
 # -- differences -----------------------------------------------------------------------------------
 
-COMPARED = {1: "is better than", -1: "is worse than", 0: "shows no difference from"}
-"""`sign_of` a difference → what it shows, in a sentence."""
+COMPARED = {
+    1: "{} is better than {}",
+    -1: "{} is worse than {}",
+    0: "No measurable difference between {} and {}",
+}
+"""`sign_of` a difference → what it shows of two, in a sentence."""
 SIGN_WORDS = {1: "better", -1: "worse", 0: "no difference shown"}
 """`sign_of` a difference → what it shows, in a table."""
-LEANING = {1: "may be better than", -1: "may be worse than"}
+LEANING = {
+    1: "{} looks better than {}, but the test does not confirm it",
+    -1: "{} looks worse than {}, but the test does not confirm it",
+}
 """`sign_of` a difference whose interval excludes 0 while its p is not small → the same, in a
 sentence."""
 LEANING_WORDS = {1: "perhaps better", -1: "perhaps worse"}

@@ -27,11 +27,13 @@ class BeamProfileConfig:
     """Sequences drawn uniformly among the candidates of the query's own `question_type`; they are
     recorded as `sample`. Training learns from them that these help. A policy is not told kinds."""
     chunk: int = 50
-    """Queries in a chunk; a finished chunk is safe on disk. Choose few for a large model."""
+    """Queries in a chunk on disk: an interrupted run loses at most one chunk. Use few for slow
+    models."""
     json: bool = True
-    """Whether to write RL data too, with its embeddings."""
+    """Also write the original project's JSON format (RL data), with its embeddings."""
     draws: int = 8
-    """Sequences that each query gets from the policy of a checkpoint, as one more round."""
+    """Sequences to sample per query from the given checkpoint's policy; they are recorded as a new
+    round."""
     draw_seed: int = 0
     """Seed of those draws. The same checkpoint with another seed adds another round."""
 

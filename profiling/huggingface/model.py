@@ -77,7 +77,7 @@ class HuggingFaceModel(PromptedModel):
 
     @property
     def identity(self) -> dict[str, Any]:
-        """What tells the model from others of its name: weights, versions, and how it runs."""
+        """Fingerprint of the model: weights, versions, and how it runs."""
         device = self.model.device.type
         if device == "cuda":
             device = torch.cuda.get_device_name(self.model.device)

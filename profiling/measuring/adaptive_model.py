@@ -100,7 +100,7 @@ class KnobSupport:
 
 @dataclass(frozen=True)
 class Request:
-    """A question, about an image where the model sees."""
+    """One request: a question, and an image for vision models."""
 
     image: Any
     """A PIL image, None for a language model, or whatever else a model of your own takes."""
@@ -110,7 +110,8 @@ class Request:
 
 @dataclass(slots=True)
 class FirstStage:
-    """A request that has gone through the model's first stage. Times as in `Answer`."""
+    """State of a request after the first stage: its features, and what `answer` continues from.
+    Times as in `Answer`."""
 
     request: Request
     features: dict[str, NDArray[np.float32]]
@@ -129,8 +130,8 @@ class FirstStage:
     configuration."""
 
     def unused_ms(self, configuration: Configuration) -> float:
-        """Return the time of the stage, without `extra_ms`, that is lost under this configuration,
-        because its answer does not continue from the stage."""
+        """Return the first-stage ms, without `extra_ms`, that this configuration cannot reuse; 0 if
+        its answer continues from the stage."""
         if self.reused_by is None or self.reused_by(configuration):
             return 0.0
         return self.total_ms - self.extra_ms
@@ -141,8 +142,8 @@ class Answer:
     """An answer and what it cost. Times are differences of `clock_ms` in ms; a device finishes its
     work before the clock is read.
 
-    They cover the whole request, as if it had gone straight through with this configuration: they
-    include what it continues from of the first stage, without `extra_ms`.
+    They are end to end, as if run without a pause: the reused first-stage time counts, `extra_ms`
+    does not.
     """
 
     text: str

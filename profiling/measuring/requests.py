@@ -104,8 +104,8 @@ class Questions(Requests):
 
 
 class DrawnQuestions(Requests, Sequence[VQAItem]):
-    """Questions without end, each drawn by its number, which is its id; and the sequence of the
-    first `length` items, which are measured."""
+    """An unlimited, seeded stream of questions (id = index); as a sequence it holds the first
+    `length`, the measured ones."""
 
     length = 2000
 

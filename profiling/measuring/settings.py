@@ -44,8 +44,8 @@ class VLMProfileConfig:
     count: int = 0
     """How many configurations of a large grid are measured, as a Latin hypercube; 0 for all."""
     repeats: int = 3
-    """Measurements of each sample with each configuration. The table keeps all of them; figures are
-    those of their medians."""
+    """Repeats of each (sample, configuration). The table keeps all; summary numbers use the
+    median."""
     clock: str = "wall"
     """The clock: wall, the time that passes, or cpu, the CPU time of the measuring thread, for a
     machine that others use too and a model that runs on one thread."""

@@ -12,7 +12,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from knobwise.agents.calibration import guard
-from knobwise.agents.calibration.guard import MARGINS, arrays_of, calibrate
+from knobwise.agents.calibration.guard import (
+    MARGINS,
+    OUT_OF_REACH,
+    TOO_COSTLY,
+    TOO_FEW,
+    arrays_of,
+    calibrate,
+)
 from knobwise.agents.deployed.calibrated import Guard
 
 NAN = math.nan
@@ -84,9 +91,9 @@ def wavering():
 
 
 KEPT = {"missed": ""}
-IMPOSSIBLE = {"missed": "not possible here"}
-TOO_DEAR = {"missed": "would cost too much utility"}
-UNSHOWN = {"missed": "too few held-out requests to tell"}
+IMPOSSIBLE = {"missed": OUT_OF_REACH}
+TOO_DEAR = {"missed": TOO_COSTLY}
+UNSHOWN = {"missed": TOO_FEW}
 THREE = {
     "margin": below(0.9),
     "level": 0.5,
@@ -130,7 +137,7 @@ THREE = {
 def test_margins_and_fall_backs_by_hand(row, wanted):
     assert row | wanted == row
     # in words
-    assert row["reason"].startswith("deployed" if row["deployed"] else "fell back")
+    assert row["reason"].startswith("policy" if row["deployed"] else "static")
     assert row["missed"] in row["reason"]
 
 

@@ -9,7 +9,7 @@ from helpers import small_table
 from replayed import untrained
 
 from knobwise.agents.evaluation import own_cost
-from knobwise.agents.evaluation.own_cost import expected_cost_ms, own_costs
+from knobwise.agents.evaluation.own_cost import decision_us, expected_cost_ms, own_costs
 from knobwise.envs import default_budgets
 
 
@@ -43,10 +43,10 @@ def test_controllers_are_timed_in_turn_and_the_quickest_round_counts(
     def timed(controller, *about):
         order.append(controller)
         factor = 1 if controller == "a" else 3
-        return torch.full((2, 5), slow[(len(order) - 1) // 2] * factor).double()
+        return torch.full((5,), slow[(len(order) - 1) // 2] * factor).double()
 
     monkeypatch.setattr(own_cost, "_round", timed)
     both = ["a", "b"]
-    costs = own_costs(both, table, torch.arange(40), default_budgets(table))
+    took = decision_us(both, table, torch.arange(40), default_budgets(table))
     assert order == both * 3
-    assert [cost.decision_us.tolist() for cost in costs] == [[1.0] * 5, [3.0] * 5]
+    assert [each.tolist() for each in took] == [[1.0] * 5, [3.0] * 5]

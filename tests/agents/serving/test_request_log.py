@@ -14,6 +14,7 @@ from replayed import child, logging_model, serve_requests, small_stack
 from knobwise.agents.learning.logged import logged_of, read_log
 from knobwise.agents.serving.exploration import Exploration
 from knobwise.agents.serving.request_log import RequestLog
+from knobwise.common.errors import InputError
 from knobwise.profiling.measuring.adaptive_model import Request
 
 
@@ -86,7 +87,7 @@ def changed(folder, to, **values):
 @pytest.mark.parametrize(
     ("name", "value", "reason"),
     [
-        *(("probability", wrong, "contradict") for wrong in (0.0, 1.5, 0.123, math.nan)),
+        *(("probability", wrong, "chances") for wrong in (0.0, 1.5, 0.123, math.nan)),
         *(("probability", wrong, "damaged") for wrong in (None, "much")),
         ("chances", [], "damaged"),
         ("controller", "0123", "another controller"),
@@ -235,7 +236,7 @@ def test_kill_9_while_logging_loses_no_answered_request(written, tmp_path):
         file.write(b'{"torn')
     served(tmp_path, 3)
     again = read_log(tmp_path)
-    assert dict(again.aside) == {"the torn last line of a file": 1}
+    assert again.aside.total() == 1
     assert len(again.rows) == len(log.rows) + 3
 
 
@@ -277,3 +278,15 @@ def test_logging_and_exploration_are_not_touched_where_they_are_off(monkeypatch)
     assert len(results) == 20
     with pytest.raises(AssertionError, match="called"):
         served(None, 9, explore=0.99)
+
+
+def test_a_folder_that_is_missing_is_not_one_without_requests(tmp_path):
+    problems = []
+    for name in ("missing", "empty"):
+        if name == "empty":
+            (tmp_path / name).mkdir()
+        with pytest.raises(InputError, match=f"log=.*{name}") as error:
+            read_log(tmp_path / name)
+        problems.append(str(error.value).replace(name, ""))
+    assert "requests-" not in problems[0]
+    assert "requests-" in problems[1]

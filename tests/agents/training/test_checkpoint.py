@@ -254,5 +254,5 @@ def test_a_training_that_began_with_other_weights_is_not_resumed(starts, tmp_pat
     trainer("RCE", init_from=start, folder=tmp_path).run()
     assert trainer("RCE", init_from=start).resume(last)
     for other in (None, tmp_path / "best.pt"):
-        with input_error("weights"):
+        with input_error("last.pt: is of a run"):
             trainer("RCE", init_from=other).resume(last)

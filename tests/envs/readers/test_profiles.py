@@ -245,16 +245,16 @@ def test_splits_that_do_not_divide_samples():
 @pytest.mark.parametrize(
     ("column", "values", "fault"),
     [
-        ("latency_ms", [20.0, 10.0, NAN, 30.0], "1 rows .* b"),
+        ("latency_ms", [20.0, 10.0, NAN, 30.0], "1 row .* b"),
         ("latency_ms", [20.0, -10.0, -1.0, 30.0], "2 rows .* a"),
-        ("latency_ms", [20.0, 10.0, 40.0, math.inf], "1 rows"),
+        ("latency_ms", [20.0, 10.0, 40.0, math.inf], "1 row"),
         ("latency_ms", ["20", "10", "fast", "30"], "'fast'"),
         ("latency_ms", [[20.0]] * 4, "List"),
         ("latency_ms", None, "no row"),
         ("accuracy", [50.0, 100.0, 0.0, 0.0], "2 rows"),
-        ("accuracy", [1.0, NAN, 0.0, 0.0], "1 rows"),
-        ("first_look_ms", [-1.0, 0.0, 0.0, 0.0], "1 rows"),
-        ("sample_id", ["a", None, "b", "b"], "1 rows"),
+        ("accuracy", [1.0, NAN, 0.0, 0.0], "1 row"),
+        ("first_look_ms", [-1.0, 0.0, 0.0, 0.0], "1 row"),
+        ("sample_id", ["a", None, "b", "b"], "1 row"),
         ("sample_id", [[1]] * 4, "List"),
         ("top_k", [8, None, 8, 4], "1 "),
         ("top_k", [8.0, NAN, 8.0, 4.0], "finite"),
@@ -360,7 +360,7 @@ def test_json_lines_with_nan_where_it_does_not_matter(tmp_path):
     frame(prefill_ms=NAN).write_ndjson(path)
     path.write_text(path.read_text().replace("null", "NaN"))
     assert read_long_table(path).digest == table().digest
-    with input_error(r"t\.jsonl: 4 rows .*prefill_ms"):
+    with input_error(r"t\.jsonl: prefill_ms .*4 rows"):
         read_long_table(path, latency="prefill_ms")
 
 

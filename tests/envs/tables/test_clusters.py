@@ -103,7 +103,7 @@ def test_nothing_is_fitted_on_clusters_of_a_data_set_that_is_left_out():
         train, validation, test = clusters_of(table, split)
         assert not (train | validation) & test
         assert {datasets[row] for row in split.test} == {name}
-    with input_error("none is left"):
+    with input_error("profile .small."):
         divide(replace(table, clusters=tuple("abcde" * 24)), leave_out="a")
 
 

@@ -298,7 +298,7 @@ def test_what_shows_an_image_of_the_test_part_is_not_trained_on():
     assert len(fitted_on(coco(ids, tuple("abcdefghijklmnopqrst"), 20))) == 20
     unknown = {name: torch.full_like(block, NAN) for name, block in table.features.items()}
     assert len(fitted_on(replace(table, features=unknown))) == 20
-    with input_error("fit on"):
+    with input_error("profile .joint."):
         leave_one_out(coco(ids, ids, 20))
 
 

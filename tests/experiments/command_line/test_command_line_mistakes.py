@@ -6,6 +6,7 @@ import gzip
 import io
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -139,6 +140,11 @@ MISTAKES = {
     "train seeds=3": "seeds=3",
     "train policy.hidden=8,16": "policy.hidden=8,16",
     "train split=3": "split",
+    "train optimiser.iterations=ten": "optimiser.iterations=ten: ",
+    "export onnx=maybe": "onnx=maybe: ",
+    "train budgets_ms=[a]": "budgets_ms=[a]: ",
+    "train policy=nope": "policy=nope: ",
+    "inspect profile=simulated html=": "html=: ",
     "train baselines=4.5": "baselines=4.5",
     "train profile=measured.csv": "did you mean profile=table profile.path=measured.csv?",
     "train measured.csv": "did you mean profile=table profile.path=measured.csv?",
@@ -200,6 +206,8 @@ def test_a_mistake_is_a_line_that_names_it_and_needs_no_torch(words, answers):
     status, printed = answers[words]
     assert status == 2
     assert MISTAKES[words] in printed
+    # no names of classes
+    assert not re.search("TrainRun|ExportRun|Integer|Float|[a-z]Config", printed)
     assert printed.startswith("knobwise: ")
     assert printed.count("\n") == 1
 

@@ -141,7 +141,8 @@ def test_a_run_leaves_files_that_decide_as_what_it_deploys_was_judged(folder, tr
         assert facts["compared_on"]["name"] == compared_on
         assert (facts["compared_on"]["digest"] == table.digest) == (compared_on == "first")
         assert facts["graphs"] == {}
-        assert facts["decisions_us_p50"]["controller.npz"] > 0
+        # as the results of a run have it: the clock of tests gives 30 µs to every decision
+        assert facts["decisions_us_p50"]["controller.npz"] == pytest.approx(30)
         assert decided(out, requests) == alone
         (out / "asked.npz").unlink()
 

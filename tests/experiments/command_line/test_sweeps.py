@@ -129,11 +129,11 @@ def test_finished_jobs_are_named_and_not_run_again_unless_data_change(whole, cap
     assert before.keys() == {"loss-exact", "loss-sampled"}  # after what the sweep varies
     # the order of words does not matter
     launch(OBJECTIVE[:2], OBJECTIVE[:1:-1])
-    assert capsys.readouterr().err.count("finished before") == 2
+    assert capsys.readouterr().err.count("already finished") == 2
     assert runs_of("objective") == before
     write_table(seed=1)
     launch(OBJECTIVE, "loss=exact")
-    assert "finished before" not in capsys.readouterr().err
+    assert "already finished" not in capsys.readouterr().err
     assert len(runs_of("objective")) == 3
 
 
@@ -144,7 +144,7 @@ def test_a_damaged_checkpoint_of_a_finished_job_is_made_again(whole, swept, caps
     printed = capsys.readouterr().err
     assert f"{path}: is damaged" in printed
     assert "goes on from iteration" in printed
-    assert printed.count("finished before") == 1
+    assert printed.count("already finished") == 1
     assert not is_damaged(path)
     assert runs_of("objective").keys() == {"loss-exact", "loss-sampled"}
     assert numbers("runs") == numbers(swept / "runs")
@@ -175,7 +175,7 @@ def test_an_interrupted_sweep_resumes_its_job_and_ends_like_the_unbroken(folder,
         assert main([*OBJECTIVE, "name=mine"]) == 130
     first = runs_of("objective")
     launch(OBJECTIVE, "name=mine")
-    assert capsys.readouterr().err.count("finished before") == 1
+    assert capsys.readouterr().err.count("already finished") == 1
     runs = runs_of("objective")
     assert runs.keys() == {"mine", "mine-2"}
     assert first.items() <= runs.items()

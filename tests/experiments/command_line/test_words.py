@@ -206,7 +206,6 @@ def test_the_next_command_of_a_run_works_whatever_its_name(name, trained, monkey
     run = Path("runs/controller/one")
     if not (renamed := run.with_name(name)).exists():
         shutil.copytree(run, renamed)
-    monkeypatch.setattr("knobwise.experiments.deploy.export.CALLS", 1)
     words = pasted(next_command(renamed))
     assert words[0] == "export"
     assert main([*words, "out=exported"]) == 0

@@ -214,7 +214,7 @@ def test_charts_can_be_drawn_and_hold_the_numbers(three):
         (one.run, one.condition, *(100 * value for value in (one.difference, *one.ci95)))
         for one in three.by_condition
     }
-    usage = specs["Which settings are used"]
+    usage = specs["Configurations used"]
     # a row a knob, a column a run
     titles = [(title["text"], title["subtitle"]) for title in titles_of(usage)]
     assert titles == [(["crops"], [run.label]) for run in three.runs]
@@ -249,7 +249,7 @@ def test_of_many_runs_a_few_are_drawn_and_all_are_in_the_tables(tmp_path):
     lines = data_of(*specs["Utility against budget"])[0]
     references = {"budget-aware static", "oracle (upper bound)"}
     assert {row["policy"] for row in lines} == {*named, *references}
-    used = {row["policy"] for row in points_of(*specs["Which settings are used"])}
+    used = {row["policy"] for row in points_of(*specs["Configurations used"])}
     assert used == set(named)
     text = write_page(comparison, tmp_path / "page.html").read_text()
     assert "<h1>12 runs</h1>" in text
@@ -279,7 +279,7 @@ def test_mean_budgets_and_selectors_have_charts_of_their_own(tmp_path):
     assert list(drawn(mean)) == [
         "Accuracy over the static mix, by mean budget",
         "Accuracy against mean latency",
-        "Which settings are used",
+        "Configurations used",
         "Training, on validation samples",
     ]
     for name, share in {"a": 0.6, "b": 0.3}.items():

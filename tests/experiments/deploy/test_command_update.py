@@ -3,6 +3,7 @@ were timed on."""
 
 import json
 import math
+import re
 import signal
 import subprocess
 import sys
@@ -184,7 +185,7 @@ def test_a_log_gives_versions_of_which_the_better_serves_and_rollback_goes_back(
     other = DeployedController(network, agent.teacher, agent.calibration).eval()
     save_checkpoint("else.pt", other, table, {})
     assert main([*words[:2], "out=else", "checkpoint=else.pt"]) == 2
-    assert "760 set aside: of another controller" in capsys.readouterr().out
+    assert re.search("^760 .*: of another controller$", capsys.readouterr().out, re.MULTILINE)
 
 
 def test_a_poisoned_log_is_explained_and_serves_only_if_it_is_accepted(
@@ -210,7 +211,7 @@ def test_a_poisoned_log_is_explained_and_serves_only_if_it_is_accepted(
     assert waiting["requests"] == 1160
     # all of them had labels, and one had two
     assert sorted(waiting["set_aside"].values()) == [40, 41]
-    assert "40 set aside" in printed
+    assert "40 skipped" in printed
     assert (waiting["better"], waiting["accepted"]) == (False, False)
     launch(words, "accept=true")
     assert current.resolve().name == "0002"
@@ -368,7 +369,7 @@ def test_a_killed_update_leaves_what_served(table, agent, words, tmp_path, capsy
         ("rollback=true out=nothing", "no version before"),
         ("log=a every=40", "every"),
         ("trained_on=builtin profile=builtin", "'builtin'"),
-        ("trained_on=a.csv", "trained_on/a.csv"),
+        ("trained_on=a.csv", "trained_on=a.csv: "),
     ],
 )
 def test_mistakes_of_an_update_are_one_line(words, message, capsys):

@@ -197,7 +197,7 @@ def test_rows_of_deadlines_by_hand():
         ("controller", None): {
             "utility": (1 / 6 + 5 / 24) / 2,
             "over_static": (1 / 6 - 5 / 24) / 2,
-            "gap_closed": 0,  # the "oracle" is worse than static here
+            "gap_closed": None,  # the "oracle" is worse than static here
         },
         ("controller", 35): {"latency_ms_mean": 25, "over_static": (0.5 - 0.375) / 2},
     }
@@ -246,7 +246,7 @@ def test_rows_of_mean_budgets_by_hand():
             "over_static_mix": 0,
             "over_best_single": 0,
             "oracle_accuracy": 0.5,
-            "gap_closed": 0,
+            "gap_closed": None,
         },
         ("controller", 50.0): {
             "price": 0,

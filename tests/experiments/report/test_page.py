@@ -287,6 +287,17 @@ def test_the_first_sentence_says_why_nothing_can_be_learned(table, words):
     assert lead(facts).startswith(words)
 
 
+def test_an_oracle_that_gains_nothing_has_no_part_that_is_noise():
+    """Of what it gains more, a part may be noise."""
+    said = []
+    for accuracy in ([[1.0, 1.0]] * 4, [[1.0, 0.0], [0.0, 1.0]] * 2):
+        facts = inspect_table(table_of(accuracy, [[10.0, 11.0]] * 4))
+        said.append(lead(facts).rpartition("An oracle")[2])
+    assert "0.0 points" in said[0]
+    assert "part of that" not in said[0]
+    assert "part of that" in said[1]
+
+
 def test_facts_are_printed_plainly_where_there_is_no_terminal():
     facts = inspect_table(by_hand())
     text = printed(print_inspection, facts)

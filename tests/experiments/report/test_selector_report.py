@@ -140,7 +140,7 @@ def test_the_page_holds_all_sections(text):
     for part in (
         "<summary>Every number of shots</summary>",
         "<summary>Differences</summary>",
-        "<summary>Controls</summary>",
+        "<summary>Negative controls</summary>",
         "<b>+37.0 points</b>of accuracy against careful",
         "<b>0.920</b>",
         "<b>640 µs</b>",
@@ -220,7 +220,7 @@ def test_baselines_alone_make_a_report(tmp_path):
     text = report_of(tmp_path, content)
     assert re.search(r"<p class=lead>[^<]*careful-annotator rule \(0.550 \[", text)
     assert main_table(one(content)).strong == []
-    assert not re.findall("<summary>(?:Controls|Differences)", text)
+    assert not re.findall("<summary>(?:Negative controls|Differences)", text)
 
 
 EVEN = {"grpo_live": 0.675, "careful_rule": 0.675}
@@ -234,14 +234,14 @@ EVEN = {"grpo_live": 0.675, "careful_rule": 0.675}
         ({}, r"GRPO on live draws is better than RCE: \+24.5 "),
         ({}, r"GRPO on live draws is better than SFT: \+26.0 "),
         ({}, "Of 7 simple .*than 7 and worse than 0"),
-        (EVEN, r"GRPO on live draws shows no difference from RCE: \+0.0"),
+        (EVEN, r".*GRPO on live draws and RCE: \+0.0"),
         ({"grpo_live": 0.6}, "GRPO on live draws is worse than RCE: -7.5"),
         ({"careful_rule": 0.97, "vote": 0.95}, "Of 7 .*than 5 and worse than 2"),
-        ({"shuffled_live": 0.8}, r"shuffled, live draws is better than SFT: \+14.0 .*a control"),
-        ({"shuffled_live": 0.67}, r"shuffled, live draws is worse than RCE: -0.5 .*a control"),
+        ({"shuffled_live": 0.8}, r"shuffled, live draws is better than SFT: \+14.0 .*control"),
+        ({"shuffled_live": 0.67}, r"shuffled, live draws is worse than RCE: -0.5 .*control"),
         (
             {"hidden_live": 0.7},
-            r"GRPO, annotator hidden is better than SFT, .*: \+10.0 .*a control",
+            r"GRPO, annotator hidden is better than SFT, .*: \+10.0 .*control",
         ),
     ],
 )
@@ -252,7 +252,7 @@ def test_the_verdict_says_what_is_shown_and_which_are_controls(accuracy, line):
 def test_what_limits_the_results_is_said(tmp_path):
     recorded = verdict(results() | {"judged_by": "recorded"})
     assert len(recorded) == len(verdict(results())) + 1
-    assert "does not say" in recorded[1]
+    assert recorded[1] not in verdict(results())
     decided = outcomes(TWO)
     for by_shots in decided.values():
         by_shots[4].correct[:, :10] = torch.nan

@@ -90,7 +90,7 @@ def test_a_stopped_training_is_kept_and_its_command_begins_another(earlier):
 
 def test_its_state_is_refused_in_a_line(earlier):
     trainer = trainer_on(small_table(40))
-    with input_error("earlier version"):
+    with input_error("last.pt"):
         trainer.resume(Path("runs/lean/stopped/checkpoints/seed0/last.pt"))
 
 

@@ -215,7 +215,7 @@ def test_a_learned_reward_through_the_command_line(tmp_path, monkeypatch):
         assert expected == sorted(expected)
         assert all(0 <= row["right"] <= 1 for row in rows)
     page = Path("runs/latest/report.html").read_text()
-    assert "True calls" in page
+    assert "model calls" in page
     assert "Calibration of the learned reward" in page
 
 

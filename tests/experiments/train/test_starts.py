@@ -196,7 +196,7 @@ def test_rce_and_grpo_from_an_sft_checkpoint_also_after_an_interruption(tmp_path
     assert not same(start, state(whole / "hidden_sft" / "best.pt"))
     # another start is another training
     config.init_from = str(whole / "warm" / "best.pt")
-    with input_error("other settings"):
+    with input_error("last.pt"):
         train("whole")
 
 
@@ -210,7 +210,7 @@ def test_supervised_fine_tuning_goes_on_where_the_checkpoint_ended(tmp_path):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ([*TRAIN, START, "policy.hidden=8"], "policy.hidden is 16"),
+        ([*TRAIN, START, "policy.hidden=8"], "policy.hidden=16"),
         ([*TRAIN, "init_from=nowhere/none.pt"], "nowhere/none.pt"),
         ([*TRAIN, START, "split.seed=5"], "test samples"),
         ([*REPLAY, START], "holds a controller"),
