@@ -76,15 +76,6 @@ class MeasuredRows(NamedTuple):
             total += float((self.accuracy[chosen] * on_time).mean())
         return total / len(self.budgets_ms)
 
-    def squared_error(self, scores: Sequence[Tensor]) -> float:
-        """Compute the mean squared difference between scores, [n, C] for each budget, and the
-        utility that was measured."""
-        total = 0.0
-        for budget, score in zip(self.budgets_ms, scores, strict=True):
-            utility = self.accuracy * share_on_time(self.measurements_ms, budget)
-            total += float((score - utility)[self.mask].square().mean())
-        return total / len(self.budgets_ms)
-
     def residual_spread(self, log_latency: Tensor) -> Tensor:
         """Return the root mean square residual of single measurements by configuration, [C].
 
@@ -318,16 +309,11 @@ def _spread(measured: MeasuredRows, accuracy: Tensor, log_latency: Tensor) -> Te
     if not len(measured.budgets_ms):
         return spread
 
-    limits = [budget.expand(len(accuracy)) for budget in measured.budgets_ms]
-
-    def quality(factor: float) -> float:
+    def utility(factor: float) -> float:
         prediction = Prediction(accuracy, log_latency, factor * spread)
-        scores = [prediction.score(limit) for limit in limits]
-        if measured.mask.all():
-            return measured.utility(scores, log_latency)
-        # the best of a few measured cells is not the best of all; each cell is predicted though
-        return -measured.squared_error(scores)
+        limits = [budget.expand(len(accuracy)) for budget in measured.budgets_ms]
+        return measured.utility([prediction.score(limit) for limit in limits], log_latency)
 
     # 1 comes first, so that it wins if the factor does not matter
     factors = sorted(SPREAD_FACTORS, key=lambda factor: abs(factor - 1))
-    return spread * max(factors, key=quality)
+    return spread * max(factors, key=utility)
