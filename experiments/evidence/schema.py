@@ -127,6 +127,18 @@ class Attainable(TypedDict, total=False):
     components: int
 
 
+class CurvePoint(TypedDict, total=False):
+    """What a quick policy attains with so many cells of each sample measured."""
+
+    cells: int
+    seconds: float
+    utility: float
+    utility_ci95: Interval
+    static: float
+    behind: float
+    behind_ci95: Interval
+
+
 class GrpoGain(TypedDict, total=False):
     """What GRPO added to the deployed policy, mean over seeds; None without samples."""
 

@@ -19,6 +19,8 @@ judges.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -29,11 +31,14 @@ from knobwise.agents.evaluation.policy import choices_of
 from knobwise.agents.teacher.experts import Experts
 from knobwise.agents.teacher.outcomes import Prediction, pick
 from knobwise.agents.teacher.weights import HeldOutScores, weights_of_folds
+from knobwise.common.progress import progress
 from knobwise.envs.bandit.budgets import MIN_LATENCY_MS
 from knobwise.envs.bandit.outcomes import outcomes_of
 from knobwise.envs.bandit.reward import expected_utility
+from knobwise.envs.tables.cell_design import balanced_cells, with_cells
 from knobwise.envs.tables.profile_table import ProfileTable, median_of
-from knobwise.experiments.evidence.schema import Attainable, RunResults
+from knobwise.envs.tables.splits import Fold
+from knobwise.experiments.evidence.schema import Attainable, CurvePoint, RunResults
 from knobwise.experiments.evidence.statistics import ends_of, resampled_means
 
 MAX_ONCE = 0.5
@@ -44,6 +49,8 @@ MAX_SAMPLES = 4000
 """Of larger profiles a random part of this size is used, so that inspection takes seconds."""
 MAX_CELLS = 250_000
 """Samples × configurations; of profiles with more, a smaller part of the samples is used."""
+SHARES = (1 / 32, 1 / 16, 1 / 8, 1 / 4)
+"""Shares of the cells that a learning curve is estimated at."""
 WIDEST = 512
 """More features than this are replaced by their first `COMPONENTS` principal components: fits take
 a time that grows faster than the number of features."""
@@ -57,18 +64,65 @@ def attainable(table: ProfileTable, budgets_ms: Tensor) -> Attainable | None:
     Args:
         budgets_ms: float [B].
     """
+    experts = _quick_experts(table, table, budgets_ms)
+    if experts is None:
+        return None
+    estimate = attainable_by(table, experts, budgets_ms)
+    if estimate is not None and experts.normaliser.projection is not None:
+        estimate["components"] = experts.normaliser.width
+    return estimate
+
+
+def learning_curve(table: ProfileTable, budgets_ms: Tensor) -> list[CurvePoint]:
+    """Estimate what the quick policy would attain if fewer cells of each sample had been measured.
+
+    The cells are drawn at random, balanced over the configurations. Policies and static are fitted
+    on them, and judged out of fold on all cells of the profile.
+
+    Args:
+        table: the profile. Its holes stay holes.
+        budgets_ms: float [B] that utility is averaged over.
+
+    Returns:
+        A point for each of `SHARES` of the cells and for all of them, the fewest first; [] where
+        `attainable` is None.
+    """
+    if attainable_folds(table) < 2:
+        return []
+    points: list[CurvePoint] = []
+    attained: list[np.ndarray] = []
+    counts = [max(1, round(share * table.num_configurations)) for share in SHARES]
+    counts = [*dict.fromkeys(counts), table.num_configurations]
+    with progress("learning curve", len(counts), quiet_s=2) as tick:
+        for done, count in enumerate(counts, 1):
+            cells = balanced_cells(table.num_samples, table.num_configurations, count)
+            known = with_cells(table, cells)
+            experts = _quick_experts(table, known, budgets_ms)
+            policy, static = utilities_out_of_fold(table, experts, budgets_ms, known)
+            gains, _ = _guarded(policy - static, experts.measured.folds)
+            attained.append(static.mean(1) + gains)
+            utility, ci95 = _interval(attained[-1], table, experts)
+            seconds = float(known.measurements_ms.double().nansum()) / 1000
+            about: CurvePoint = {"cells": count, "seconds": seconds, "static": float(static.mean())}
+            points.append({**about, "utility": utility, "utility_ci95": ci95})
+            tick(done, f"{count} cells a sample")
+        for point, fewer in zip(points, attained, strict=True):
+            # on the same samples, so that the interval is a paired one
+            behind = attained[-1] - fewer
+            point["behind"], point["behind_ci95"] = _interval(behind, table, experts)
+    return points
+
+
+def _quick_experts(table: ProfileTable, known: ProfileTable, budgets_ms: Tensor) -> Experts | None:
+    """Fit the quick predictors on what is known of a profile; None without features or folds."""
     if not table.features:
         return None
     most = min(MAX_SAMPLES, max(MAX_CELLS // table.num_configurations, 500))
     rows = torch.randperm(table.num_samples, generator=torch.Generator().manual_seed(0))
     rows = rows[:most].sort().values
-    normaliser = _narrowed(table, rows)
     # without budgets no spread is chosen by its utility, which would flatter
-    experts = Experts.fit(table, rows, budgets_ms[:0], QUICK, 0, normaliser)
-    estimate = attainable_by(table, experts, budgets_ms)
-    if estimate is not None and normaliser.projection is not None:
-        estimate["components"] = normaliser.width
-    return estimate
+    experts = Experts.fit(known, rows, budgets_ms[:0], QUICK, 0, _narrowed(table, rows))
+    return experts if len(experts.measured.folds) > 1 else None
 
 
 def _narrowed(table: ProfileTable, rows: Tensor) -> FeatureNormaliser:
@@ -99,51 +153,78 @@ def attainable_by(table: ProfileTable, experts: Experts, budgets_ms: Tensor) -> 
         clusters). `samples`: how many were used. `learned`: for each fold, at which budgets the
         quick policy decided, not static. None if there are too few samples for two folds.
     """
-    folds = experts.measured.folds
-    if len(folds) < 2:
+    if len(experts.measured.folds) < 2:
         return None
-    gains = gains_out_of_fold(table, experts, budgets_ms)
+    policy, static = utilities_out_of_fold(table, experts, budgets_ms)
+    kept, learned = _guarded(policy - static, experts.measured.folds)
+    mean, ci95 = _interval(kept, table, experts)
+    return {"gain": mean, "gain_ci95": ci95, "samples": len(kept), "learned": learned}
+
+
+def _guarded(gains: np.ndarray, folds: Sequence[Fold]) -> tuple[np.ndarray, list[list[bool]]]:
+    """Let static decide where the policy gained nothing in the other folds.
+
+    Args:
+        gains: of the policy over static, [n, B].
+        folds: their positions to fit on and to hold out.
+
+    Returns:
+        What is gained then, the mean over the budgets, [n]; and for each fold at which budgets the
+        policy decides.
+    """
     total = gains.sum(0)
     kept = np.empty(len(gains))
     learned = []
     for _, hold in folds:
-        # whether it gained anything in the other folds, [B]
         decides = total - gains[hold].sum(0) > 0
         kept[hold] = (gains[hold] * decides).mean(1)
         learned.append(decides.tolist())
+    return kept, learned
+
+
+def _interval(
+    values: np.ndarray, table: ProfileTable, experts: Experts
+) -> tuple[float, list[float]]:
+    """Return the mean of the samples' values [n] and its 95 % bootstrap interval."""
     # samples of one image or cluster are drawn together
     keys = np.array(table.split_keys)[experts.measured.rows.numpy()]
     clusters = np.unique(keys, axis=0, return_inverse=True)[1].reshape(-1)
-    drawn = resampled_means([kept], splits=np.stack([np.zeros_like(clusters), clusters]))
-    return {
-        "gain": float(kept.mean()),
-        "gain_ci95": ends_of(drawn)[0],
-        "samples": len(kept),
-        "learned": learned,
-    }
+    drawn = resampled_means([values], splits=np.stack([np.zeros_like(clusters), clusters]))
+    return float(values.mean()), ends_of(drawn)[0]
 
 
-def gains_out_of_fold(table: ProfileTable, experts: Experts, budgets_ms: Tensor) -> np.ndarray:
-    """Return the utility of the quick policy minus that of static, both fitted without the fold of
-    the sample: float64 [n, B].
+def utilities_out_of_fold(
+    table: ProfileTable,
+    experts: Experts,
+    budgets_ms: Tensor,
+    known: ProfileTable | None = None,
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return the utilities of the quick policy and of static, both fitted without the fold of the
+    sample: float64 [n, B] each.
 
     The policy pays for what its features take, `features_ms` and the first look; static does not.
-    The arguments are those of `attainable_by`.
+
+    Args:
+        table: the profile.
+        experts: fitted on some of its samples.
+        budgets_ms: float [B].
+        known: the cells of the profile that experts and static are fitted on; None for all.
     """
     measured = experts.measured
     rows = measured.rows
+    mask = table.mask[rows]
     static = torch.empty(len(rows), len(budgets_ms), dtype=torch.int64)
     for fit, hold in measured.folds:
-        policy = fit_static(table, rows[fit])
-        static[hold] = choices_of(policy, {}, budgets_ms.numpy(), measured.mask[hold].numpy())
+        policy = fit_static(known or table, rows[fit])
+        static[hold] = choices_of(policy, {}, budgets_ms.numpy(), mask[hold].numpy())
     unread = torch.zeros(len(budgets_ms), dtype=torch.bool)
     of_static = outcomes_of(table, rows, static, budgets_ms, reads=unread).utility
     _, scores = quick_stack(experts, budgets_ms - table.features_ms)
     # among equal scores the fastest on average
     slow = measured.latency_ms.nanmean(0)
-    chosen = torch.stack([pick(score, slow, measured.mask) for score in scores], 1)
+    chosen = torch.stack([pick(score, slow, mask) for score in scores], 1)
     outcomes = outcomes_of(table, rows, chosen, budgets_ms, cost_ms=table.features_ms)
-    return (outcomes.utility - of_static).double().numpy()
+    return outcomes.utility.double().numpy(), of_static.double().numpy()
 
 
 def quick_stack(experts: Experts, limits: Tensor) -> tuple[list[Tensor], Tensor]:
