@@ -38,10 +38,17 @@ def with_cells(table: ProfileTable, cells: Tensor) -> ProfileTable:
     kept = cells & table.mask
     kept = kept | (table.mask & ~kept.any(1, keepdim=True))
     kept = kept | (table.mask & ~kept.any(0))
-    fields = {"accuracy": table.accuracy, "latency_ms": table.latency_ms}
-    changed = {name: values.where(kept, torch.nan) for name, values in fields.items()}
-    if table.repeats_ms is not None:
-        changed["repeats_ms"] = table.repeats_ms.where(kept.unsqueeze(-1), torch.nan)
-    if table.first_look_ms is not None:
-        changed["first_look_ms"] = table.first_look_ms.where(kept, 0.0)
-    return replace(table, mask=kept, **changed)
+    repeats_ms = table.repeats_ms
+    if repeats_ms is not None:
+        repeats_ms = repeats_ms.where(kept.unsqueeze(-1), torch.nan)
+    first_look_ms = table.first_look_ms
+    if first_look_ms is not None:
+        first_look_ms = first_look_ms.where(kept, 0.0)
+    return replace(
+        table,
+        mask=kept,
+        accuracy=table.accuracy.where(kept, torch.nan),
+        latency_ms=table.latency_ms.where(kept, torch.nan),
+        repeats_ms=repeats_ms,
+        first_look_ms=first_look_ms,
+    )

@@ -157,7 +157,7 @@ def inspect(config: InspectRun) -> None:
         facts = logs.inspect_log(config.log)
         logs.print_log(facts, Console())
     else:
-        facts = of_profile.inspect_table(read_profile(config.profile))
+        facts = of_profile.inspect_table(read_profile(config.profile), config.learning_curve)
         page.print_inspection(facts, Console())
         if config.html is not None:
             print(f"page: {page.write_inspection(facts, config.html)}")

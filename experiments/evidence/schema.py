@@ -131,7 +131,7 @@ class CurvePoint(TypedDict, total=False):
     """What a quick policy attains with so many cells of each sample measured."""
 
     cells: int
-    seconds: float
+    cost: float
     utility: float
     utility_ci95: Interval
     static: float

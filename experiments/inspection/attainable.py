@@ -64,9 +64,9 @@ def attainable(table: ProfileTable, budgets_ms: Tensor) -> Attainable | None:
     Args:
         budgets_ms: float [B].
     """
-    experts = _quick_experts(table, table, budgets_ms)
-    if experts is None:
+    if not table.features:
         return None
+    experts = _quick_experts(table, table, budgets_ms)
     estimate = attainable_by(table, experts, budgets_ms)
     if estimate is not None and experts.normaliser.projection is not None:
         estimate["components"] = experts.normaliser.width
@@ -85,9 +85,11 @@ def learning_curve(table: ProfileTable, budgets_ms: Tensor) -> list[CurvePoint]:
 
     Returns:
         A point for each of `SHARES` of the cells and for all of them, the fewest first; [] where
-        `attainable` is None.
+        `attainable` is None. `cells`: so many of each sample. `cost`: of measuring them, in the
+        unit of latencies. `static`, `utility`: means of static and of the quick policy, which falls
+        back to it. `behind`: how much less that is than with all cells, paired.
     """
-    if attainable_folds(table) < 2:
+    if not table.features:
         return []
     points: list[CurvePoint] = []
     attained: list[np.ndarray] = []
@@ -98,12 +100,14 @@ def learning_curve(table: ProfileTable, budgets_ms: Tensor) -> list[CurvePoint]:
             cells = balanced_cells(table.num_samples, table.num_configurations, count)
             known = with_cells(table, cells)
             experts = _quick_experts(table, known, budgets_ms)
+            if len(experts.measured.folds) < 2:
+                return []
             policy, static = utilities_out_of_fold(table, experts, budgets_ms, known)
             gains, _ = _guarded(policy - static, experts.measured.folds)
             attained.append(static.mean(1) + gains)
             utility, ci95 = _interval(attained[-1], table, experts)
-            seconds = float(known.measurements_ms.double().nansum()) / 1000
-            about: CurvePoint = {"cells": count, "seconds": seconds, "static": float(static.mean())}
+            cost = float(known.measurements_ms.double().nansum())
+            about: CurvePoint = {"cells": count, "cost": cost, "static": float(static.mean())}
             points.append({**about, "utility": utility, "utility_ci95": ci95})
             tick(done, f"{count} cells a sample")
         for point, fewer in zip(points, attained, strict=True):
@@ -113,16 +117,13 @@ def learning_curve(table: ProfileTable, budgets_ms: Tensor) -> list[CurvePoint]:
     return points
 
 
-def _quick_experts(table: ProfileTable, known: ProfileTable, budgets_ms: Tensor) -> Experts | None:
-    """Fit the quick predictors on what is known of a profile; None without features or folds."""
-    if not table.features:
-        return None
+def _quick_experts(table: ProfileTable, known: ProfileTable, budgets_ms: Tensor) -> Experts:
+    """Fit the quick predictors on what is known of a profile."""
     most = min(MAX_SAMPLES, max(MAX_CELLS // table.num_configurations, 500))
     rows = torch.randperm(table.num_samples, generator=torch.Generator().manual_seed(0))
     rows = rows[:most].sort().values
     # without budgets no spread is chosen by its utility, which would flatter
-    experts = Experts.fit(known, rows, budgets_ms[:0], QUICK, 0, _narrowed(table, rows))
-    return experts if len(experts.measured.folds) > 1 else None
+    return Experts.fit(known, rows, budgets_ms[:0], QUICK, 0, _narrowed(table, rows))
 
 
 def _narrowed(table: ProfileTable, rows: Tensor) -> FeatureNormaliser:

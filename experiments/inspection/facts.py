@@ -25,7 +25,12 @@ from knobwise.envs.tables.profile_table import ProfileTable, median_of
 from knobwise.experiments.evidence.controllers import configurations_of
 from knobwise.experiments.evidence.explanation import difficulty_of
 from knobwise.experiments.evidence.statistics import pareto_front
-from knobwise.experiments.inspection.attainable import attainable, oracle_of_halves, repeated_share
+from knobwise.experiments.inspection.attainable import (
+    attainable,
+    learning_curve,
+    oracle_of_halves,
+    repeated_share,
+)
 from knobwise.experiments.inspection.checks import CHECKS, FAULT, findings_by_check
 
 Facts = Mapping[str, Any]
@@ -38,8 +43,12 @@ EXAMPLES = 6
 """How many samples are given as examples."""
 
 
-def inspect_table(table: ProfileTable) -> dict[str, Any]:
+def inspect_table(table: ProfileTable, curve: bool = False) -> dict[str, Any]:
     """Return the facts about a profile, as plain values for JSON.
+
+    Args:
+        table: the profile.
+        curve: also estimate the learning curve, which takes minutes.
 
     Returns:
         - `samples`, `configurations`, `grid` (how many there could be), `unit` of latencies
@@ -57,6 +66,7 @@ def inspect_table(table: ProfileTable) -> dict[str, Any]:
         - `knobs`: means over the profiled cells with each value
         - `headroom`: see `_headroom`
         - `attainable`, `oracle_of_halves`: see `knobwise.experiments.inspection.attainable`
+        - `learning_curve`: likewise; [] without `curve`
         - `configuration_means`: see `_configurations`; `pareto`: which of them are on the front
         - `examples`: samples from easy to hard, with the latency of their cheapest right answer
         - `datasets`, `clusters`, `features`, `digest`, `notes` (of the reader)
@@ -101,6 +111,7 @@ def inspect_table(table: ProfileTable) -> dict[str, Any]:
         "headroom": _headroom(table, budgets_ms),
         "attainable": attainable(whole, budgets_ms),
         "oracle_of_halves": oracle_of_halves(table, budgets_ms),
+        "learning_curve": learning_curve(whole, budgets_ms) if curve else [],
         "configuration_means": means,
         "datasets": dict(Counter(table.dataset_names)),
         "clusters": len(set(table.clusters)) or None,

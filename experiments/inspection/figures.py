@@ -18,6 +18,7 @@ from markupsafe import Markup
 from knobwise.envs.tables.cost_words import in_words
 from knobwise.experiments.evidence.task import Row
 from knobwise.experiments.inspection.facts import Facts
+from knobwise.experiments.inspection.page import HOW_MUCH
 from knobwise.experiments.report import charts
 from knobwise.experiments.report.page import Figure
 from knobwise.experiments.wording.words import listed, policy_name, quantity
@@ -70,6 +71,12 @@ def figures_of(facts: Facts) -> dict[str, list[Any]]:
             "Share of all samples × combinations with these values that were profiled; blank: "
             "none.",
         )
+    if facts["learning_curve"]:
+        figures[HOW_MUCH] = Figure(
+            learning_curve(facts["learning_curve"]),
+            "Utility of a quick policy and of budget-aware static, both fitted on part of the "
+            "cells and judged out of fold on all of them. Shaded: 95% intervals.",
+        )
     return {"Samples": _pictures(facts)} | {name: [figures[name]] for name in figures}
 
 
@@ -98,6 +105,21 @@ def _pictures(facts: Facts) -> list[Any]:
 
 
 # -- charts ----------------------------------------------------------------------------------------
+
+
+def learning_curve(curve: Sequence[Mapping[str, Any]]) -> alt.LayerChart:
+    """Draw the utility of the quick policy and of static against the cells measured of a sample."""
+    rows = []
+    for point in curve:
+        low, high = point["utility_ci95"]
+        learned = {"policy": "quick policy", "utility": point["utility"], "low": low, "high": high}
+        static = {"policy": policy_name("budget_aware_static"), "utility": point["static"]}
+        rows += [{"cells": point["cells"], **row} for row in (learned, static)]
+    counts = [point["cells"] for point in curve]
+    axis = alt.Axis(values=counts, format="d", grid=False)
+    x = alt.X("cells:Q", title="cells of a sample", scale=alt.Scale(type="log"), axis=axis)
+    y = alt.Y("utility:Q", title="utility (0 to 1)", scale=charts.CLOSE)
+    return charts.layered(*charts.lines(pl.DataFrame(rows), x, y))
 
 
 def knob_effects(

@@ -10,7 +10,9 @@ import numpy as np
 import polars as pl
 from rich.console import Console
 
+from knobwise.common.progress import duration
 from knobwise.envs.tables.cost_words import in_words
+from knobwise.envs.tables.units import MS
 from knobwise.experiments.inspection.facts import Facts, mean_headroom
 from knobwise.experiments.inspection.measured import CERTAIN, SURE
 from knobwise.experiments.report.tables import (
@@ -22,7 +24,13 @@ from knobwise.experiments.report.tables import (
     reworded,
 )
 from knobwise.experiments.wording.sentences import learnable
-from knobwise.experiments.wording.words import number, points, quantity
+from knobwise.experiments.wording.words import number, points, quantity, span
+
+HOW_MUCH = "How much to measure"
+"""The heading of the learning curve."""
+ENOUGH = 0.01
+"""Cells are enough if the policy that knows them is no more than this utility behind, at 95 %
+confidence."""
 
 
 def lead(facts: Facts) -> str:
@@ -138,6 +146,7 @@ def _sections(facts: Facts, figures: Mapping[str, Any]) -> dict[str, list[Any]]:
             "Gain of an oracle over static, per budget", [records(budgets, "headroom", unit)]
         ),
         "What the profile holds": _sentences(facts),
+        **_how_much_to_measure(facts),
         **_noticed(facts),
         "Samples": None,
         "Accuracy and latency": Folded(pareto, [records(front, "front", unit)]),
@@ -152,6 +161,33 @@ def _sections(facts: Facts, figures: Mapping[str, Any]) -> dict[str, list[Any]]:
     # findings and notes name columns, whatever these are called
     kept = {name: sections[name] for name in _noticed(facts)}
     return reworded(sections, unit) | kept
+
+
+def _how_much_to_measure(facts: Facts) -> dict[str, Any]:
+    """Say which part of the cells would have been enough; nothing without a learning curve."""
+    curve = facts["learning_curve"]
+    if not curve:
+        return {}
+    rows = [point | {"effort": _effort(point["cost"], facts["unit"])} for point in curve]
+    whole = rows[-1]
+    enough = next(row for row in rows if row["behind_ci95"][1] <= ENOUGH)
+    line = (
+        f"{enough['cells']} of {whole['cells']} cells a sample are enough: a quick policy that "
+        f"knows no others is {points(enough['behind'], '.1f')} points"
+        f"{span(enough['behind_ci95'])} of utility behind one that knows all. They took "
+        f"{enough['effort']} to measure, all cells {whole['effort']}."
+    )
+    if enough is whole:
+        line = (
+            "No part of the cells is enough: a quick policy that knows all of them may be more "
+            f"than {points(ENOUGH, '.0f')} point of utility better."
+        )
+    curve_table = records(rows, "learning_curve")
+    return {HOW_MUCH: Folded("Learning curve", [line, curve_table], open=True)}
+
+
+def _effort(cost: float, unit: str) -> str:
+    return duration(cost / 1000) if unit == MS else quantity(cost, unit)
 
 
 def _noticed(facts: Facts) -> dict[str, list[str]]:

@@ -145,6 +145,8 @@ class InspectRun:
     """The profile: measured or simulated outcomes."""
     log: str | None = None
     """Instead of a profile: the folder of `AdaptiveModel(log=…)`."""
+    learning_curve: bool = False
+    """Estimate what a policy would gain if fewer cells had been measured. It takes minutes."""
     json: str | None = None
     """Write the summary to this file, as JSON."""
     html: str | None = None

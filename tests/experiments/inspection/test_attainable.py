@@ -17,9 +17,10 @@ from knobwise.experiments.inspection.attainable import (
     add_shares,
     attainable,
     attainable_by,
-    gains_out_of_fold,
+    learning_curve,
     oracle_of_halves,
     repeated_share,
+    utilities_out_of_fold,
 )
 
 BUDGETS = torch.tensor([11.0, 20.0])
@@ -44,7 +45,8 @@ def test_features_cost_what_they_take():
     learned = attainable(paid, torch.tensor([11.0, 100.0]))["learned"]
     assert not any(at_tight for at_tight, _ in learned)
     experts = Experts.fit(table, torch.arange(200), BUDGETS[:0], QUICK, 0)
-    assert gains_out_of_fold(paid, experts, BUDGETS[:1]).mean() < -0.4
+    policy, static = utilities_out_of_fold(paid, experts, BUDGETS[:1])
+    assert (policy - static).mean() < -0.4
 
 
 def test_without_features_or_folds_nothing_is_estimated():
@@ -65,7 +67,9 @@ def estimate(monkeypatch):
     measured = SimpleNamespace(rows=torch.arange(4), folds=[halves[::-1], halves])
 
     def by_gains(gains, **about):
-        monkeypatch.setattr(module, "gains_out_of_fold", lambda *_: np.array(gains))
+        zeros = np.zeros(np.shape(gains))
+        utilities = np.array(gains), zeros
+        monkeypatch.setattr(module, "utilities_out_of_fold", lambda *_: utilities)
         table = table_of(torch.ones(4, 2), torch.ones(4, 2), **about)
         return attainable_by(table, SimpleNamespace(measured=measured), BUDGETS)
 
@@ -119,6 +123,30 @@ def test_wide_features_are_projected_and_many_cells_thinned(monkeypatch):
     table = small_table(700)
     found = attainable(table, default_budgets(table))
     assert (found["components"], found["samples"]) == (3, 600)
+
+
+def test_a_learning_curve_ends_at_what_is_attainable_from_all_cells():
+    table = small_table(150)
+    budgets_ms = default_budgets(table)
+    curve = learning_curve(table, budgets_ms)
+    assert [point["cells"] for point in curve] == [1, 2, 3, 12]
+    whole = curve[-1]
+    assert whole["utility"] - whole["static"] == pytest.approx(
+        attainable(table, budgets_ms)["gain"]
+    )
+    assert (whole["behind"], whole["behind_ci95"]) == (0, [0, 0])
+    assert whole["cost"] == pytest.approx(float(table.latency_ms.sum()), rel=1e-6)
+    for point in curve:
+        assert point["behind"] == pytest.approx(whole["utility"] - point["utility"])
+        assert point["cost"] == pytest.approx(whole["cost"] * point["cells"] / 12, rel=0.1)
+    # a twelfth of the cells is not enough here, a quarter is nearly
+    assert curve[0]["behind"] > curve[2]["behind"] > -0.02
+
+
+def test_without_features_or_folds_there_is_no_learning_curve():
+    table = two_kinds(20, shown=True)
+    assert learning_curve(replace(table, features={}), BUDGETS) == []
+    assert learning_curve(replace(table, image_ids=("same",) * 20), BUDGETS) == []
 
 
 def test_a_gain_that_very_many_features_show_together_is_found(monkeypatch):
