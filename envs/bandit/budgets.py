@@ -19,6 +19,9 @@ RANGE = (0.03, 0.97)
 """The quantiles of all profiled latencies that budget=quantiles and budget=uniform lie between."""
 DEFAULT_QUANTILES = (0.10, 0.25, 0.50, 0.75, 0.90)
 """The quantiles of all profiled latencies that default budgets are."""
+SPARSE = 0.5
+"""Where a smaller share of the cells was measured, the fastest configuration of a sample is rarely
+among them."""
 FEASIBLE_SHARE = 0.75
 """The share of the samples that can meet the lowest default budget."""
 TIME_OUT_SHARE = 0.01
@@ -71,10 +74,11 @@ def default_budgets(table: ProfileTable, rows: Tensor | None = None) -> Tensor:
     """Return the budgets that policies are judged by: five in ms, distinct and rising.
 
     They are the 10/25/50/75/90 % quantiles of all profiled latencies of these rows, none below a
-    floor: the budget that three quarters of the samples can meet with their fastest configuration.
-    Budgets with no latency between them are equivalent. If that happens, quantiles of the latencies
-    above the floor are used and duplicates dropped, so there may be fewer than five. Time-outs
-    count as not profiled, and samples that have nothing else do not count.
+    floor: the budget that three quarters of the samples can meet with their fastest configuration;
+    where few configurations of a sample were measured, the fastest is estimated. Budgets with no
+    latency between them are equivalent. If that happens, quantiles of the latencies above the floor
+    are used and duplicates dropped, so there may be fewer than five. Time-outs count as not
+    profiled, and samples that have nothing else do not count.
 
     Args:
         table: the profile.
@@ -98,6 +102,8 @@ def default_budgets(table: ProfileTable, rows: Tensor | None = None) -> Tensor:
             ordered = ordered[: -int(counts[-1])]
     # three quarters of the samples can meet the floor
     fastest = latency_ms.masked_fill(~mask, torch.inf).amin(1)
+    if mask.double().mean() < SPARSE:
+        fastest = _fastest_of_all(latency_ms, mask)
     floor = torch.quantile(fastest[fastest.isfinite()], FEASIBLE_SHARE, interpolation="higher")
     budgets = _quantile(ordered, quantiles).maximum(floor)
     # no latency lies between two budgets that the same number of latencies meet
@@ -105,6 +111,27 @@ def default_budgets(table: ProfileTable, rows: Tensor | None = None) -> Tensor:
         above = ordered[ordered >= floor]
         budgets = above[(quantiles.double() * len(above)).long()]
     return budgets.clamp_min(MIN_LATENCY_MS).unique()
+
+
+def _fastest_of_all(latency_ms: Tensor, mask: Tensor) -> Tensor:
+    """Estimate the latency of each sample's fastest configuration from the measured ones, [n].
+
+    ln ms is taken for a sum of a part of the sample, a part of the configuration and a residual;
+    for cells that were not measured the residual is drawn from those of the others, because the
+    fastest of many is faster than the fastest of their means.
+    """
+    logs = log_measured(latency_ms).masked_fill(~mask, torch.nan)
+    of_sample = torch.zeros(len(logs), 1)
+    for _ in range(20):
+        of_configuration = (logs - of_sample).nanmean(0).nan_to_num(torch.inf)
+        residual = logs - of_configuration
+        # as if one more residual were 0
+        count = mask.sum(1, keepdim=True)
+        of_sample = residual.nansum(1, keepdim=True) / (count + 1)
+    residual = (residual - of_sample)[mask]
+    generator = torch.Generator().manual_seed(0)
+    drawn = residual[torch.randint(len(residual), logs.shape, generator=generator)]
+    return logs.where(mask, of_sample + of_configuration + drawn).amin(1).exp()
 
 
 def _quantile(values: Tensor, shares: Tensor) -> Tensor:

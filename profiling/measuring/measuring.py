@@ -27,6 +27,7 @@ from knobwise.common.errors import InputError
 from knobwise.common.progress import progress
 from knobwise.envs.readers.column_roles import MEASURES
 from knobwise.envs.readers.frames import KEYS
+from knobwise.envs.tables.cell_design import balanced_cells
 from knobwise.profiling.measuring.adaptive_model import (
     CLOCKS,
     AdaptiveVLM,
@@ -87,6 +88,17 @@ class MeasurementPlan:
     contents: tuple[str, ...]  # each item's content key
     configurations: tuple[Configuration, ...]  # each has a value for every knob
     config: VLMProfileConfig
+    parts: tuple[str, ...] = ()  # each item's part, train, validation or test; empty: not fixed
+
+    @property
+    def cells(self) -> Bools:
+        """Mark the cells to measure: bool [N, C]; items to test on are measured whole."""
+        shape = (len(self.items), len(self.configurations))
+        if not self.parts:
+            return np.ones(shape, bool)
+        drawn = balanced_cells(*shape, self.config.per_sample, SEED).numpy()
+        whole = np.array(self.parts) == "test"
+        return drawn | whole[:, None]
 
     @property
     def knobs(self) -> tuple[str, ...]:
@@ -121,11 +133,11 @@ class MeasurementPlan:
         )
 
     def done(self, log: pl.DataFrame) -> Bools:
-        """Mark the measurements that a log contains: bool [R, N, C], by repeat, sample and
-        configuration."""
+        """Mark the measurements that a log contains or that nobody wants: bool [R, N, C], by
+        repeat, sample and configuration."""
         # one row of indices for each measurement
         cells = self.select(log).select("repeat", "sample", "configuration").to_numpy()
-        done = np.zeros((self.config.repeats, len(self.items), len(self.configurations)), bool)
+        done = np.repeat(~self.cells[None], self.config.repeats, axis=0)
         done[tuple(cells.astype(np.int64).T)] = True
         return done
 

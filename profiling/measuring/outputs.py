@@ -63,6 +63,8 @@ def records_of(plan: MeasurementPlan, log: pl.DataFrame, dataset: str) -> pl.Dat
         columns["image_id"] = [item.image_id or f"of sample {item.id}" for item in items]
     if any(item.question_type for item in items):
         columns["question_type"] = [item.question_type for item in items]
+    if plan.parts:
+        columns["split"] = list(plan.parts)
     columns["answers"] = [list(item.answers) for item in items]
     parts = [
         pl.DataFrame(columns)[rows["sample"]],
@@ -93,7 +95,7 @@ def write_vlm_profile(
     too. These hold whole numbers of `KNOBS` only; for other knobs there are none.
     """
     records = records_of(plan, log, facts["name"])
-    wanted = ("sample_id", "image_id", "question_type", *plan.knobs, "repeat", "accuracy")
+    wanted = ("sample_id", "image_id", "question_type", "split", *plan.knobs, "repeat", "accuracy")
     keys = [c for c in wanted if c in records.columns]
     times = [c for c in records.columns if c.endswith("_ms")]
     write_table(out / "table.parquet", records.select(*keys, *times, "pred", "dataset"))
@@ -114,10 +116,17 @@ def write_vlm_profile(
         )
 
     measured = plan.select(log)
-    # [N, C], as the records are sorted
     shape = (len(plan.items), len(plan.configurations))
     cells = records.group_by(CELL, maintain_order=True).agg(pl.median("latency_ms"))
-    latency = cells["latency_ms"].to_numpy().reshape(shape)
+    latency = np.full(shape, np.nan)
+    latency[tuple(cells.select(CELL).to_numpy().T)] = cells["latency_ms"].to_numpy()
+    if plan.parts:
+        # of each other sample, this share of the cells was drawn, all with the same probability
+        content["measured"] = {
+            "per_sample": plan.config.per_sample,
+            "probability": plan.config.per_sample / shape[1],
+            "whole": "test",
+        }
     content |= {
         "samples": shape[0],
         "configurations": shape[1],
@@ -128,7 +137,10 @@ def write_vlm_profile(
         },
         "features_ms": round(float(np.median(measured["features_ms"].fill_null(0.0))), 4),
         "cost_s": round(float(measured["total_ms"].sum()) / 1e3, 1),
-        "knobs": knob_report(knobs, np.array(plan.settings.rows(), object), latency),
+        # samples that were measured whole tell what a knob saves
+        "knobs": knob_report(
+            knobs, np.array(plan.settings.rows(), object), latency[~np.isnan(latency).any(1)]
+        ),
         "sha256": digests(out, ("table.parquet", "features.safetensors")),
     }
     write_json(out / "profile.json", content)

@@ -20,6 +20,7 @@ import numpy as np
 
 from knobwise.common.checks import folder_name
 from knobwise.common.errors import InputError
+from knobwise.envs.tables.splits import split_groups
 from knobwise.profiling.measuring.adaptive_model import (
     AdaptiveVLM,
     KnobSupport,
@@ -79,7 +80,9 @@ def profile_vlm(
     identity["machine"] = machine()
     # a change of the prompt changes the content of every sample
     questions = [question_text(item, config.prompt) for item in items]
-    plan = MeasurementPlan(items, requests, content_keys(items, questions), configurations, config)
+    contents = content_keys(items, questions)
+    parts = drawn_parts(items, config, len(configurations))
+    plan = MeasurementPlan(items, requests, contents, configurations, config, parts)
     settings = {"max_new_tokens": config.max_new_tokens, "clock": config.clock}
     claim(state / "run.json", {"dataset": name, **identity, **settings})
     store = FeatureStore(state / "features")
@@ -107,6 +110,30 @@ def draw_items(items: Sequence[VQAItem], config: VLMProfileConfig) -> tuple[VQAI
     # the beginning of a fixed permutation, so that a larger draw includes a smaller one
     drawn = np.random.default_rng(SEED).permutation(len(items))[:count]
     return tuple(items[i] for i in sorted(drawn))
+
+
+def drawn_parts(
+    items: Sequence[VQAItem], config: VLMProfileConfig, configurations: int
+) -> tuple[str, ...]:
+    """Divide samples into train, validation and test if part of the cells is measured; () if all
+    are. Questions about one image stay together.
+
+    Raises:
+        InputError: there are fewer configurations than are to be measured of a sample, or too few
+            samples for three parts.
+    """
+    if config.per_sample > configurations:
+        raise InputError(
+            f"knobs.per_sample={config.per_sample}: there are only {configurations} configurations"
+        )
+    if config.per_sample in (0, configurations):
+        return ()
+    images = [item.image_id or f"of sample {item.id}" for item in items]
+    split = split_groups(images, 0.6, 0.2, SEED, table="knobs.per_sample")
+    parts = np.empty(len(items), object)
+    for name, rows in split._asdict().items():
+        parts[rows.numpy()] = name
+    return tuple(parts)
 
 
 def chosen_configurations(

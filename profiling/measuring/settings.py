@@ -43,6 +43,10 @@ class VLMProfileConfig:
     """Values to measure of knobs with other names, such as {side: [4, 8], mode: [fast, exact]}."""
     count: int = 0
     """How many configurations of a large grid are measured, as a Latin hypercube; 0 for all."""
+    per_sample: int = 0
+    """How many of the configurations are measured for each sample to train on, at random and each
+    equally often; 0 for all. A fifth of the samples, to test on, are measured with all of them, and
+    the table says which."""
     repeats: int = 3
     """Repeats of each (sample, configuration). The table keeps all; summary numbers use the
     median."""
@@ -62,6 +66,7 @@ class VLMProfileConfig:
             at_least(f"knobs.{name}", getattr(self, name), least)
         if self.samples is not None:
             at_least("knobs.samples", self.samples, 1)
+        at_least("knobs.per_sample", self.per_sample, 0)
         if ":" not in self.metric:
             one_of("knobs.metric", self.metric, ("auto", *METRICS))
         one_of("knobs.clock", self.clock, CLOCKS)
