@@ -30,7 +30,7 @@ WIDTH = 0.5
 their median squared distance."""
 SHARED = 0.8
 """How similar two configurations are, for each knob, however different their values of it."""
-OWN = 0.1
+UNSHARED = 0.1
 """The part of the variance of a configuration that it shares with no other."""
 MAIN = 3.0
 """The variance of what is the same for all samples, in units of what the features explain."""
@@ -92,9 +92,8 @@ class Completion:
         """
         values = values[self.points]
         known = known[self.points]
-        own = np.zeros_like(self.kernel)
-        own[self.points, np.arange(len(self.points))] = OF_SAMPLE
-        kernel = self.kernel + own
+        kernel = self.kernel.copy()
+        kernel[self.points, np.arange(len(self.points))] += OF_SAMPLE
         square = kernel[self.points]
 
         def applied(v: Array) -> Array:
@@ -154,7 +153,7 @@ def knob_similarity(table: ProfileTable) -> Array:
         if isinstance(knob.values[0], str):
             alike = (distance == 0).astype(float)
         similarity *= SHARED + (1 - SHARED) * alike
-    return (1 - OWN) * similarity + OWN * np.eye(count)
+    return (1 - UNSHARED) * similarity + UNSHARED * np.eye(count)
 
 
 def _squared_distances(x: Array, points: Array) -> Array:

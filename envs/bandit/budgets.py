@@ -120,18 +120,16 @@ def _fastest_of_all(latency_ms: Tensor, mask: Tensor) -> Tensor:
     for cells that were not measured the residual is drawn from those of the others, because the
     fastest of many is faster than the fastest of their means.
     """
-    logs = log_measured(latency_ms).masked_fill(~mask, torch.nan)
-    of_sample = torch.zeros(len(logs), 1)
-    for _ in range(20):
-        of_configuration = (logs - of_sample).nanmean(0).nan_to_num(torch.inf)
-        residual = logs - of_configuration
-        # as if one more residual were 0
-        count = mask.sum(1, keepdim=True)
-        of_sample = residual.nansum(1, keepdim=True) / (count + 1)
+    logs = log_measured(latency_ms).where(mask, torch.nan)
+    of_configuration = logs.nanmean(0)
+    residual = logs - of_configuration
+    # as if one more residual were 0
+    of_sample = residual.nansum(1, True) / (mask.sum(1, True) + 1)
     residual = (residual - of_sample)[mask]
     generator = torch.Generator().manual_seed(0)
     drawn = residual[torch.randint(len(residual), logs.shape, generator=generator)]
-    return logs.where(mask, of_sample + of_configuration + drawn).amin(1).exp()
+    filled = logs.where(mask, of_sample + of_configuration + drawn)
+    return filled.nan_to_num(torch.inf).amin(1).exp()
 
 
 def _quantile(values: Tensor, shares: Tensor) -> Tensor:

@@ -35,11 +35,11 @@ from knobwise.common.progress import progress
 from knobwise.envs.bandit.budgets import MIN_LATENCY_MS
 from knobwise.envs.bandit.outcomes import outcomes_of
 from knobwise.envs.bandit.reward import expected_utility
-from knobwise.envs.tables.cell_design import balanced_cells, with_cells
 from knobwise.envs.tables.profile_table import ProfileTable, median_of
 from knobwise.envs.tables.splits import Fold
 from knobwise.experiments.evidence.schema import Attainable, CurvePoint, RunResults
 from knobwise.experiments.evidence.statistics import ends_of, resampled_means
+from knobwise.profiling.measuring.cell_design import balanced_cells, with_cells
 
 MAX_ONCE = 0.5
 """Where more of the cells were measured once, most of the luck cannot be told."""

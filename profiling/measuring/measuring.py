@@ -27,7 +27,6 @@ from knobwise.common.errors import InputError
 from knobwise.common.progress import progress
 from knobwise.envs.readers.column_roles import MEASURES
 from knobwise.envs.readers.frames import KEYS
-from knobwise.envs.tables.cell_design import balanced_cells
 from knobwise.profiling.measuring.adaptive_model import (
     CLOCKS,
     AdaptiveVLM,
@@ -37,6 +36,7 @@ from knobwise.profiling.measuring.adaptive_model import (
     clock_ms,
     clocked_by,
 )
+from knobwise.profiling.measuring.cell_design import balanced_cells
 from knobwise.profiling.measuring.feature_store import FeatureStore
 from knobwise.profiling.measuring.questions import VQAItem
 from knobwise.profiling.measuring.requests import Questions

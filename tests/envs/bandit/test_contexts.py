@@ -22,6 +22,7 @@ from knobwise.envs.bandit.budgets import (
     value_range,
 )
 from knobwise.envs.bandit.contexts import ContextSampler
+from knobwise.profiling.measuring.cell_design import balanced_cells, with_cells
 
 ZEROS = torch.zeros(20_000, dtype=torch.int64)
 HALF = math.sqrt(0.5)
@@ -76,6 +77,21 @@ def test_budgets_are_positive_where_a_timer_said_zero(strategy, monkeypatch):
     drawn = draw(table, torch.tensor([0, 1] * 50), strategy=strategy)
     assert drawn.isfinite().all()
     assert drawn.min() >= MIN_LATENCY_MS
+
+
+@pytest.mark.parametrize("per_sample", [2, 4])
+def test_default_budgets_of_a_sparse_profile_are_near_those_of_the_whole_one(per_sample):
+    # a part of the sample, a part of the configuration, and noise
+    generator = torch.Generator().manual_seed(0)
+    sizes = torch.randn(2000, 1, generator=generator), torch.linspace(0, 2, 32)
+    noise = 0.25 * torch.randn(2000, 32, generator=generator)
+    table = of_latencies((0.4 * sizes[0] + sizes[1] + noise).exp())
+    sparse = with_cells(table, balanced_cells(2000, 32, per_sample))
+    fastest_measured = sparse.latency_ms.nan_to_num(torch.inf).amin(1).quantile(0.75)
+    whole = default_budgets(table)
+    # the fastest measured configuration of a sample is far from its fastest
+    assert fastest_measured > 1.3 * whole[0]
+    torch.testing.assert_close(default_budgets(sparse), whole, rtol=0.06, atol=0)
 
 
 def test_the_range_of_values_and_those_that_are_judged_by_hand():

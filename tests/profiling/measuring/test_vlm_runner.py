@@ -125,6 +125,29 @@ def test_the_table_holds_what_the_model_answered_how_right_it_was_and_every_time
         np.testing.assert_allclose(rows[column], log.select(wanted).to_series(), atol=2e-4)
 
 
+def test_part_of_the_cells_is_measured_and_test_samples_whole(tmp_path):
+    items = tuple(replace(ITEMS[n % 6], id=f"id{n:02}", image_id="") for n in range(20))
+    sparse = replace(ONCE, per_sample=1)
+    measured(tmp_path, sparse, items=items)
+    table = read_long_table(tmp_path / "table.parquet")
+    counts = table.mask.sum(1)
+    test = table.split().test
+    assert counts[test].tolist() == [4] * len(test)
+    assert counts.sum() == 4 * len(test) + 20 - len(test)
+    assert set(table.parts) == {"train", "validation", "test"}
+    facts = read_json(tmp_path / "profile.json")
+    assert facts["measured"] == {"per_sample": 1, "probability": 0.25, "whole": "test"}
+    assert {"saves", "saves_error"} < set(facts["knobs"][0])
+    # more cells include those that were measured
+    model = measured(tmp_path, replace(sparse, per_sample=2), items=items)
+    assert len(model.asked) == 20 - len(test)
+    counts = read_long_table(tmp_path / "table.parquet").mask.sum(1)
+    assert sorted(counts.tolist()) == [2] * (20 - len(test)) + [4] * len(test)
+    for wrong in (-1, 5):
+        with input_error("knobs.per_sample"):
+            measured(tmp_path / "other", replace(sparse, per_sample=wrong), items=items)
+
+
 def test_exp_files_and_long_table_are_the_same_profile_with_features(out):
     features = out / "features.safetensors"
     again = read_exp5_exp6(out / "exp5", out / "exp6", "colours", features=features)

@@ -5,7 +5,7 @@ from helpers import small_table
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from knobwise.envs.tables.cell_design import balanced_cells, with_cells
+from knobwise.profiling.measuring.cell_design import balanced_cells, with_cells
 
 
 @settings(max_examples=50, deadline=None)
