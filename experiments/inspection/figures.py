@@ -74,7 +74,7 @@ def figures_of(facts: Facts) -> dict[str, list[Any]]:
     if facts["learning_curve"]:
         figures[HOW_MUCH] = Figure(
             learning_curve(facts["learning_curve"]),
-            "Utility of a quick policy and of budget-aware static, both fitted on part of the "
+            "Utility of a simple predictor and of budget-aware static, both fitted on part of the "
             "cells and judged out of fold on all of them. Shaded: 95% intervals.",
         )
     return {"Samples": _pictures(facts)} | {name: [figures[name]] for name in figures}
@@ -108,11 +108,16 @@ def _pictures(facts: Facts) -> list[Any]:
 
 
 def learning_curve(curve: Sequence[Mapping[str, Any]]) -> alt.LayerChart:
-    """Draw the utility of the quick policy and of static against the cells measured of a sample."""
+    """Draw the utility of the simple predictor and of static against the cells measured of a sample."""
     rows = []
     for point in curve:
         low, high = point["utility_ci95"]
-        learned = {"policy": "quick policy", "utility": point["utility"], "low": low, "high": high}
+        learned = {
+            "policy": "simple predictor",
+            "utility": point["utility"],
+            "low": low,
+            "high": high,
+        }
         static = {"policy": policy_name("budget_aware_static"), "utility": point["static"]}
         rows += [{"cells": point["cells"], **row} for row in (learned, static)]
     counts = [point["cells"] for point in curve]

@@ -172,14 +172,14 @@ def _how_much_to_measure(facts: Facts) -> dict[str, Any]:
     whole = rows[-1]
     enough = next(row for row in rows if row["behind_ci95"][1] <= ENOUGH)
     line = (
-        f"{enough['cells']} of {whole['cells']} cells a sample are enough: a quick policy that "
+        f"{enough['cells']} of {whole['cells']} cells a sample are enough: a simple predictor that "
         f"knows no others is {points(enough['behind'], '.1f')} points"
         f"{span(enough['behind_ci95'])} of utility behind one that knows all. They took "
         f"{enough['effort']} to measure, all cells {whole['effort']}."
     )
     if enough is whole:
         line = (
-            "No part of the cells is enough: a quick policy that knows all of them may be more "
+            "No part of the cells is enough: a simple predictor that knows all of them may be more "
             f"than {points(ENOUGH, '.0f')} point of utility better."
         )
     curve_table = records(rows, "learning_curve")
