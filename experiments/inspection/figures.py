@@ -108,7 +108,7 @@ def _pictures(facts: Facts) -> list[Any]:
 
 
 def learning_curve(curve: Sequence[Mapping[str, Any]]) -> alt.LayerChart:
-    """Draw the utility of the simple predictor and of static against the cells measured of a sample."""
+    """Draw the utility of the simple predictor and of static against the cells of a sample."""
     rows = []
     for point in curve:
         low, high = point["utility_ci95"]
