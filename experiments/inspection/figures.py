@@ -18,7 +18,6 @@ from markupsafe import Markup
 from knobwise.envs.tables.cost_words import in_words
 from knobwise.experiments.evidence.task import Row
 from knobwise.experiments.inspection.facts import Facts
-from knobwise.experiments.inspection.page import HOW_MUCH
 from knobwise.experiments.report import charts
 from knobwise.experiments.report.page import Figure
 from knobwise.experiments.wording.words import listed, policy_name, quantity
@@ -72,7 +71,7 @@ def figures_of(facts: Facts) -> dict[str, list[Any]]:
             "none.",
         )
     if facts["learning_curve"]:
-        figures[HOW_MUCH] = Figure(
+        figures["How much to measure"] = Figure(
             learning_curve(facts["learning_curve"]),
             "Utility of a simple predictor and of budget-aware static, both fitted on part of the "
             "cells and judged out of fold on all of them. Shaded: 95% intervals.",

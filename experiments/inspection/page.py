@@ -26,8 +26,6 @@ from knobwise.experiments.report.tables import (
 from knobwise.experiments.wording.sentences import learnable
 from knobwise.experiments.wording.words import number, points, quantity, span
 
-HOW_MUCH = "How much to measure"
-"""The heading of the learning curve."""
 ENOUGH = 0.01
 """Cells are enough if the policy that knows them is no more than this utility behind, at 95 %
 confidence."""
@@ -183,7 +181,7 @@ def _how_much_to_measure(facts: Facts) -> dict[str, Any]:
             f"than {points(ENOUGH, '.0f')} point of utility better."
         )
     curve_table = records(rows, "learning_curve")
-    return {HOW_MUCH: Folded("Learning curve", [line, curve_table], open=True)}
+    return {"How much to measure": Folded("Learning curve", [line, curve_table], open=True)}
 
 
 def _effort(cost: float, unit: str) -> str:
