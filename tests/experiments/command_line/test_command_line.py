@@ -95,6 +95,21 @@ def test_inspect_shows_how_much_repeated_measurements_vary(folder, capsys):
     assert read_json("facts.json")["latency_jitter_within_cell"] is None
 
 
+def test_inspect_says_how_many_cells_are_enough(folder, capsys):
+    launch("inspect", TABLE, "learning_curve=true json=facts.json html=page.html")
+    curve = read_json("facts.json")["learning_curve"]
+    enough = next(point for point in curve if point["behind_ci95"][1] <= 0.01)
+    says = f"{enough['cells']} of {curve[-1]['cells']} cells a sample are enough"
+    if enough is curve[-1]:
+        says = "No part of the cells is enough"
+    assert says in " ".join(capsys.readouterr().out.split())
+    page = Path("page.html").read_text()
+    assert "How much to measure" in page
+    assert "cells of a sample" in page  # the axis of the figure
+    launch("inspect", TABLE, "json=facts.json")
+    assert read_json("facts.json")["learning_curve"] == []
+
+
 def test_evaluate_repeats_what_training_reported(folder, capsys):
     """On the profile of the run, which need not be given."""
     launch("train", TABLE, QUICK, "seeds=[0] own_cost=false")
