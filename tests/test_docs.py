@@ -408,6 +408,9 @@ def test_every_command_of_a_guide_and_then_every_snippet(guide, folder, monkeypa
         has_data = any(word.startswith(("profile=", "experiment=selector")) for word in words)
         if words[0] == "train" and not has_data and "--help" not in words:
             words += MEASURED[:2]
+        if "learning_curve=true" in words:
+            # of the built-in profile it takes minutes
+            words = ["inspect", *MEASURED, "learning_curve=true"]
         assert main(shortened(words)) == 0, line
     small = {"policy.hidden": 16, "policy.fold_networks": 2, "policy.experts": []}
     iterations = {"teacher_iterations": 4, "pretrain_iterations": 4, "iterations": 4}
