@@ -31,7 +31,7 @@ SAMPLES = 60
 BUDGETS_MS = (10, 25, 60)
 STEP_MS = 1e-7
 """What a request's number adds to its budget."""
-TORN = "the torn last line of a file"
+TORN = "the truncated last line of a file"
 BROKEN = "{", "[1]", '{"budget_ms": "soon"}', '{"budget_ms": 5}', '{"accuracy": 2, "id": "x"}'
 """Bodies that must be refused."""
 WAIT_S = 60

@@ -116,7 +116,7 @@ def every_acknowledged_request_is_logged():
     noted = file.read_text().split("\n")[:-1] if file.exists() else []
     if lost := {*noted} - {*ids}:
         wrong.append(f"{len(lost)} acknowledged requests are not in the log")
-    twice, torn = len(ids) - len({*ids}), read.aside["the torn last line of a file"]
+    twice, torn = len(ids) - len({*ids}), read.aside["the truncated last line of a file"]
     if twice or torn < read.aside.total() or torn > len(list(Path("log").glob("*.jsonl"))):
         wrong.append(f"log: {dict(read.aside)}, {twice} twice")
     return wrong
