@@ -42,6 +42,8 @@ MAX_SAMPLES = 2000
 """The process is fitted to the measurements of at most this many samples."""
 MAX_CELLS = 20_000
 """The trees are fitted to at most this many measurements."""
+AT_ONCE = 1024
+"""So many samples are predicted together."""
 VECTOR = 4
 """The length of the vector of a configuration."""
 
@@ -62,10 +64,10 @@ class Completion:
         self.similarity = knob_similarity(table)
         draws = np.random.default_rng(seed)
         self.points = np.sort(draws.permutation(len(x))[:MAX_SAMPLES])
-        squares = _squared_distances(x, x[self.points])
+        squares = _squared_distances(x[self.points], x[self.points])
         positive = squares[squares > 0]
-        scale = np.median(positive) if len(positive) else 1.0
-        self.kernel = np.exp(squares / (-2 * WIDTH * scale)) + MAIN
+        self.scale = np.median(positive) if len(positive) else 1.0
+        self.kernel = self._kernel(squares)
 
     def complete(self, measured: Tensor) -> Tensor:
         """Return measurements [n, C] with predictions in the place of NaN, float64."""
@@ -92,9 +94,7 @@ class Completion:
         """
         values = values[self.points]
         known = known[self.points]
-        kernel = self.kernel.copy()
-        kernel[self.points, np.arange(len(self.points))] += OF_SAMPLE
-        square = kernel[self.points]
+        square = self.kernel + OF_SAMPLE * np.eye(len(self.points))
 
         def applied(v: Array) -> Array:
             weights = v.reshape(values.shape)
@@ -103,7 +103,20 @@ class Completion:
 
         equations = LinearOperator((values.size, values.size), matvec=applied, dtype=np.float64)
         weights, _ = cg(equations, values.ravel(), rtol=1e-3, maxiter=100)
-        return kernel @ (weights.reshape(values.shape) @ similarity)
+        smoothed = weights.reshape(values.shape) @ similarity
+        # a part at a time, so that no kernel of all samples lies in memory
+        parts = []
+        for first in range(0, len(self.x), AT_ONCE):
+            squares = _squared_distances(self.x[first : first + AT_ONCE], self.x[self.points])
+            parts.append(self._kernel(squares) @ smoothed)
+        surface = np.concatenate(parts)
+        surface[self.points] += OF_SAMPLE * smoothed
+        return surface
+
+    def _kernel(self, squares: Array) -> Array:
+        """Compute how similar samples are from their squared distances."""
+        similar: Array = np.exp(squares / (-2 * WIDTH * self.scale)) + MAIN
+        return similar
 
     def _trees(self, values: Array, known: Array, surface: Array) -> Array:
         """Return what boosted trees predict, [n, C]."""

@@ -94,7 +94,7 @@ def learning_curve(table: ProfileTable, budgets_ms: Tensor) -> list[CurvePoint]:
     points: list[CurvePoint] = []
     attained: list[np.ndarray] = []
     counts = [max(1, round(share * table.num_configurations)) for share in SHARES]
-    counts = [*dict.fromkeys(counts), table.num_configurations]
+    counts = [*dict.fromkeys([*counts, table.num_configurations])]
     with progress("learning curve", len(counts), quiet_s=2) as tick:
         for done, count in enumerate(counts, 1):
             cells = balanced_cells(table.num_samples, table.num_configurations, count)

@@ -44,6 +44,8 @@ from knobwise.profiling.measuring.questions import VQAItem
 from knobwise.profiling.measuring.requests import Questions, question_text
 from knobwise.profiling.measuring.settings import VLMProfileConfig
 
+MIN_IMAGES = 5
+"""Samples of fewer images are not divided into parts."""
 SPLIT = "validation"
 """The split of the data set that exp5/exp6 files name."""
 
@@ -129,6 +131,11 @@ def drawn_parts(
     if config.per_sample in (0, configurations):
         return ()
     images = [item.image_id or f"of sample {item.id}" for item in items]
+    if len(set(images)) < MIN_IMAGES:
+        raise InputError(
+            f"knobs.per_sample={config.per_sample}: {len(set(images))} samples (or images) are too "
+            f"few to train, validate and test on; use at least {MIN_IMAGES}, or knobs.per_sample=0"
+        )
     split = split_groups(images, 0.6, 0.2, SEED, table="knobs.per_sample")
     parts = np.empty(len(items), object)
     for name, rows in split._asdict().items():

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import math
+import re
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -163,7 +164,7 @@ def times(factor, *names):
     [
         (met_inverted, "`met`"),
         (lambda row: {"met": True, "total_ms": row["budget_ms"] * 3}, "times"),
-        (lambda row: {"budget_ms": row["total_ms"] * (0.5 if row["met"] else 2)}, ""),
+        (lambda row: {"budget_ms": row["total_ms"] * (0.5 if row["met"] else 2)}, "`met`|times"),
         (times(1e-3, "answer_ms"), "times"),
         (times(1e3, "answer_ms"), "times"),
         (times(0.5, "answer_ms"), "times"),
@@ -184,7 +185,7 @@ def test_rows_that_contradict_themselves_are_set_aside_and_counted(
     changed = [row | change(row) if not n % every else row for n, row in enumerate(rows)]
     log = read(tmp_path, changed)
     assert log.aside.total() == 60 // every
-    assert all(reason in each for each in log.aside)
+    assert all(re.search(reason, each) for each in log.aside)
     assert [row["id"] for row in log.rows] == [r["id"] for n, r in enumerate(rows) if n % every]
 
 

@@ -146,6 +146,8 @@ def test_part_of_the_cells_is_measured_and_test_samples_whole(tmp_path):
     for wrong in (-1, 5):
         with input_error("knobs.per_sample"):
             measured(tmp_path / "other", replace(sparse, per_sample=wrong), items=items)
+    with input_error("knobs.per_sample"):
+        measured(tmp_path / "few", sparse, items=items[:4])
 
 
 def test_exp_files_and_long_table_are_the_same_profile_with_features(out):
