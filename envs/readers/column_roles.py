@@ -36,6 +36,7 @@ MEASURES = frozenset(
         "answers",
         "question",
         "repeat",
+        "sampling_probability",
     }
 )
 """Columns of measurements, which are never knobs."""
