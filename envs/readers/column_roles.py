@@ -36,7 +36,7 @@ MEASURES = frozenset(
         "answers",
         "question",
         "repeat",
-        "sampling_probability",
+        "sampling_weight",
     }
 )
 """Columns of measurements, which are never knobs."""
