@@ -36,6 +36,8 @@ MEASURES = frozenset(
         "answers",
         "question",
         "repeat",
+        "probability",
+        "measured_round",
     }
 )
 """Columns of measurements, which are never knobs."""
