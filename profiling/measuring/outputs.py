@@ -112,8 +112,7 @@ def write_vlm_profile(
     """
     records = records_of(plan, log, facts["name"])
     wanted = ("sample_id", "image_id", "question_type", "split", "probability", "measured_round")
-    wanted = (*wanted, *plan.knobs, "repeat", "accuracy")
-    keys = [c for c in wanted if c in records.columns]
+    keys = [c for c in (*wanted, *plan.knobs, "repeat", "accuracy") if c in records.columns]
     times = [c for c in records.columns if c.endswith("_ms")]
     write_table(out / "table.parquet", records.select(*keys, *times, "pred", "dataset"))
     questions = [(item.id, item.question) for item in plan.items]
