@@ -51,10 +51,12 @@ class Design:
         return self.rounds > 0
 
     @classmethod
-    def first_round(cls, whole: NDArray[np.bool_], configurations: int, per_sample: int) -> Design:
+    def first_round(
+        cls, whole: NDArray[np.bool_], configurations: int, per_sample: int, seed: int = 0
+    ) -> Design:
         """Draw `per_sample` cells of each sample, and all cells of those that are measured whole,
         bool [N]."""
-        cells = balanced_cells(len(whole), configurations, per_sample).numpy()
+        cells = balanced_cells(len(whole), configurations, per_sample, seed).numpy()
         probability = np.where(cells, per_sample / configurations, np.nan)
         probability[whole] = 1.0
         return cls(probability, (~np.isnan(probability)).astype(np.int32))
@@ -75,6 +77,7 @@ class Design:
         cell_s: NDArray[np.float64],
         stage_s: NDArray[np.float64],
         spent_s: float,
+        seed: int = 0,
     ) -> Design:
         """Return a design with a further round.
 
@@ -88,7 +91,7 @@ class Design:
             spent_s: seconds to spend.
         """
         number = int(self.rounds.max()) + 1
-        draws = np.random.default_rng((0, number))
+        draws = np.random.default_rng((seed, number))
         free = np.flatnonzero(~self.cells)
         if not len(free):
             return self
