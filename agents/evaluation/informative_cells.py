@@ -36,7 +36,7 @@ def outlook_of(table: ProfileTable, seed: int = 0) -> Outlook:
     split = table.split()
     rows = torch.cat([split.train, split.validation])
     budgets = default_budgets(table, rows).double()
-    halves = _Halves.of(table, rows, seed)
+    halves = _Halves.fit(table, rows, seed)
     difference = halves.from_others.accuracy - halves.from_own.accuracy
     slower = halves.from_others.log_latency - halves.from_own.log_latency
     hole = ~table.mask[rows]
@@ -76,15 +76,15 @@ class _Halves(NamedTuple):
     """The positions of each half, int64."""
 
     @classmethod
-    def of(cls, table: ProfileTable, rows: Tensor, seed: int) -> _Halves:
+    def fit(cls, table: ProfileTable, rows: Tensor, seed: int) -> _Halves:
         x = FeatureNormaliser.fit(table, rows).of_rows(table, rows).double().numpy()
         completion = Completion(table, x, seed)
         mask = table.mask[rows]
         folds = [torch.from_numpy(hold) for _, hold in folds_of(table, rows, seed, 2)]
         log_latency = log_measured(table.latency_ms[rows].double())
-        own = []
-        others = []
+        predicted = []
         for measured in (table.accuracy[rows].double(), log_latency):
+            # from the half with the sample, and from the other
             both = torch.full((2, *mask.shape), torch.nan, dtype=torch.float64)
             for half in folds:
                 inside = torch.zeros(len(rows), 1, dtype=torch.bool)
@@ -92,13 +92,12 @@ class _Halves(NamedTuple):
                 completed = completion.complete(measured.where(inside, torch.nan))
                 both[0] = completed.where(inside, both[0])
                 both[1] = completed.where(~inside | (len(folds) < 2), both[1])
-            own.append(both[0])
-            others.append(both[1])
+            predicted.append(both)
+        accuracy, times = predicted
         # how far single measurements are from what features let expect
-        spread = _size((log_latency - others[1])[mask])
-        return cls(
-            Prediction(own[0], own[1], spread), Prediction(others[0], others[1], spread), folds
-        )
+        spread = _size((log_latency - times[1])[mask])
+        within = Prediction(accuracy[0], times[0], spread)
+        return cls(within, Prediction(accuracy[1], times[1], spread), folds)
 
     def gain(self, budgets: Tensor) -> float:
         """Estimate the utility of choosing for each sample over one choice for all, the mean over

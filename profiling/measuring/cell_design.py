@@ -1,7 +1,7 @@
 """Which cells of a profile to measure, where measuring all of them costs too much.
 
 The first round draws cells at random, balanced (`balanced_cells`). A further round draws at random
-too, and adds cells that somebody chose by the outcomes so far (`Design.next_round`). Each cell
+too, and adds cells that somebody chose by the outcomes so far (`CellDesign.next_round`). Each cell
 keeps its round, and the probability with which that round drew it, given the rounds before. So
 every round estimates the sum over all cells without bias: what was measured before it counts once,
 and what it drew by the inverse of the probability. `inverse_weights` has the mean of these
@@ -37,7 +37,7 @@ class Outlook(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Design:
+class CellDesign:
     """The cells of a profile that are measured, [N, C] each."""
 
     probability: NDArray[np.float64]
@@ -53,7 +53,7 @@ class Design:
     @classmethod
     def first_round(
         cls, whole: NDArray[np.bool_], configurations: int, per_sample: int, seed: int = 0
-    ) -> Design:
+    ) -> CellDesign:
         """Draw `per_sample` cells of each sample, and all cells of those that are measured whole,
         bool [N]."""
         cells = balanced_cells(len(whole), configurations, per_sample, seed).numpy()
@@ -61,12 +61,14 @@ class Design:
         probability[whole] = 1.0
         return cls(probability, (~np.isnan(probability)).astype(np.int32))
 
-    def added(self, cells: NDArray[np.bool_], probability: float = 1.0, number: int = 0) -> Design:
+    def added(
+        self, cells: NDArray[np.bool_], probability: float = 1.0, number: int = 0
+    ) -> CellDesign:
         """Return a design with further cells, bool [N, C], drawn in round `number` with this
         probability. Those that it has already stay as they are. By default they are certain, and of
         a round after the last."""
         new = cells & ~self.cells
-        return Design(
+        return CellDesign(
             np.where(new, probability, self.probability),
             np.where(new, number or self.rounds.max() + 1, self.rounds).astype(np.int32),
         )
@@ -78,7 +80,7 @@ class Design:
         stage_s: NDArray[np.float64],
         spent_s: float,
         seed: int = 0,
-    ) -> Design:
+    ) -> CellDesign:
         """Return a design with a further round.
 
         At least `AT_RANDOM` of its seconds are spent on cells that are drawn from all that are
@@ -120,13 +122,13 @@ class Design:
         best.flat[order[np.cumsum(cost) <= left]] = True
         return self.added(random, count / len(free), number).added(best, 1.0, number)
 
-    def measured(self, done: NDArray[np.bool_]) -> Design:
+    def measured(self, done: NDArray[np.bool_]) -> CellDesign:
         """Return the part of the design that has been measured, bool [N, C]. Of the last round,
         which was interrupted, a random part was drawn then."""
         last = (self.rounds == self.rounds.max()) & (self.probability < 1)
         share = float(done[last].mean()) if last.any() else 1.0
         probability = np.where(last, self.probability * share, self.probability)
-        return Design(
+        return CellDesign(
             np.where(done, probability, np.nan), np.where(done, self.rounds, 0).astype(np.int32)
         )
 
@@ -153,8 +155,8 @@ def inverse_weights(
     # [N, C]: the share of the rounds after that of the cell
     after = later[np.minimum(rounds + 1, last + 1)]
     drawn = (probability < 1) | (rounds == 1)
-    own = np.where(drawn, shares[rounds] / np.nan_to_num(probability, nan=1.0), 0.0)
-    return np.where(rounds > 0, own + after, 0.0)
+    of_round = np.where(drawn, shares[rounds] / np.nan_to_num(probability, nan=1.0), 0.0)
+    return np.where(rounds > 0, of_round + after, 0.0)
 
 
 def balanced_cells(samples: int, configurations: int, per_sample: int, seed: int = 0) -> Tensor:

@@ -36,7 +36,7 @@ from knobwise.profiling.measuring.adaptive_model import (
     clock_ms,
     clocked_by,
 )
-from knobwise.profiling.measuring.cell_design import Design
+from knobwise.profiling.measuring.cell_design import CellDesign
 from knobwise.profiling.measuring.feature_store import FeatureStore
 from knobwise.profiling.measuring.questions import VQAItem
 from knobwise.profiling.measuring.requests import Questions
@@ -93,7 +93,7 @@ class MeasurementPlan:
     contents: tuple[str, ...]  # each item's content key
     configurations: tuple[Configuration, ...]  # each has a value for every knob
     config: VLMProfileConfig
-    design: Design  # the cells to measure, and how likely each was drawn
+    design: CellDesign  # the cells to measure, and how likely each was drawn
     parts: tuple[str, ...] = ()  # each item's part, train, validation or test; empty: not fixed
 
     @property

@@ -37,7 +37,7 @@ from knobwise.profiling.measuring.adaptive_model import (
     KnobSupport,
     check_configuration,
 )
-from knobwise.profiling.measuring.cell_design import Design, Outlook
+from knobwise.profiling.measuring.cell_design import CellDesign, Outlook
 from knobwise.profiling.measuring.feature_store import FeatureStore, content_keys
 from knobwise.profiling.measuring.grid_sampling import sample_grid
 from knobwise.profiling.measuring.machine import claim, machine, read_note, write_json
@@ -190,7 +190,7 @@ class Rounds:
                 design = design.added(cells, probability, number)
         return replace(self.first, design=design)
 
-    def add(self, design: Design, gain: float) -> None:
+    def add(self, design: CellDesign, gain: float) -> None:
         """Note the last round of a design as the next to measure, and the gain before it."""
         latest = design.rounds == design.rounds.max()
         random = latest & (design.probability < 1)
@@ -256,13 +256,13 @@ class Rounds:
 
 def first_round(
     parts: Sequence[str], samples: int, configurations: int, config: VLMProfileConfig
-) -> Design:
+) -> CellDesign:
     """Return the cells of the first round: all, or if parts are measured `knobs.per_sample` of each
     sample, and all of those to test on."""
     whole = np.ones(samples, bool)
     if parts:
         whole = (np.array(parts) == "test") & config.whole_test
-    return Design.first_round(whole, configurations, config.per_sample)
+    return CellDesign.first_round(whole, configurations, config.per_sample)
 
 
 def further_round(
@@ -271,7 +271,7 @@ def further_round(
     table: ProfileTable,
     outlook: Outlook,
     together: bool,
-) -> Design:
+) -> CellDesign:
     """Return the design of a plan with a further round, as long as the first took.
 
     Args:

@@ -56,8 +56,8 @@ class VLMProfileConfig:
     samples that are not measured whole: at least a quarter of them at random, the others on what is
     most likely to change decisions. It ends earlier when the estimated gain stops growing."""
     max_hours: float | None = None
-    """So many hours after its start the call stops measuring, and writes the profile of what it
-    has. The same command goes on from there. null or 0 for no limit."""
+    """So many hours after its start the call stops measuring, also inside a round. After the first
+    round it writes the profile of what it has; the same command goes on. null or 0: no limit."""
     repeats: int = 3
     """Repeats of each (sample, configuration). The table keeps all; summary numbers use the
     median."""

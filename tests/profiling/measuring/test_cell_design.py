@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from knobwise.profiling.measuring.cell_design import (
     AT_RANDOM,
-    Design,
+    CellDesign,
     balanced_cells,
     inverse_weights,
     with_cells,
@@ -56,7 +56,7 @@ def designs(draws, samples=30, count=8, rounds=3, stages=0.0, test=5):
     whole = np.arange(samples) < test
     score = draws.random((samples, count))
     score[:test] = -np.inf
-    design = Design.first_round(whole, count, 2)
+    design = CellDesign.first_round(whole, count, 2)
     made = [design]
     for _ in range(rounds - 1):
         design = design.next_round(score, cell_s, stage_s, 60.0)
@@ -93,14 +93,14 @@ def test_samples_to_test_on_are_whole_or_drawn_at_random():
     draws = np.random.default_rng(1)
     score = draws.random((30, 8))
     score[:5] = -np.inf
-    design = Design.first_round(np.zeros(30, bool), 8, 2)
+    design = CellDesign.first_round(np.zeros(30, bool), 8, 2)
     after = design.next_round(score, np.ones((30, 8)), np.zeros(30), 60.0)
     assert (after.probability[:5][after.cells[:5]] < 1).all()
     assert (after.probability[5:] == 1).any()
 
 
 def test_what_is_chosen_has_the_highest_scores():
-    design = Design.first_round(np.zeros(4, bool), 5, 1)
+    design = CellDesign.first_round(np.zeros(4, bool), 5, 1)
     score = np.arange(20.0).reshape(4, 5)
     after = design.next_round(score, np.ones((4, 5)), np.zeros(4), 8.0)
     new = after.rounds == 2
@@ -113,7 +113,7 @@ def test_what_is_chosen_has_the_highest_scores():
 
 
 def test_all_that_is_left_is_drawn_for_certain():
-    design = Design.first_round(np.zeros(4, bool), 5, 1)
+    design = CellDesign.first_round(np.zeros(4, bool), 5, 1)
     after = design.next_round(np.zeros((4, 5)), np.ones((4, 5)), np.zeros(4), 1e6)
     assert after.cells.all()
     assert (after.probability[~design.cells] == 1).all()
@@ -125,7 +125,7 @@ def test_all_that_is_left_is_drawn_for_certain():
 
 
 def test_added_cells_are_certain_and_keep_what_there_was():
-    design = Design.first_round(np.zeros(4, bool), 5, 1)
+    design = CellDesign.first_round(np.zeros(4, bool), 5, 1)
     after = design.added(np.ones((4, 5), bool))
     assert (after.probability == np.where(design.cells, 0.2, 1)).all()
     assert (after.rounds == np.where(design.cells, 1, 2)).all()
@@ -156,7 +156,7 @@ def test_a_mean_by_inverse_probability_is_unbiased_whatever_was_chosen():
     estimates = []
     naive = []
     for seed in range(2000):
-        design = Design.first_round(np.arange(12) == 0, 6, 1, seed)
+        design = CellDesign.first_round(np.arange(12) == 0, 6, 1, seed)
         for _ in range(2):
             seen = np.where(design.cells, values, np.nan)
             # high where neighbours were high, and in configurations that were
