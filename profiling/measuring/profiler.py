@@ -284,11 +284,14 @@ def further_round(
     # the table has its own order, and only the configurations that were measured
     sample_of = {item.id: i for i, item in enumerate(plan.items)}
     rows = [sample_of[name] for name in table.sample_ids]
-    settings = {tuple(map(str, each.values())): j for j, each in enumerate(plan.configurations)}
+    settings = {}
+    for j, each in enumerate(plan.configurations):
+        settings[tuple(map(_comparable, each.values()))] = j
     columns = []
     for indices in table.configurations.tolist():
         pairs = zip(table.knobs, indices, strict=True)
-        columns.append(settings[tuple(str(knob.values[index]) for knob, index in pairs)])
+        values = [_comparable(knob.values[index]) for knob, index in pairs]
+        columns.append(settings[tuple(values)])
     shape = plan.design.cells.shape
     score = np.full(shape, -np.inf)
     score[np.ix_(rows, columns)] = outlook.score.numpy()
@@ -307,6 +310,16 @@ def further_round(
     drawn = (plan.design.rounds == 1) & (plan.design.probability < 1)
     spent_s = float(cell_s[drawn].sum() + stage_s[drawn.any(1)].sum())
     return plan.design.next_round(score, cell_s, stage_s, spent_s)
+
+
+def _comparable(value: Any) -> Any:
+    """Return what a knob's value has in common with itself as a reader has it, for whom 1.0 is 1
+    and truth a name."""
+    text = str(value).strip()
+    try:
+        return float(text)
+    except ValueError:
+        return text.lower() if isinstance(value, bool) else text
 
 
 def part_of(plan: MeasurementPlan, measurements: pl.DataFrame) -> MeasurementPlan:

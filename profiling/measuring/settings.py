@@ -84,6 +84,11 @@ class VLMProfileConfig:
                 f"knobs.rounds={self.rounds}: further rounds add to a part of the cells; set "
                 "knobs.per_sample, such as 4, or leave out rounds"
             )
+        if not self.whole_test and self.per_sample < 2:
+            raise InputError(
+                f"knobs.whole_test=false: needs knobs.per_sample of at least 2, not "
+                f"{self.per_sample}; of one configuration a sample nothing can be replayed"
+            )
         if not (self.max_hours is None or 0 <= self.max_hours < math.inf):
             raise InputError(f"knobs.max_hours={self.max_hours}: must be null or at least 0")
         if ":" not in self.metric:

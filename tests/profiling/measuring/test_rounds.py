@@ -208,6 +208,25 @@ def test_samples_to_test_on_can_be_measured_in_part(tmp_path):
     assert read_json(tmp_path / "profile.json")["measured"]["whole"] is None
 
 
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"size": [1, 2, 3, 4], "mode": [False, True]},
+        {"size": [1, 2.5, 3, 4], "mode": ["7", "No"]},
+    ],
+)
+def test_configurations_are_told_apart_whatever_their_values(tmp_path, values):
+    model = Counting()
+    model.knobs = tuple(
+        KnobSupport(name, given[-1], sets="how", values=tuple(given))
+        for name, given in values.items()
+    )
+    profile(tmp_path, replace(CONFIG, values=values), model)
+    table = pl.read_parquet(tmp_path / "table.parquet")
+    chosen = table.filter(pl.col("measured_round") > 1, pl.col("probability") == 1)
+    assert chosen["size"].mean() > 3.3
+
+
 def test_the_rounds_of_the_command_line(tmp_path):
     """With what it chooses by."""
     profile(tmp_path, choose=outlook_of)
@@ -221,6 +240,7 @@ def test_the_rounds_of_the_command_line(tmp_path):
     [
         ("knobs.rounds=0 knobs.per_sample=2", "knobs.rounds"),
         ("knobs.rounds=2", "knobs.rounds"),
+        ("knobs.per_sample=1 knobs.whole_test=false", "knobs.whole_test"),
         ("knobs.rounds=2 knobs.per_sample=2 knobs.max_hours=-1", "knobs.max_hours"),
         ("knobs.rounds=2 knobs.per_sample=2 knobs.max_hours=nan", "knobs.max_hours"),
     ],
