@@ -36,7 +36,7 @@ MEASURES = frozenset(
         "answers",
         "question",
         "repeat",
-        "probability",
+        "sampling_probability",
         "measured_round",
     }
 )

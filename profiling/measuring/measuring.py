@@ -70,7 +70,7 @@ COLUMNS = {
     *MEASURES,
     *_SCHEMA,
     *CELL,
-    "probability",
+    "sampling_probability",
     "measured_round",
     "changed",
     "latency_ms",

@@ -84,7 +84,7 @@ def records_of(plan: MeasurementPlan, log: pl.DataFrame, dataset: str) -> pl.Dat
 def _drawn(plan: MeasurementPlan, rows: pl.DataFrame) -> pl.DataFrame:
     """Return how likely the cell of each row was drawn, and in which round if there are several."""
     cells = tuple(rows.select(CELL).to_numpy().T)
-    drawn = pl.DataFrame({"probability": plan.design.probability[cells]})
+    drawn = pl.DataFrame({DRAWN: plan.design.probability[cells]})
     if plan.design.rounds.max() > 1:
         drawn = drawn.with_columns(pl.Series("measured_round", plan.design.rounds[cells]))
     return drawn
@@ -111,7 +111,7 @@ def write_vlm_profile(
     too. These hold whole numbers of `KNOBS` only; for other knobs there are none.
     """
     records = records_of(plan, log, facts["name"])
-    wanted = ("sample_id", "image_id", "question_type", "split", "probability", "measured_round")
+    wanted = ("sample_id", "image_id", "question_type", "split", DRAWN, "measured_round")
     keys = [c for c in (*wanted, *plan.knobs, "repeat", "accuracy") if c in records.columns]
     times = [c for c in records.columns if c.endswith("_ms")]
     write_table(out / "table.parquet", records.select(*keys, *times, "pred", "dataset"))
