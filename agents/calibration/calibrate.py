@@ -21,6 +21,7 @@ from knobwise.agents.calibration.mean_policies import (
 from knobwise.agents.controller.features import FeatureNormaliser
 from knobwise.agents.evaluation.baselines import fit_static
 from knobwise.agents.evaluation.policy import Policy, choices_of, requests_of
+from knobwise.agents.teacher.completed import measured_of
 from knobwise.agents.teacher.regressors import ridge
 from knobwise.agents.training.controllers import ControllerSetup
 from knobwise.envs.bandit.budgets import log_moments
@@ -43,7 +44,7 @@ def calibrate_controller(setup: ControllerSetup, budgets_ms: Tensor) -> Deployed
     controller = copy.deepcopy(setup.controller).cpu()
     teacher = setup.distiller.fitted.teacher if setup.distiller else None
     calibration = Calibration(
-        latency=fit_latency_model(setup.table, setup.fitted, controller.normaliser)
+        latency=fit_latency_model(measured_of(setup.table), setup.fitted, controller.normaliser)
     )
     if setup.priced:
         _calibrate_mean_budgets(calibration, setup, budgets_ms)

@@ -25,6 +25,7 @@ so.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import NotRequired, TypedDict
@@ -33,6 +34,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from knobwise.agents.teacher.completed import estimated
 from knobwise.common.paired import is_better, standard_error
 from knobwise.envs.bandit.budgets import MIN_LATENCY_MS
 from knobwise.envs.bandit.reward import share_on_time
@@ -113,19 +115,28 @@ def calibrate(
         choices = [decide(margin * left) for margin in margins]
         # [n, M + 1]: the margins, then static
         cells = rows.unsqueeze(1), torch.stack([*choices, by_static], 1)
-        # [n, M + 1, R]; the policy pays for its decision, static not for the first look
-        latency_ms = table.measurements_ms[cells].double()
-        latency_ms[:, :-1] += cost_ms
-        if table.first_look_ms is not None:
-            latency_ms[:, -1] -= table.first_look_ms[rows, by_static].unsqueeze(1)
-        on_time = share_on_time(latency_ms, budget)
+        look_up = functools.partial(_outcomes, cells=cells, budget_ms=budget, cost_ms=cost_ms)
+        on_time, utilities = estimated(table, cells, look_up)
         # only requests that some configuration answers in time count for the level
         feasible = (quickest_ms <= budget).any(1)
-        utilities = table.accuracy[cells].double() * on_time
         count = int(feasible.sum())
         misses = count - on_time[feasible].sum(0)
         rulings.append(_calibrated(float(budget), utilities, misses, count, level, margins))
     return rulings
+
+
+def _outcomes(
+    table: ProfileTable, cells: tuple[Tensor, Tensor], budget_ms: Tensor, cost_ms: float
+) -> Tensor:
+    """Return the share of measurements on time, and the utility, at each margin and, last, with
+    static: float64 [2, n, M + 1]."""
+    # [n, M + 1, R]; the policy pays for its decision, static not for the first look
+    latency_ms = table.measurements_ms[cells].double()
+    latency_ms[:, :-1] += cost_ms
+    if table.first_look_ms is not None:
+        latency_ms[:, -1] -= table.first_look_ms[cells][:, -1:]
+    on_time = share_on_time(latency_ms, budget_ms)
+    return torch.stack([on_time, table.accuracy[cells].double() * on_time])
 
 
 def _calibrated(

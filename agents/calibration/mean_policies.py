@@ -19,6 +19,7 @@ from knobwise.agents.calibration.prices import (
 )
 from knobwise.agents.evaluation.baselines import PredictThenChoose, averages
 from knobwise.agents.evaluation.policy import Array, requests_of
+from knobwise.agents.teacher.completed import measured_of
 from knobwise.agents.teacher.experts import Experts, FittedExpert
 from knobwise.agents.teacher.outcomes import pick
 from knobwise.agents.teacher.regressors import FAMILIES
@@ -313,8 +314,10 @@ def make_priced_baselines(
         experts: see `make_baselines`; None fits them with seed 0.
     """
     rows = split.fitted
-    experts = experts or Experts.fit(table, rows, budgets_ms[:0], tuple(FAMILIES), 0)
-    measured, normaliser, fitted = experts
+    experts = experts or Experts.fit(measured_of(table), rows, budgets_ms[:0], tuple(FAMILIES), 0)
+    _, normaliser, fitted = experts
+    latency_ms = table.latency_ms[rows]
+    allowed = table.mask[rows]
 
     def priced(name: str, family: FittedExpert) -> MeanBudgetPolicy:
         accuracy = None
@@ -323,7 +326,7 @@ def make_priced_baselines(
         predictor = PredictThenChoose(name, family.expert, normaliser, accuracy)
         held_out = predictor.counted(family.out_of_fold)
         prices = calibrate_prices(
-            held_out.accuracy, held_out.latency_ms, measured.latency_ms, measured.mask, budgets_ms
+            held_out.accuracy, held_out.latency_ms, latency_ms, allowed, budgets_ms
         )
 
         def decide(features: Features, group: int, mask: Array) -> Array:

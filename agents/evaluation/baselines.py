@@ -20,6 +20,7 @@ from knobwise.agents.controller.features import FeatureNormaliser
 from knobwise.agents.deployed.arrays import Arrays, pick
 from knobwise.agents.deployed.calibrated import Static
 from knobwise.agents.evaluation.policy import Array, Baseline
+from knobwise.agents.teacher.completed import measured_of
 from knobwise.agents.teacher.experts import Expert, Experts
 from knobwise.agents.teacher.outcomes import Prediction
 from knobwise.agents.teacher.regressors import FAMILIES
@@ -198,6 +199,7 @@ class Oracle:
     """
 
     name = "oracle"
+    hindsight = True
 
     def __init__(self, table: ProfileTable, rows: Tensor) -> None:
         table = table.without_first_look
@@ -235,7 +237,9 @@ def make_baselines(
         experts: of all families, fitted on the same rows for the same budgets; None fits them.
     """
     rows = split.fitted
-    _, normaliser, fitted = experts or Experts.fit(table, rows, budgets_ms, tuple(FAMILIES), seed)
+    if experts is None:
+        experts = Experts.fit(measured_of(table), rows, budgets_ms, tuple(FAMILIES), seed)
+    _, normaliser, fitted = experts
     # the experts were fitted once, for the baselines and for teachers
     named = {family.expert.name: family.expert for family in fitted}
     mean_accuracy = averages(table, rows)[0].float()

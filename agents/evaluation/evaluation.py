@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import functools
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
 from knobwise.agents.evaluation.policy import Policy, choices_of, reads_features, requests_of
+from knobwise.agents.teacher.completed import CompletedTable, estimated
 from knobwise.envs.bandit.budgets import MIN_LATENCY_MS
 from knobwise.envs.bandit.outcomes import DeadlineOutcomes, outcomes_of
 from knobwise.envs.bandit.reward import RewardTable
+from knobwise.envs.bandit.settings import TRAINING_REWARD
 from knobwise.envs.tables.profile_table import ProfileTable
 
 
@@ -36,4 +41,34 @@ def evaluate_policy(
     features, mask = requests_of(table, rows)
     chosen = choices_of(policy, features, left, mask)
     reads = torch.from_numpy(reads_features(policy, left))
-    return outcomes_of(table, rows, chosen, budgets_ms, rewards, cost_ms, reads)
+    about = rows, chosen, budgets_ms, rewards, cost_ms, reads
+    if isinstance(table, CompletedTable) and not getattr(policy, "hindsight", False):
+        return _estimated_outcomes(table, *about)
+    return outcomes_of(table, *about)
+
+
+def _estimated_outcomes(
+    table: CompletedTable,
+    rows: Tensor,
+    chosen: Tensor,
+    budgets_ms: Tensor,
+    rewards: RewardTable | None,
+    cost_ms: Tensor | float,
+    reads: Tensor,
+) -> DeadlineOutcomes:
+    """Estimate the outcomes of choices some of which nobody measured, see `estimated`."""
+    config = TRAINING_REWARD if rewards is None else rewards.config
+
+    @functools.cache
+    def outcomes_in(version: ProfileTable) -> DeadlineOutcomes:
+        by = RewardTable(version, config)
+        return outcomes_of(version, rows, chosen, budgets_ms, by, cost_ms, reads)
+
+    def estimate(name: str) -> Tensor:
+        cells = rows.unsqueeze(1), chosen
+        return estimated(table, cells, lambda version: getattr(outcomes_in(version), name))
+
+    names = ("accuracy", "latency_ms", "utility", "on_time", "reward")
+    estimates = {name: estimate(name) for name in names}
+    # whether some configuration is fast enough is known from measured and predicted times alone
+    return replace(outcomes_in(table), **estimates)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 from tensordict import TensorDict
 
+from knobwise.agents.teacher.completed import measured_of
 from knobwise.agents.teacher.distillation import distillation_targets
 from knobwise.agents.teacher.experts import Experts
 from knobwise.agents.teacher.teacher import FittedTeacher, Teacher, fit_teacher
@@ -40,7 +41,12 @@ class Distiller:
         masks = torch.stack([torch.isin(setup.fitted, rows) for rows in setup.folds[0]])
         normaliser = setup.controller.normaliser
         self.teacher = Teacher.for_table(
-            setup.table, setup.fitted, setup.policy, normaliser, masks, setup.constraint
+            measured_of(setup.table),
+            setup.fitted,
+            setup.policy,
+            normaliser,
+            masks,
+            setup.constraint,
         )
         return self.teacher
 
@@ -54,7 +60,7 @@ class Distiller:
         # shared experts read features by the statistics of this profile, not of a checkpoint
         if self._experts is not None and setup.start_sums is None:
             experts = self._experts()
-        about = setup.table, setup.fitted, teacher, setup.policy, setup.limits
+        about = measured_of(setup.table), setup.fitted, teacher, setup.policy, setup.limits
         return fit_teacher(*about, setup.fold_seed, experts)
 
     @functools.cached_property

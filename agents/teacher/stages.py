@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 from torchrl.data import ReplayBuffer
 
+from knobwise.agents.teacher.completed import measured_of
 from knobwise.agents.training.controller_stages import ControllerStage
 from knobwise.agents.training.controllers import ControllerSetup
 from knobwise.agents.training.stage import Validation
@@ -65,8 +66,10 @@ class Regression(ControllerStage):
         self.with_bins = with_bins
         if with_bins is not None:
             self.name = "regression with bins"
-        measurements_ms = setup.table.measurements_ms.to(setup.rows.all_features.device)
-        self.log_latency, self.variance = log_moments(measurements_ms)
+        device = setup.rows.all_features.device
+        measured = measured_of(setup.table)
+        self.accuracy = measured.accuracy.to(device)
+        self.log_latency, self.variance = log_moments(measured.measurements_ms.to(device))
 
     def start(self, trainer: Trainer) -> None:
         if self.with_bins is not None:
@@ -82,11 +85,10 @@ class Regression(ControllerStage):
     def loss(self, minibatch: TensorDictBase) -> TensorDictBase:
         """Compute two means over the drawn samples: the cross-entropy of their accuracies, and the
         negative log-likelihood of their ln ms."""
-        rewards = self.setup.env.rewards
         row = minibatch["row"][:, : self.teacher.networks].T  # [M, n]
         predicted = self.teacher.network(self.setup.rows.features_of(row))
         row = row % self.setup.table.num_samples  # row i + k·N is a copy of sample i
-        measured = (rewards.accuracy, self.log_latency, self.variance)
+        measured = (self.accuracy, self.log_latency, self.variance)
         cells = [functional.embedding(row, values) for values in measured]
         wrong, off = regression_losses(predicted, *cells)
         return TensorDict({"loss_accuracy": wrong.mean(), "loss_latency": off.mean()})

@@ -94,18 +94,21 @@ def default_budgets(table: ProfileTable, rows: Tensor | None = None) -> Tensor:
     # the profiled latencies, and how often the largest of them occurs
     ordered = latency_ms[mask].sort().values
     values, counts = ordered.unique_consecutive(return_counts=True)
-    if len(values) > 1:
-        usual = max(TIME_OUT_SHARE * len(ordered), TIME_OUT_RATIO * int(counts[-2]))
-        if counts[-1] > usual:
-            # the largest latency is that of time-outs
-            mask = mask & (latency_ms < values[-1])
-            ordered = ordered[: -int(counts[-1])]
+    few = TIME_OUT_SHARE * len(ordered)
+    if len(values) > 1 and counts[-1] > max(few, TIME_OUT_RATIO * counts[-2]):
+        # the largest latency is that of time-outs
+        mask = mask & (latency_ms < values[-1])
+        ordered = ordered[: -int(counts[-1])]
     # three quarters of the samples can meet the floor
     fastest = latency_ms.masked_fill(~mask, torch.inf).amin(1)
     if mask.double().mean() < SPARSE:
         fastest = _fastest_of_all(latency_ms, mask)
     floor = torch.quantile(fastest[fastest.isfinite()], FEASIBLE_SHARE, interpolation="higher")
-    budgets = _quantile(ordered, quantiles).maximum(floor)
+    weights = None
+    if table.probability is not None:
+        # cells that were likelier to be drawn stand for fewer of all cells
+        weights = 1 / subsample(table.probability[which])[mask]
+    budgets = _quantile(latency_ms[mask], quantiles, weights).maximum(floor)
     # no latency lies between two budgets that the same number of latencies meet
     if len(torch.searchsorted(ordered, budgets, right=True).unique()) < len(budgets):
         above = ordered[ordered >= floor]
@@ -132,9 +135,12 @@ def _fastest_of_all(latency_ms: Tensor, mask: Tensor) -> Tensor:
     return filled.nan_to_num(torch.inf).amin(1).exp()
 
 
-def _quantile(values: Tensor, shares: Tensor) -> Tensor:
+def _quantile(values: Tensor, shares: Tensor, weights: Tensor | None = None) -> Tensor:
     # torch.quantile refuses more than 16 M values, and profiles may have more
-    ordered = values.sort().values
+    ordered, order = values.sort()
+    if weights is not None:
+        total = weights[order].double().cumsum(0)
+        return ordered[torch.searchsorted(total, total[-1] * shares)]
     position = shares.double() * (len(ordered) - 1)  # float32 cannot count that far
     low = position.floor().long()
     high = position.ceil().long()

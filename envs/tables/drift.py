@@ -83,8 +83,7 @@ def copies_of(
     if not (drift or noisy) or count < 1:
         return table, None
     if not drift:
-        still = torch.ones(1, 1).expand((1 + count) * table.num_samples, table.num_configurations)
-        return _repeated(table, still, 1 + count), None
+        return _repeated(table, torch.ones(1), 1 + count), None
     generator = torch.Generator().manual_seed(seed)
     offset = torch.zeros(table.latency_ms.shape)  # the table itself does not drift
     for _ in range(count):
@@ -95,7 +94,8 @@ def copies_of(
 
 
 def _repeated(table: ProfileTable, factors: Tensor, copies: int) -> ProfileTable:
-    """Return copies of a table below each other, latencies times factors [N·copies, C]."""
+    """Return copies of a table below each other, latencies times factors, [N·copies, C]
+    or [1]."""
     changed: dict[str, Any] = {"features": {}}
     for name in ("accuracy", "latency_ms", "mask", *ProfileTable.OPTIONAL):
         values = getattr(table, name)

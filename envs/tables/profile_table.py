@@ -9,7 +9,6 @@ import functools
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -20,7 +19,7 @@ from torch import Tensor
 
 from knobwise.common.errors import InputError
 from knobwise.envs.tables.action_index import ActionIndex
-from knobwise.envs.tables.columns import FEATURES, Column, columns_of
+from knobwise.envs.tables.columns import Column, columns_of
 from knobwise.envs.tables.splits import Split, split_fixed, split_groups
 from knobwise.envs.tables.tensor_file import check_axes, load_table, save_table
 from knobwise.envs.tables.units import MS, check_kept
@@ -55,10 +54,10 @@ class ProfileTable:
 
     WORDS: ClassVar = ("datasets", "image_ids", "clusters", "parts", "question_types")
     """Fields with a name for each sample, which may be empty."""
-    OPTIONAL: ClassVar = ("repeats_ms", "first_look_ms")
+    OPTIONAL: ClassVar = ("repeats_ms", "first_look_ms", "probability")
     """Tensors that may be None."""
     AXES: ClassVar = {
-        **dict.fromkeys(("accuracy", "latency_ms", "mask", "first_look_ms"), "NC"),
+        **dict.fromkeys(("accuracy", "latency_ms", "mask", *OPTIONAL), "NC"),
         **dict.fromkeys(("sample_ids", *WORDS), "N"),
         "knobs": "K",
         "configurations": "CK",
@@ -112,6 +111,9 @@ class ProfileTable:
     first_look_ms: Tensor | None = None
     """float32 [N, C], 0 where not profiled, None for nothing: the part of `latency_ms` that reading
     a request for its features adds. It is 0 where the answer continues from that reading."""
+    probability: Tensor | None = None
+    """float32 [N, C], the probability with which a cell was drawn to be measured, 0 where it was
+    not; None where nothing was drawn, or nobody knows."""
 
     def __post_init__(self) -> None:
         name = f"profile {self.name!r}"
@@ -291,13 +293,6 @@ class ProfileTable:
         if self.parts:
             return split_fixed(self.parts, keys, train, validation, seed, name, weighted)
         return split_groups(keys, train, validation, seed, table=name, weighted=weighted)
-
-    def columns_of_block(self, block: str) -> Sequence[Column]:
-        """Return what a feature block holds; a column without a name is `block[0]`, …"""
-        if block == FEATURES and self.columns:
-            return self.columns
-        width = self.features[block].shape[1]
-        return [Column(f"{block}[{i}]", None, True) for i in range(width)]
 
     def blocks(self, rows: Tensor) -> dict[str, Tensor]:
         """Return the feature blocks [n, d] of these samples (int64 [n]), by name."""

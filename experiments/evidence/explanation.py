@@ -16,6 +16,7 @@ from torch import Tensor
 from knobwise.agents.evaluation.baselines import averages
 from knobwise.agents.evaluation.policy import Policy, choices_of
 from knobwise.envs.bandit.reward import expected_utility
+from knobwise.envs.readers.feature_columns import block_columns
 from knobwise.envs.tables.profile_table import ProfileTable
 from knobwise.envs.tables.splits import folds_of
 from knobwise.experiments.evidence.schema import (
@@ -301,7 +302,7 @@ def importance(explained: Explained) -> list[Importance]:
     single_columns = []
     for name in explained.features:
         blocks.append((name, None, slice(None)))
-        columns = explained.table.columns_of_block(name)
+        columns = block_columns(explained.table, name)
         start = 0
         for i, column in enumerate(columns):
             stop = start + len(column.labels)
@@ -349,7 +350,7 @@ def distilled(explained: Explained) -> Tree:
     names = ["budget"]
     columns = [explained.budgets_ms.float().repeat(n)[:, None]]
     for name, block in explained.features.items():
-        for column in table.columns_of_block(name):
+        for column in block_columns(table, name):
             names += column.labels
         columns.append(block.repeat_interleave(count, 0))
     x = torch.cat(columns, 1).numpy()

@@ -13,6 +13,7 @@ import torch
 from scipy.stats import rankdata
 from torch import Tensor
 
+from knobwise.envs.readers.feature_columns import block_columns
 from knobwise.experiments.inspection.measured import (
     Finding,
     Findings,
@@ -304,7 +305,7 @@ def _numbers(measured: Measured) -> dict[str, tuple[list[str], Tensor]]:
     for name, block in measured.table.features.items():
         numbers: list[bool] = []
         names = []
-        for column in measured.table.columns_of_block(name):
+        for column in block_columns(measured.table, name):
             is_number = column.categories is None
             numbers += [is_number] * len(column.labels)
             names += [column.name] * is_number

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from knobwise.agents.controller.features import FeatureNormaliser
 from knobwise.envs.bandit.budgets import log_measured, subsample
+from knobwise.envs.readers.feature_columns import block_columns
 from knobwise.envs.tables.profile_table import ProfileTable
 
 MAX_SAMPLES = 20_000
@@ -53,7 +54,7 @@ class Measured:
         self.u, self.s, _ = np.linalg.svd((x - x.mean(0)).numpy(), full_matrices=False)
         self.names = []
         for name in table.features:
-            for column in table.columns_of_block(name):
+            for column in block_columns(table, name):
                 self.names += column.labels
         self.features = torch.cat([torch.zeros(len(rows), 0), *table.blocks(rows).values()], 1)
         samples = rows.numpy()  # numpy takes a tensor of one number as a number

@@ -22,6 +22,7 @@ from knobwise.agents.controller.features import FeatureNormaliser
 from knobwise.agents.controller.settings import hidden_for
 from knobwise.agents.evaluation.budgets import few_budgets
 from knobwise.agents.evaluation.own_cost import expected_cost_ms
+from knobwise.agents.teacher.completed import completed, measured_of
 from knobwise.agents.teacher.experts import Experts
 from knobwise.agents.teacher.regressors import FAMILIES
 from knobwise.agents.training.checkpoint import Loaded, load_checkpoint
@@ -74,7 +75,6 @@ class ControllerExperiment(Experiment):
             table = read_profile(config.profile)
         if config.policy.dataset_input and not number:
             table = with_dataset_input(table)
-        self.table = table
         self.number = number
         self.notes = [f"{table.name}: {note}" for note in table.notes]
         self.warnings: list[str] = []
@@ -87,6 +87,9 @@ class ControllerExperiment(Experiment):
                     "(profile.features_ms) are not charged"
                 )
         self.split = divide(table, **asdict(config.split), number=number)
+        # folds differ from split to split
+        self.fold_seed = config.seeds[0] + number
+        self.table = table = completed(table, self.split, self.fold_seed)
         # what everything but the trainers is fitted on
         self.fitted = self.split.fitted
         self.evaluator = EVALUATORS[config.budget.constraint]
@@ -98,8 +101,6 @@ class ControllerExperiment(Experiment):
         # config.yaml says how wide the layers became
         policy = replace(config.policy, hidden=config.policy.hidden or self._width())
         self.config = replace(self.config, policy=policy)
-        # folds differ from split to split
-        self.fold_seed = config.seeds[0] + number
         self.trainers = [self._trainer(seed) for seed in config.seeds]
         if config.policy.augment and not self.trainers[0].setup.augment:
             self.notes.append(
@@ -145,7 +146,7 @@ class ControllerExperiment(Experiment):
         averaged."""
         tracking = TrackingSettings(mode="disabled", tensorboard=False)
         config = replace(self.config, budgets_ms=self.budgets_ms.tolist(), tracking=tracking)
-        return ControllerExperiment(config, self.table, number)
+        return ControllerExperiment(config, measured_of(self.table), number)
 
     def train(self, folder: Path) -> None:
         """Train every seed that is not finished, on one split after the other. Splits after the
@@ -189,9 +190,8 @@ class ControllerExperiment(Experiment):
         budgets_ms = self.evaluator.deadlines(self.budgets_ms)
         families = tuple(FAMILIES) if self.config.baselines else policy.experts
         folds = policy.fold_networks if policy.teacher else FOLDS
-        return Experts.fit(
-            self.table, self.fitted, budgets_ms, families, self.fold_seed, None, folds
-        )
+        table = measured_of(self.table)
+        return Experts.fit(table, self.fitted, budgets_ms, families, self.fold_seed, None, folds)
 
     def completed(self, trainer: Trainer) -> Loaded:
         """Return the controller that a finished training deploys, after its calibration."""
@@ -313,7 +313,8 @@ def evaluate_beside_baselines(
         if experts is None:
             budgets_ms = evaluator.deadlines(evaluator.budgets_ms)
             fitted = evaluator.split.fitted
-            experts = Experts.fit(table, fitted, budgets_ms, tuple(FAMILIES), fold_seed)
+            measured = measured_of(table)
+            experts = Experts.fit(measured, fitted, budgets_ms, tuple(FAMILIES), fold_seed)
         if evaluator.task.charged and table.features:
             estimate = attainable_by(table, experts, evaluator.budgets_ms)
         baselines = evaluator.baselines(experts, fold_seed)

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from knobwise.common.files import written_whole
 from knobwise.envs.readers.exp_files import write_exp5_exp6
+from knobwise.envs.readers.long_table import DRAWN
 from knobwise.profiling.measuring.adaptive_model import KNOBS, KnobSupport
 from knobwise.profiling.measuring.machine import digests, write_json
 from knobwise.profiling.measuring.measuring import (

@@ -95,7 +95,9 @@ def profile(out, config=CONFIG, model=None, **options):
 
 def cells_of(out):
     table = pl.read_parquet(out / "table.parquet")
-    return table.select("sample_id", "size", "mode", "probability", "measured_round").sort(pl.all())
+    return table.select("sample_id", "size", "mode", "sampling_probability", "measured_round").sort(
+        pl.all()
+    )
 
 
 @pytest.mark.parametrize("model", [Counting, Together])
@@ -110,9 +112,9 @@ def test_each_round_takes_as_long_as_the_first_and_is_reported(tmp_path, model):
     assert facts["ended"] == "knobs.rounds are done"
     for number, each in enumerate(facts["rounds"], 1):
         mine = table.filter(measured_round=number)
-        drawn = mine.filter(pl.col("probability") < 1)
+        drawn = mine.filter(pl.col("sampling_probability") < 1)
         assert (len(mine), len(drawn)) == (each["cells"], each["at_random"])
-        assert drawn["probability"].unique().to_list() == [each["probability"]]
+        assert drawn["sampling_probability"].unique().to_list() == [each["probability"]]
         np.testing.assert_allclose(mine["latency_ms"].sum() / 1e3, each["seconds"], atol=0.06)
     # with the stages, 1 ms each, or 1 ms for a sample
     first = table.filter(pl.col("measured_round") == 1, pl.col("split") != "test")
@@ -127,7 +129,7 @@ def test_each_round_takes_as_long_as_the_first_and_is_reported(tmp_path, model):
     read = read_long_table(tmp_path / "table.parquet")
     assert {knob.name for knob in read.knobs} == {"size", "mode"}
     # large ones were chosen
-    chosen = table.filter(pl.col("measured_round") > 1, pl.col("probability") == 1)
+    chosen = table.filter(pl.col("measured_round") > 1, pl.col("sampling_probability") == 1)
     assert chosen["size"].mean() > 3.3
 
 
@@ -189,14 +191,16 @@ def test_time_runs_out_inside_a_round(tmp_path):
     cells = cells_of(tmp_path)
     assert len(cells) == len(model.asked) + 9
     # fewer were drawn than if it had been complete
-    drawn = cells.filter(pl.col("measured_round") == 2, pl.col("probability") < 1)
+    drawn = cells.filter(pl.col("measured_round") == 2, pl.col("sampling_probability") < 1)
     profile(tmp_path, replace(CONFIG, max_hours=0))
     profile(tmp_path / "other")
     whole = cells_of(tmp_path)
     assert whole.equals(cells_of(tmp_path / "other"))
-    all_drawn = whole.filter(pl.col("measured_round") == 2, pl.col("probability") < 1)
+    all_drawn = whole.filter(pl.col("measured_round") == 2, pl.col("sampling_probability") < 1)
     share = len(drawn) / len(all_drawn)
-    np.testing.assert_allclose(drawn["probability"], all_drawn["probability"][0] * share)
+    np.testing.assert_allclose(
+        drawn["sampling_probability"], all_drawn["sampling_probability"][0] * share
+    )
 
 
 def test_samples_to_test_on_can_be_measured_in_part(tmp_path):
@@ -204,7 +208,7 @@ def test_samples_to_test_on_can_be_measured_in_part(tmp_path):
     table = pl.read_parquet(tmp_path / "table.parquet")
     assert table.filter(measured_round=1).group_by("sample_id").len()["len"].unique().item() == 2
     tested = table.filter(split="test")
-    assert (tested["probability"] < 1).all()
+    assert (tested["sampling_probability"] < 1).all()
     assert read_json(tmp_path / "profile.json")["measured"]["whole"] is None
 
 
@@ -223,7 +227,7 @@ def test_configurations_are_told_apart_whatever_their_values(tmp_path, values):
     )
     profile(tmp_path, replace(CONFIG, values=values), model)
     table = pl.read_parquet(tmp_path / "table.parquet")
-    chosen = table.filter(pl.col("measured_round") > 1, pl.col("probability") == 1)
+    chosen = table.filter(pl.col("measured_round") > 1, pl.col("sampling_probability") == 1)
     assert chosen["size"].mean() > 3.3
 
 

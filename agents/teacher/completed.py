@@ -1,0 +1,173 @@
+"""A table in which the cells that nobody measured hold what they are expected to hold.
+
+Training and policies then know every configuration of every sample. Where decisions are judged, a
+prediction counts until it is checked: the estimate is doubly robust (Dudík, Langford and Li 2011,
+"Doubly Robust Policy Evaluation and Learning"), the prediction plus, where a cell was measured, its
+error divided by the probability of measuring it. The mean of such estimates is right whatever the
+predictions are, if the cells were drawn at random. Where few were drawn it is uncertain.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from knobwise.agents.controller.features import FeatureNormaliser
+from knobwise.agents.teacher.completion import Completion
+from knobwise.agents.teacher.experts import MeasuredRows, padded
+from knobwise.envs.bandit.budgets import log_measured, subsample
+from knobwise.envs.tables.profile_table import ProfileTable, Split, median_of
+from knobwise.envs.tables.splits import FOLDS, folds_of
+
+DRAWS = 7
+"""A predicted latency is a distribution: so many quantiles of it stand for measurements."""
+
+
+@dataclass(frozen=True, eq=False)
+class CompletedTable(ProfileTable):
+    """A profile whose cells all have values: measured ones, and elsewhere predictions."""
+
+    measured: ProfileTable = field(kw_only=True)
+    """The profile as it was measured."""
+    predicted: ProfileTable = field(kw_only=True)
+    """Predictions for all cells, each from other samples than its own (cross-fitted)."""
+    weight: Tensor = field(kw_only=True)
+    """float32 [N, C]: 1 / the probability with which a cell was measured; 0 where it was not."""
+
+    @property
+    def digest(self) -> str:
+        """That of the measured profile."""
+        return self.measured.digest
+
+
+def measured_of(table: ProfileTable) -> ProfileTable:
+    """Return a table without predictions."""
+    return table.measured if isinstance(table, CompletedTable) else table
+
+
+def estimated(
+    table: ProfileTable, cells: tuple[Tensor, Tensor], values_in: Callable[[ProfileTable], Tensor]
+) -> Tensor:
+    """Return the values of cells: those in the table, or if it was completed doubly robust
+    estimates, which may lie outside the range of the values.
+
+    Args:
+        cells: rows int64 and configurations int64, which broadcast.
+        values_in: looks the values of these cells up in a table.
+    """
+    if not isinstance(table, CompletedTable):
+        return values_in(table)
+    expected = values_in(table.predicted)
+    weight = table.weight[cells].to(expected)
+    error = values_in(table.measured) - expected
+    return expected + (weight * error).where(weight > 0, 0.0)
+
+
+def completed(table: ProfileTable, split: Split, seed: int = 0, folds: int = FOLDS) -> ProfileTable:
+    """Return a table with predictions in its holes, a `CompletedTable`; itself if it has none.
+
+    Args:
+        split: predictions are fitted on its training and validation samples.
+        seed: of folds and trees.
+        folds: how many; in each, predictions for its samples are fitted on the others.
+    """
+    if table.mask.all():
+        return table
+    fitted = split.fitted
+    normaliser = FeatureNormaliser.fit(table, fitted)
+    x = padded(normaliser.of_rows(table, torch.arange(table.num_samples))).double().numpy()
+    completion = Completion(table, x, seed)
+    division = folds_of(table, fitted, seed, folds)
+    held_out = [fitted[torch.from_numpy(hold)] for _, hold in division]
+    # what samples to judge on hold is not used
+    usable = torch.zeros(table.num_samples, 1, dtype=torch.bool)
+    usable[fitted] = True
+    logs = log_measured(table.latency_ms.double())
+    # a configuration that no sample to fit on has is never right, and as slow as the slowest
+    seen = table.mask[fitted].any(0)
+    slowest = logs[fitted].nanmean(0)[seen].amax()
+    filled = []
+    cross_fitted = []
+    for values, never_seen in ((table.accuracy.double(), 0.0), (logs, slowest)):
+        known = values.where(usable, torch.nan)
+        of_all = completion.complete(known)
+        predicted = of_all.clone()
+        for rows in held_out:
+            others = known.index_fill(0, rows, torch.nan)
+            predicted[rows] = completion.complete(others)[rows]
+        filled.append(of_all.where(seen, never_seen))
+        cross_fitted.append(predicted.where(seen, never_seen))
+    offsets = _error_quantiles(table, fitted, cross_fitted[1][fitted])
+    changed = _values(table, filled, offsets)
+    padded_ms = _padded(table.measurements_ms, table)
+    # what was measured stays
+    changed["accuracy"] = table.accuracy.where(table.mask, changed["accuracy"])
+    changed["latency_ms"] = table.latency_ms.where(table.mask, changed["latency_ms"])
+    changed["repeats_ms"] = padded_ms.where(table.mask.unsqueeze(-1), changed["repeats_ms"])
+    if table.first_look_ms is not None:
+        first_look_ms = table.first_look_ms.where(table.mask, changed["first_look_ms"])
+        changed["first_look_ms"] = first_look_ms
+    fields_of = {f.name: getattr(table, f.name) for f in fields(ProfileTable)}
+    return CompletedTable(
+        **fields_of | changed,
+        measured=table,
+        predicted=replace(table, **_values(table, cross_fitted, offsets)),
+        weight=table.mask / _probability(table, usable.squeeze(1)),
+    )
+
+
+def _error_quantiles(table: ProfileTable, rows: Tensor, log_latency: Tensor) -> Tensor:
+    """Return quantiles of the errors of predictions [n, C] of ln ms, float64 [C, DRAWS].
+
+    Errors have one shape for all configurations, which may have long tails, and for each
+    configuration a spread of their own.
+    """
+    measured = MeasuredRows.from_table(table, rows, log_latency.new_zeros(0))
+    spread = measured.residual_spread(log_latency).double()
+    errors = log_measured(measured.measurements_ms.double()) - log_latency.unsqueeze(-1)
+    errors = subsample((errors / spread.unsqueeze(-1))[~errors.isnan()])
+    shares = (torch.arange(DRAWS, dtype=torch.float64) + 0.5) / DRAWS
+    return spread.unsqueeze(-1) * torch.quantile(errors, shares)
+
+
+def _values(table: ProfileTable, outcomes: Sequence[Tensor], offsets: Tensor) -> dict[str, Any]:
+    """Return the fields of a table with these outcomes in all cells: accuracy and ln ms [N, C], and
+    the offsets [C, DRAWS] of ln ms that stand for single measurements."""
+    accuracy, log_latency = outcomes
+    repeats_ms = _padded((log_latency.unsqueeze(-1) + offsets).exp().float(), table)
+    changed: dict[str, Any] = {
+        "accuracy": accuracy.clamp(0, 1).float(),
+        "latency_ms": median_of(repeats_ms),
+        "repeats_ms": repeats_ms,
+        "mask": torch.ones_like(table.mask),
+    }
+    if table.first_look_ms is not None:
+        looked_ms = table.first_look_ms.where(table.mask, torch.nan).nanmean(0).nan_to_num(0.0)
+        changed["first_look_ms"] = looked_ms.minimum(repeats_ms.nan_to_num(torch.inf).amin(-1))
+    return changed
+
+
+def _padded(repeats_ms: Tensor, table: ProfileTable) -> Tensor:
+    """Lengthen the axis of measurements by NaN, to the larger of `DRAWS` and the table's own."""
+    missing = max(DRAWS, table.num_repeats) - repeats_ms.shape[-1]
+    return functional.pad(repeats_ms, (0, missing), value=torch.nan)
+
+
+def _probability(table: ProfileTable, fitted: Tensor) -> Tensor:
+    """Return the probability with which each cell was measured, [N, C], 1 where it was not.
+
+    Without one in the table, the cells of a configuration count as drawn at random from the samples
+    to fit on (bool [N]), and from the others.
+    """
+    if table.probability is not None:
+        return table.probability.where(table.mask, 1.0)
+    probability = torch.ones(table.mask.shape)
+    for rows in (fitted, ~fitted):
+        if rows.any():
+            probability[rows] = table.mask[rows].float().mean(0)
+    return probability.where(table.mask, 1.0)

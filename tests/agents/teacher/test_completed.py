@@ -1,0 +1,147 @@
+"""Completed tables: what was measured stays, predictions come from other samples, estimates are
+right on average whatever the predictions are."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from helpers import identical, small_table
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from knobwise.agents.evaluation.baselines import Oracle, fit_static
+from knobwise.agents.evaluation.evaluation import evaluate_policy
+from knobwise.agents.teacher.completed import CompletedTable, completed, estimated, measured_of
+from knobwise.envs.bandit.budgets import default_budgets
+from knobwise.profiling.measuring.cell_design import balanced_cells, with_cells
+
+
+def sparse(samples=60, per_sample=2, seed=0, **changed):
+    """Return a whole table, and one with part of its cells, drawn with a known probability."""
+    whole = small_table(samples)
+    cells = balanced_cells(samples, whole.num_configurations, per_sample, seed)
+    part = with_cells(whole, cells)
+    probability = torch.full(part.mask.shape, per_sample / whole.num_configurations)
+    return whole, replace(part, probability=probability.where(part.mask, 0.0), **changed)
+
+
+def test_a_whole_table_stays_as_it_is():
+    whole, _ = sparse()
+    assert completed(whole, whole.split()) is whole
+    assert measured_of(whole) is whole
+
+
+def test_what_was_measured_stays_and_all_else_is_predicted():
+    _, part = sparse()
+    split = part.split()
+    filled = completed(part, split)
+    assert isinstance(filled, CompletedTable)
+    assert filled.mask.all()
+    for name in ("accuracy", "latency_ms"):
+        identical(getattr(filled, name)[part.mask], getattr(part, name)[part.mask])
+        assert getattr(filled.predicted, name).isfinite().all()
+    assert measured_of(filled) is part
+    assert filled.digest == part.digest
+    # a weight is 1 over the probability of a measured cell
+    count = part.num_configurations
+    identical(filled.weight.unique(), [0.0, count / 2])
+
+
+def test_a_prediction_does_not_know_its_own_sample():
+    _, part = sparse()
+    split = part.split()
+    rows = split.fitted
+    known = completed(part, split).predicted
+    # another answer of one sample changes nothing that is predicted of this sample
+    row = int(rows[0])
+    column = int(part.mask[row].nonzero()[0])
+    accuracy = part.accuracy.clone()
+    accuracy[row, column] = 1 - accuracy[row, column]
+    other = completed(replace(part, accuracy=accuracy), split).predicted
+    identical(known.accuracy[row], other.accuracy[row])
+    assert not torch.equal(known.accuracy[rows], other.accuracy[rows])
+    # what test samples hold is not used at all
+    test = split.test[:1]
+    accuracy = part.accuracy.clone()
+    accuracy[test] = 1 - accuracy[test]
+    other = completed(replace(part, accuracy=accuracy), split).predicted
+    identical(known.accuracy, other.accuracy)
+
+
+def test_estimates_by_hand():
+    _, part = sparse()
+    filled = completed(part, part.split())
+    rows = torch.arange(part.num_samples)
+    chosen = torch.zeros_like(rows)
+    values = estimated(filled, (rows, chosen), lambda table: table.accuracy[rows, chosen])
+    predicted = filled.predicted.accuracy[:, 0]
+    measured = part.mask[:, 0]
+    weight = part.num_configurations / 2
+    wanted = predicted + weight * (part.accuracy[:, 0] - predicted)
+    torch.testing.assert_close(values, torch.where(measured, wanted, predicted))
+    # a whole table gives what it holds
+    whole, _ = sparse()
+    identical(
+        estimated(whole, (rows, chosen), lambda table: table.accuracy[rows, chosen]),
+        whole.accuracy[:, 0],
+    )
+
+
+@settings(max_examples=5, deadline=None)
+@given(st.integers(0, 1000))
+def test_the_mean_over_all_designs_is_the_truth_whatever_is_predicted(seed):
+    whole, part = sparse(12)
+    count = whole.num_configurations
+    filled = completed(part, part.split())
+    draws = np.random.default_rng(seed)
+    guess = torch.from_numpy(draws.random((12, count))).float()
+    rows = torch.arange(12)
+    chosen = torch.from_numpy(draws.integers(count, size=12))
+    means = []
+    # every cell is measured in one of as many designs as there are configurations
+    for shift in range(count):
+        cells = torch.zeros_like(whole.mask)
+        cells[rows, (rows + shift) % count] = True
+        table = replace(
+            filled,
+            predicted=replace(filled.predicted, accuracy=guess),
+            measured=with_cells(whole, cells),
+            weight=cells * float(count),
+        )
+        values = estimated(table, (rows, chosen), lambda known: known.accuracy[rows, chosen])
+        means.append(values.mean())
+    torch.testing.assert_close(torch.stack(means).mean(), whole.accuracy[rows, chosen].mean())
+
+
+@pytest.mark.parametrize("per_sample", [2, 4])
+def test_policies_choose_what_was_not_measured_and_are_judged_by_estimates(per_sample):
+    whole, part = sparse(400, per_sample)
+    split = whole.split()
+    budgets_ms = default_budgets(whole)
+    filled = completed(part, split)
+    static = fit_static(filled, split.fitted)
+    judged = evaluate_policy(static, filled, split.test, budgets_ms)
+    truth = evaluate_policy(static, whole, split.test, budgets_ms)
+    identical(judged.chosen, truth.chosen)
+    difference = (judged.utility - truth.utility).double().mean(1)
+    assert abs(difference.mean()) < 4 * difference.std() / len(difference) ** 0.5
+    # in hindsight measured and predicted outcomes count as they are
+    oracle = evaluate_policy(Oracle(filled, split.test), filled, split.test, budgets_ms)
+    assert oracle.utility.max() <= 1
+
+
+def test_likely_cells_do_not_move_the_budgets():
+    whole, _ = sparse(400)
+    # of each sample the fastest cell for certain, and one of the others
+    count = whole.num_configurations
+    fastest = whole.latency_ms.argmin(1, keepdim=True)
+    cells = torch.zeros_like(whole.mask).scatter(1, fastest, True)
+    probability = torch.full(cells.shape, 1 / (count - 1)).scatter(1, fastest, 1.0)
+    others = (fastest + 1 + torch.arange(len(fastest)).unsqueeze(1) % (count - 1)) % count
+    part = with_cells(whole, cells.scatter(1, others, True))
+    true = default_budgets(whole)
+    naive = default_budgets(part)
+    weighed = default_budgets(replace(part, probability=probability.where(part.mask, 0.0)))
+    assert (weighed / true - 1).abs().mean() < 0.03
+    assert (naive / true - 1).abs().mean() > 0.05
