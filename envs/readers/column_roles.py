@@ -36,7 +36,9 @@ MEASURES = frozenset(
         "answers",
         "question",
         "repeat",
+        "sampling_probability",
         "sampling_weight",
+        "measured_round",
     }
 )
 """Columns of measurements, which are never knobs."""

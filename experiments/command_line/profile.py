@@ -46,6 +46,7 @@ def profile(config: ProfileRun) -> None:
 
 def measure(config: ProfileRun) -> Path:
     """Measure a model with knobs; return the folder."""
+    from knobwise.agents.evaluation.informative_cells import outlook_of
     from knobwise.profiling.measuring.machine import one_thread
     from knobwise.profiling.measuring.profiler import profile_vlm
     from knobwise.profiling.models import load_model
@@ -64,7 +65,7 @@ def measure(config: ProfileRun) -> Path:
     if config.data is None or ":" in config.model:
         identity["class"] = config.model
     with one_thread():  # as it is served live
-        return profile_vlm(config.out, model, items, knobs, identity)
+        return profile_vlm(config.out, model, items, knobs, identity, outlook_of)
 
 
 def _summary(folder: Path) -> None:
