@@ -43,7 +43,7 @@ class CellDesign:
     probability: NDArray[np.float64]
     """With which a cell was drawn in its round; 1 if certain, NaN if it is not measured."""
     rounds: NDArray[np.int32]
-    """In which it was drawn, from 1; 0 if it is not measured."""
+    """In which it was drawn, from 1; 0 if in none."""
     sure: NDArray[np.bool_] | None = None
     """Cells that are measured whatever is drawn, and that stand for themselves alone."""
 
@@ -56,12 +56,14 @@ class CellDesign:
     def with_sure(self, cells: NDArray[np.bool_]) -> CellDesign:
         """Return a design that measures these cells, bool [N, C], whatever is drawn: they depend on
         no outcome of their own samples, as the choices of a policy that was fitted on others."""
-        return replace(self.added(cells), sure=cells)
+        probability = np.where(cells & ~self.cells, 1.0, self.probability)
+        return replace(self, probability=probability, sure=cells)
 
     @property
     def cells(self) -> NDArray[np.bool_]:
         """Mark the cells to measure, bool [N, C]."""
-        return self.rounds > 0
+        drawn = self.rounds > 0
+        return drawn if self.sure is None else drawn | self.sure
 
     @classmethod
     def first_round(

@@ -26,12 +26,20 @@ from typing import Any
 
 import numpy as np
 import polars as pl
+from torch import Tensor
 
 from knobwise.common.checks import folder_name
 from knobwise.common.errors import InputError
 from knobwise.envs.readers.long_table import read_long_table
 from knobwise.envs.tables.profile_table import ProfileTable
 from knobwise.envs.tables.splits import split_groups
+from knobwise.profiling.design.sure_cells import (
+    FILE,
+    cells_of_plan,
+    places,
+    read_sure_cells,
+    write_sure_cells,
+)
 from knobwise.profiling.measuring.adaptive_model import (
     AdaptiveVLM,
     KnobSupport,
@@ -73,6 +81,7 @@ def profile_vlm(
     config: VLMProfileConfig,
     identity: Mapping[str, Any] | None = None,
     choose: Callable[[ProfileTable], Outlook] | None = None,
+    needed: Callable[[ProfileTable], Tensor] | None = None,
     clock_s: Callable[[], float] = time.monotonic,
 ) -> Path:
     """Measure the model on the items, write the profile, and return its folder.
@@ -83,6 +92,8 @@ def profile_vlm(
     Args:
         identity: what tells this model from others, beside `model.identity`.
         choose: what to measure in further rounds, from the profile so far; None for one round.
+        needed: cells that are measured too whatever is drawn, bool [n, c] from the profile so far,
+            which must be there.
         clock_s: the clock of `knobs.max_hours`, in seconds.
 
     Raises:
@@ -127,8 +138,15 @@ def profile_vlm(
         return clock_s() - start_s >= limit_s
 
     with appended(path) as log:
+        sure = read_sure_cells(state / FILE, contents, configurations)
+        if needed is not None:
+            table = read_long_table(out / "table.parquet", features=str(features))
+            ids = [item.id for item in items]
+            sure |= cells_of_plan(needed(table), table, ids, configurations)
+            write_sure_cells(state / FILE, sure, contents, configurations)
         while True:
             plan = rounds.plan()
+            plan = replace(plan, design=plan.design.with_sure(sure))
             done = plan.done(read_measurements(path))
             whole = measure(model, plan, log, done, store, out_of_time)
             measurements = read_measurements(path)
@@ -281,17 +299,7 @@ def further_round(
         outlook: of the table.
         together: whether the model answers several configurations of a sample from one stage.
     """
-    # the table has its own order, and only the configurations that were measured
-    sample_of = {item.id: i for i, item in enumerate(plan.items)}
-    rows = [sample_of[name] for name in table.sample_ids]
-    settings = {}
-    for j, each in enumerate(plan.configurations):
-        settings[tuple(map(_comparable, each.values()))] = j
-    columns = []
-    for indices in table.configurations.tolist():
-        pairs = zip(table.knobs, indices, strict=True)
-        values = [_comparable(knob.values[index]) for knob, index in pairs]
-        columns.append(settings[tuple(values)])
+    rows, columns = places(table, [item.id for item in plan.items], plan.configurations)
     shape = plan.design.cells.shape
     score = np.full(shape, -np.inf)
     score[np.ix_(rows, columns)] = outlook.score.numpy()
@@ -310,16 +318,6 @@ def further_round(
     drawn = (plan.design.rounds == 1) & (plan.design.probability < 1)
     spent_s = float(cell_s[drawn].sum() + stage_s[drawn.any(1)].sum())
     return plan.design.next_round(score, cell_s, stage_s, spent_s)
-
-
-def _comparable(value: Any) -> Any:
-    """Return what a knob's value has in common with itself as a reader has it, for whom 1.0 is 1
-    and truth a name."""
-    text = str(value).strip()
-    try:
-        return float(text)
-    except ValueError:
-        return text.lower() if isinstance(value, bool) else text
 
 
 def part_of(plan: MeasurementPlan, measurements: pl.DataFrame) -> MeasurementPlan:
