@@ -21,7 +21,7 @@ from knobwise.agents.teacher.outcomes import Prediction
 from knobwise.envs.bandit.budgets import default_budgets, log_measured
 from knobwise.envs.tables.profile_table import ProfileTable
 from knobwise.envs.tables.splits import folds_of
-from knobwise.profiling.measuring.cell_design import Outlook
+from knobwise.profiling.design.cell_design import Outlook
 
 DRAWS = 20
 """Draws of the outcomes at each budget."""

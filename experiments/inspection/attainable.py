@@ -39,7 +39,7 @@ from knobwise.envs.tables.profile_table import ProfileTable, median_of
 from knobwise.envs.tables.splits import Fold
 from knobwise.experiments.evidence.schema import Attainable, CurvePoint, RunResults
 from knobwise.experiments.evidence.statistics import ends_of, resampled_means
-from knobwise.profiling.measuring.cell_design import balanced_cells, with_cells
+from knobwise.profiling.design.cell_design import balanced_cells, with_cells
 
 MAX_ONCE = 0.5
 """Where more of the cells were measured once, most of the luck cannot be told."""

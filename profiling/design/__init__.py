@@ -1,1 +1,1 @@
-"""Which cells of a profile are measured."""
+"""Which configurations and which cells of a profile are measured."""

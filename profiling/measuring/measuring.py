@@ -27,6 +27,7 @@ from knobwise.common.errors import InputError
 from knobwise.common.progress import progress
 from knobwise.envs.readers.column_roles import MEASURES
 from knobwise.envs.readers.frames import KEYS
+from knobwise.profiling.design.cell_design import CellDesign
 from knobwise.profiling.measuring.adaptive_model import (
     CLOCKS,
     AdaptiveVLM,
@@ -36,7 +37,6 @@ from knobwise.profiling.measuring.adaptive_model import (
     clock_ms,
     clocked_by,
 )
-from knobwise.profiling.measuring.cell_design import CellDesign
 from knobwise.profiling.measuring.feature_store import FeatureStore
 from knobwise.profiling.measuring.questions import VQAItem
 from knobwise.profiling.measuring.requests import Questions

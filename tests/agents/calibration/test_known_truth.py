@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from knobwise.agents.teacher.completed import CompletedTable, estimated
-from knobwise.profiling.measuring.cell_design import CellDesign
+from knobwise.profiling.design.cell_design import CellDesign
 
 SAMPLES = 200
 CONFIGURATIONS = 8

@@ -8,7 +8,7 @@ from helpers import close, small_table
 
 from knobwise.agents.evaluation.informative_cells import outlook_of
 from knobwise.envs.tables.profile_table import ProfileTable
-from knobwise.profiling.measuring.cell_design import balanced_cells, with_cells
+from knobwise.profiling.design.cell_design import balanced_cells, with_cells
 
 
 def sparse_table(per_sample=4, samples=150, **changes) -> ProfileTable:

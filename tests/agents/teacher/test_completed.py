@@ -14,7 +14,7 @@ from knobwise.agents.evaluation.baselines import Oracle, fit_static
 from knobwise.agents.evaluation.evaluation import evaluate_policy
 from knobwise.agents.teacher.completed import CompletedTable, completed, estimated, measured_of
 from knobwise.envs.bandit.budgets import default_budgets
-from knobwise.profiling.measuring.cell_design import balanced_cells, with_cells
+from knobwise.profiling.design.cell_design import balanced_cells, with_cells
 
 
 def sparse(samples=60, per_sample=2, seed=0, **changed):

@@ -22,7 +22,7 @@ from knobwise.envs.bandit.budgets import (
     value_range,
 )
 from knobwise.envs.bandit.contexts import ContextSampler
-from knobwise.profiling.measuring.cell_design import balanced_cells, with_cells
+from knobwise.profiling.design.cell_design import balanced_cells, with_cells
 
 ZEROS = torch.zeros(20_000, dtype=torch.int64)
 HALF = math.sqrt(0.5)

@@ -20,6 +20,7 @@ from test_vlm_runner import Blurred
 
 from knobwise.agents.serving.adaptive_model import AdaptiveModel
 from knobwise.envs.readers.long_table import read_long_table
+from knobwise.profiling.design.grid_sampling import sample_grid
 from knobwise.profiling.measuring.adaptive_model import (
     CLOCKS,
     Answer,
@@ -28,7 +29,6 @@ from knobwise.profiling.measuring.adaptive_model import (
     clock_ms,
     clocked_by,
 )
-from knobwise.profiling.measuring.grid_sampling import sample_grid
 from knobwise.profiling.measuring.profiler import profile_vlm
 from knobwise.profiling.measuring.questions import VQAItem
 from knobwise.profiling.measuring.settings import VLMProfileConfig

@@ -11,13 +11,13 @@ from helpers import input_error
 
 from knobwise.agents.evaluation.informative_cells import outlook_of
 from knobwise.envs.readers.long_table import read_long_table
+from knobwise.profiling.design.cell_design import Outlook
 from knobwise.profiling.measuring.adaptive_model import (
     Answer,
     FirstStage,
     KeepsConfiguration,
     KnobSupport,
 )
-from knobwise.profiling.measuring.cell_design import Outlook
 from knobwise.profiling.measuring.measuring import LOG, read_measurements
 from knobwise.profiling.measuring.profiler import profile_vlm
 from knobwise.profiling.measuring.questions import VQAItem

@@ -8,7 +8,7 @@ from helpers import small_table
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from knobwise.profiling.measuring.cell_design import (
+from knobwise.profiling.design.cell_design import (
     AT_RANDOM,
     CellDesign,
     balanced_cells,
