@@ -89,11 +89,13 @@ def _on_estimates(results: RunResults, learned: Row) -> list[str]:
     cells = learned.get("effective_cells")
     if not known(cells) or cells > 0.99 * results["test_samples"]:
         return []
-    return [
-        "Most choices were never measured, so these scores are uncertain estimates: as sure as "
-        f"{number(cells, '.0f')} measured samples at a budget, of {results['test_samples']:,}. "
-        "Measure the others with knobwise profile complete=RUN."
-    ]
+    line = (
+        "Not every choice was measured, so these scores are estimates: as sure as "
+        f"{number(cells, '.0f')} measured samples at a budget, of {results['test_samples']:,}."
+    )
+    if cells < results["test_samples"] / 2:
+        line += " knobwise profile complete=RUN measures what the controller chooses."
+    return [line]
 
 
 def _answer(results: RunResults, learned: Row) -> str:
