@@ -20,6 +20,7 @@ from torch.nn import functional
 from knobwise.agents.controller.features import FeatureNormaliser
 from knobwise.agents.teacher.completion import Completion
 from knobwise.agents.teacher.experts import MeasuredRows, padded
+from knobwise.common.checks import one_of
 from knobwise.envs.bandit.budgets import log_measured, subsample
 from knobwise.envs.tables.profile_table import ProfileTable, Split, median_of
 from knobwise.envs.tables.splits import FOLDS, folds_of
@@ -44,6 +45,17 @@ class CompletedTable(ProfileTable):
     def digest(self) -> str:
         """That of the measured profile."""
         return self.measured.digest
+
+
+def table_for(unprofiled: str, table: ProfileTable, split: Split, seed: int = 0) -> ProfileTable:
+    """Return the table that policies learn from and are judged by: completed, or under `forbid` as
+    it is, where what was not measured may not be chosen.
+
+    Raises:
+        InputError: `unprofiled` is another word.
+    """
+    one_of("unprofiled", unprofiled, ("predict", "forbid"))
+    return table if unprofiled == "forbid" else completed(table, split, seed)
 
 
 def measured_of(table: ProfileTable) -> ProfileTable:

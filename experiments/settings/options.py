@@ -101,6 +101,9 @@ class TrainRun(Training):
     """Budgets to judge at, in ms, or in the unit of costs that are no times; None for five
     quantiles of the table's latencies (under budget=mean, of the configurations' mean latencies).
     Under budget=mean, prices are calibrated for these budgets only."""
+    unprofiled: str = "predict"
+    """A cell that was not measured: predict, its outcome is predicted and it may be chosen; forbid,
+    it may not be chosen for its sample."""
     baselines: bool = True
     """Evaluate all baselines; false keeps only budget-aware static and the oracle."""
     own_cost: bool = True
@@ -205,6 +208,9 @@ class EvaluateRun:
     for mean budgets is judged at those that its prices were calibrated for."""
     reward: RewardConfig = field(default_factory=lambda: replace(TRAINING_REWARD))
     """Reward to report in the column `reward`; the policy is unchanged."""
+    unprofiled: str = "predict"
+    """A cell that was not measured: predict, its outcome is predicted and it may be chosen; forbid,
+    it may not be chosen for its sample."""
     baselines: bool = True
     """Evaluate all baselines; give `baselines=false` again for a run that was trained with it."""
     own_cost: bool = True
