@@ -101,6 +101,11 @@ def read(profile: str) -> ProfileTable:
     return knobwise.read(profile, features=features if features.exists() else None)
 
 
+def cells_drawn(share: Fraction, configurations: int) -> float:
+    """Return the mean number of cells of a sample, at least 1."""
+    return max(1.0, float(share * configurations))
+
+
 def sparse(whole: ProfileTable, split: Split, share: Fraction, draw: int) -> ProfileTable:
     """Return a table with a share of the cells of the samples to fit on, completed.
 
@@ -109,7 +114,7 @@ def sparse(whole: ProfileTable, split: Split, share: Fraction, draw: int) -> Pro
     """
     fitted = split.fitted
     count = whole.num_configurations
-    cells_of_sample = max(1.0, float(share * count))
+    cells_of_sample = cells_drawn(share, count)
     fewest = int(cells_of_sample)
     fewer, more = (balanced_cells(len(fitted), count, n, draw) for n in (fewest, fewest + 1))
     another = np.random.default_rng(draw).random((len(fitted), 1)) < cells_of_sample - fewest
@@ -308,20 +313,30 @@ class Resamples:
         for draw in range(DRAWS):
             paths = [path_of(folder, profile, share, draw) for share in shares]
             if all(path.exists() for path in paths):
+                # the test samples of the whole profile are the same, by the same split
+                of_whole = np.load(path_of(folder, profile, Fraction(1), draw % SPLITS))
                 for share, path in zip(shares, paths, strict=True):
-                    self.cases[share].append(dict(np.load(path)))
+                    case = dict(np.load(path), imitation_of_whole=of_whole["imitation"])
+                    self.cases[share].append(case)
         self.draws = len(self.cases[shares[0]])
-        generator = np.random.default_rng(0)
-        count = read(profile).num_samples
+        generator = np.random.default_rng(list(profile.encode()))
+        table = read(profile)
+        self.configurations = table.num_configurations
+        count = table.num_samples
         even = np.full(count, 1 / count)
         # how often each resample holds a sample, [R, N], and a draw, [R, D]
         self.samples = generator.multinomial(count, even, RESAMPLES).astype(np.float32)
         of_draws = np.full(self.draws, 1 / self.draws)
         self.of_draws = generator.multinomial(self.draws, of_draws, RESAMPLES)
 
+    def words(self, share: Fraction) -> str:
+        """Return a share as the number of cells of a sample."""
+        return f"{cells_drawn(share, self.configurations):.3g} of {self.configurations}"
+
     def mean(self, share: Fraction, way: str) -> float:
-        """Return the mean utility of a way."""
-        return float(np.mean([case[way].mean() for case in self.cases[share]]))
+        """Return the mean utility of a way, in which all splits count alike."""
+        means = [case[way].mean() for case in self.cases[share]]
+        return float(np.mean([np.mean(means[split::SPLITS]) for split in range(SPLITS)]))
 
     def gains(self, share: Fraction, way: str, reference: str) -> Array:
         """Return the mean gain of a way over a reference, first in truth, then in each resample.
@@ -342,6 +357,8 @@ class Resamples:
 
 def in_points(gains: Array) -> str:
     """Return the first of gains in points, and the 95 % interval of the others."""
+    if not gains.any():
+        return "–"
     low, high = 100 * np.quantile(gains[1:], [0.025, 0.975])
     return f"{100 * gains[0]:+.1f} [{low:.1f}, {high:.1f}]".replace("-", "−")
 
@@ -355,9 +372,11 @@ def rows_of(cells: Sequence[Sequence[object]]) -> str:
 
 def write_tables(folder: Path, profiles: list[str]) -> None:
     """Print what GRPO adds to imitation, and utility over the share of cells."""
-    gained: list[Sequence[object]] = [("profile", "cells", "draws", *WAYS)]
+    gained: list[Sequence[object]] = [("profile", "cells of a sample", "draws", *WAYS)]
+    shown = ("static", "imitation", WAYS[0], "teacher")
+    names = ("profile", "cells of a sample", *shown)
     curves: list[Sequence[object]] = [
-        ("profile", "cells", "static", "imitation", "GRPO", "teacher", "imitation − whole static")
+        (*names, "imitation − whole static", "imitation − whole imitation")
     ]
     pooled: dict[str, list[Array]] = {way: [] for way in WAYS}
     for profile in profiles:
@@ -366,16 +385,17 @@ def write_tables(folder: Path, profiles: list[str]) -> None:
             gains = {way: resamples.gains(share, way, "imitation") for way in WAYS}
             for way, values in gains.items():
                 pooled[way].append(values)
-            gained.append((profile, share, resamples.draws, *map(in_points, gains.values())))
+            of_ways = map(in_points, gains.values())
+            gained.append((profile, resamples.words(share), resamples.draws, *of_ways))
         whole = Resamples(folder, profile, [Fraction(1)])
         for share in (*SHARES, Fraction(1)):
             of_share = whole if share == 1 else resamples
-            names = ("static", "imitation", WAYS[0], "teacher")
-            means = [f"{of_share.mean(share, way):.3f}" for way in names]
-            gain = of_share.gains(share, "imitation", "static_of_whole")
-            curves.append((profile, share, *means, in_points(gain)))
+            means = [f"{of_share.mean(share, way):.3f}" for way in shown]
+            references = ("static_of_whole", "imitation_of_whole")
+            gained_over = [of_share.gains(share, "imitation", other) for other in references]
+            curves.append((profile, of_share.words(share), *means, *map(in_points, gained_over)))
     means_of_all = [in_points(np.mean(values, axis=0)) for values in pooled.values()]
-    gained.append(("all", "all", "", *means_of_all))
+    gained.append(("all", "–", "–", *means_of_all))
     print(rows_of(gained), rows_of(curves), sep="\n\n")
 
 
