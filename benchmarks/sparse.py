@@ -72,10 +72,10 @@ from knobwise.profiling.measuring.cell_design import balanced_cells, with_cells
 from knobwise.testbeds.profiles import builtin_profile, ocr_profile, smollm_profile
 
 PROFILES = {"builtin": builtin_profile, "ocr": ocr_profile, "smollm": smollm_profile}
-SHARES = (Fraction(1, 32), Fraction(1, 16), Fraction(1, 4))
+SHARES: tuple[Fraction, ...] = (Fraction(1, 32), Fraction(1, 16), Fraction(1, 4))
 DRAWS = 5
 SPLITS = 3
-WAYS = ("completed", "robust", "measured")
+WAYS: tuple[str, ...] = ("completed", "robust", "measured")
 FACTORS = (1.0, 0.3)
 TUNED = {"imitation": 0.3, "completed": 0.3, "robust": 0.3, "measured": 0.3}
 """The factor on the learning rate of each way, by `tune`: 0.3 was better than 1 for all four."""
@@ -359,8 +359,10 @@ def in_points(gains: Array) -> str:
     """Return the first of gains in points, and the 95 % interval of the others."""
     if not gains.any():
         return "–"
-    low, high = 100 * np.quantile(gains[1:], [0.025, 0.975])
-    return f"{100 * gains[0]:+.1f} [{low:.1f}, {high:.1f}]".replace("-", "−")
+    low, high = np.quantile(gains[1:], [0.025, 0.975])
+    # + 0.0 makes 0 of −0
+    mean, low, high = (round(100 * float(value), 1) + 0.0 for value in (gains[0], low, high))
+    return f"{mean:+.1f} [{low:.1f}, {high:.1f}]".replace("-", "−")
 
 
 def rows_of(cells: Sequence[Sequence[object]]) -> str:
@@ -373,8 +375,8 @@ def rows_of(cells: Sequence[Sequence[object]]) -> str:
 def write_tables(folder: Path, profiles: list[str]) -> None:
     """Print what GRPO adds to imitation, and utility over the share of cells."""
     gained: list[Sequence[object]] = [("profile", "cells of a sample", "draws", *WAYS)]
-    shown = ("static", "imitation", WAYS[0], "teacher")
-    names = ("profile", "cells of a sample", *shown)
+    listed = ("static", "imitation", WAYS[0], "teacher")
+    names = ("profile", "cells of a sample", *listed)
     curves: list[Sequence[object]] = [
         (*names, "imitation − whole static", "imitation − whole imitation")
     ]
@@ -390,7 +392,7 @@ def write_tables(folder: Path, profiles: list[str]) -> None:
         whole = Resamples(folder, profile, [Fraction(1)])
         for share in (*SHARES, Fraction(1)):
             of_share = whole if share == 1 else resamples
-            means = [f"{of_share.mean(share, way):.3f}" for way in shown]
+            means = [f"{of_share.mean(share, way):.3f}" for way in listed]
             references = ("static_of_whole", "imitation_of_whole")
             gained_over = [of_share.gains(share, "imitation", other) for other in references]
             curves.append((profile, of_share.words(share), *means, *map(in_points, gained_over)))
