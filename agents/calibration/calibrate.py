@@ -5,13 +5,14 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from knobwise.agents.calibration.deployed_controller import Arrays, Calibration, DeployedController
-from knobwise.agents.calibration.guard import calibrate
+from knobwise.agents.calibration.guard import Decide, calibrate
 from knobwise.agents.calibration.mean_policies import (
     StaticMix,
     calibrated_values,
@@ -19,12 +20,13 @@ from knobwise.agents.calibration.mean_policies import (
     outcomes_of,
 )
 from knobwise.agents.controller.features import FeatureNormaliser
+from knobwise.agents.deployed.calibrated import Static
 from knobwise.agents.evaluation.baselines import fit_static
-from knobwise.agents.evaluation.policy import Policy, choices_of, requests_of
-from knobwise.agents.teacher.completed import measured_of
+from knobwise.agents.evaluation.policy import Array, Policy, choices_of, requests_of
+from knobwise.agents.teacher.completed import CompletedTable, measured_of
 from knobwise.agents.teacher.regressors import ridge
 from knobwise.agents.training.controllers import ControllerSetup
-from knobwise.envs.bandit.budgets import log_moments
+from knobwise.envs.bandit.budgets import MIN_LATENCY_MS, log_moments
 from knobwise.envs.tables.profile_table import ProfileTable
 
 MAX_LATENCIES = 1 << 18
@@ -71,9 +73,69 @@ def _calibrate_guard(calibration: Calibration, setup: ControllerSetup, budgets_m
     # once with the cost of a decision charged, once as if it were free
     calibration.guard = calibrate(*judged, decide, level, setup.cost_ms)
     calibration.guard_if_free = calibrate(*judged, decide, level)
+    if isinstance(table, CompletedTable):
+        validation = torch.isin(setup.held_out.rows, setup.split.validation)
+        left_ms = (budgets_ms - setup.cost_ms).clamp_min(MIN_LATENCY_MS)
+        margins = torch.tensor([row["margin"] for row in calibration.guard])
+        chosen = torch.stack([decide(float(limit)) for limit in margins * left_ms], 1)
+        calibration.judged = {
+            "rows": setup.held_out.rows[validation].numpy(),
+            "chosen": chosen[validation].numpy(),
+            "static": judged[-1][validation].numpy(),
+            "cost_ms": np.array(setup.cost_ms),
+        }
     if setup.distiller:
         calibration.guard_of_teacher = calibrate(*judged, teacher_decides, level, margins=(1.0,))
     calibration.static = fit_static(table, setup.fitted).arrays()
+
+
+def cells_to_judge(controller: DeployedController, table: ProfileTable, test: Tensor) -> Tensor:
+    """Return the cells that judging a controller needs: what it chooses and what static chooses,
+    for the validation samples that its guard is about and for test samples. bool [N, C].
+
+    Args:
+        test: int64 [n].
+    """
+    calibration = controller.calibration
+    cells = torch.zeros_like(table.mask)
+    rows = torch.from_numpy(calibration.judged["rows"]).unsqueeze(1)
+    for name in ("chosen", "static"):
+        cells[rows, torch.from_numpy(calibration.judged[name])] = True
+    features, _ = requests_of(table, test)
+    budgets_ms = np.array([row["budget_ms"] for row in calibration.guard])
+    left_ms = np.maximum(budgets_ms - calibration.judged["cost_ms"], MIN_LATENCY_MS)
+    allowed = np.ones((len(test), table.num_configurations), bool)
+    policies: list[tuple[Policy, Array]] = [
+        (controller.without_fallback, left_ms),
+        (Static(calibration.static), budgets_ms),
+    ]
+    for policy, limits in policies:
+        cells[test.unsqueeze(1), choices_of(policy, features, limits, allowed)] = True
+    return cells
+
+
+def calibrated_again(controller: DeployedController, table: ProfileTable) -> DeployedController:
+    """Return a controller whose guard was calibrated once more on the choices that it is about.
+
+    Args:
+        table: the profile in which they have been measured, completed.
+    """
+    judged = controller.calibration.judged
+    rows = torch.from_numpy(judged["rows"])
+    cost_ms = float(judged["cost_ms"])
+    guard = []
+    for number, row in enumerate(controller.calibration.guard):
+        budget_ms = torch.tensor([row["budget_ms"]])
+        chosen = torch.from_numpy(judged["chosen"][:, number])
+        static = torch.from_numpy(judged["static"][:, [number]])
+        about = table, rows, budget_ms, static, _always(chosen)
+        guard += calibrate(*about, row["level"], cost_ms, (row["margin"],))
+    calibration = replace(controller.calibration, guard=guard)
+    return DeployedController(controller.controller, controller.teacher, calibration).eval()
+
+
+def _always(chosen: Tensor) -> Decide:
+    return lambda limit_ms: chosen
 
 
 def _choices(setup: ControllerSetup, policies: Sequence[Policy], limits: Tensor) -> Tensor:

@@ -27,7 +27,7 @@ from knobwise.common.errors import InputError
 from knobwise.common.files import written_whole
 
 Arrays = dict[str, Array]
-ARRAYS = ("static", "latency", "mean")
+ARRAYS = ("static", "latency", "mean", "judged")
 """Fields of `Calibration` that hold arrays; the others hold rows of plain values."""
 
 
@@ -45,6 +45,9 @@ class Calibration:
         latency: the latency that the tracker expects: `bias` and `spread` [C], and perhaps `weight`
             [width, C].
         mean: the mean budgets, see `policy.calibrated.MeanBudgets`.
+        judged: where not every cell was measured, the choices that the guard is about, for n
+            validation samples, by policies that were not fitted on them: `rows` [n], `chosen` and
+            `static` [n, B], and `cost_ms`, what a decision is charged.
     """
 
     guard: list[GuardRow] = field(default_factory=list)
@@ -53,6 +56,7 @@ class Calibration:
     static: Arrays = field(default_factory=dict)
     latency: Arrays = field(default_factory=dict)
     mean: Arrays = field(default_factory=dict)
+    judged: Arrays = field(default_factory=dict)
 
     def scale_static(self, times: Array, accuracies: Array) -> None:
         """Multiply times and accuracies that static knows by factors [C] of the configurations."""
@@ -93,6 +97,13 @@ class DeployedController(nn.Module):
     def if_free(self) -> NumpyController:
         """The controller that would decide if decisions and features cost nothing."""
         calibration = replace(self.calibration, guard=self.calibration.guard_if_free)
+        return DeployedController(self.controller, None, calibration).decider
+
+    @property
+    def without_fallback(self) -> NumpyController:
+        """The controller that would decide at every budget, with the margins of its guard."""
+        guard: list[Any] = [{**row, "deployed": True} for row in self.calibration.guard]
+        calibration = replace(self.calibration, guard=guard)
         return DeployedController(self.controller, None, calibration).decider
 
     @property
@@ -267,9 +278,11 @@ class DeployedController(nn.Module):
         teacher = None
         if plain["teacher"]:
             teacher = Teacher.restored(plain["teacher"], controller)
-        calibration = Calibration(**{name: plain[name] for name in vars(Calibration())})
+        # earlier versions lack some
+        known = {name: plain[name] for name in vars(Calibration()) if name in plain}
+        calibration = Calibration(**known)
         for part in ARRAYS:
-            setattr(calibration, part, _numpy_of(plain[part]))
+            setattr(calibration, part, _numpy_of(plain.get(part, {})))
         deployed = cls(controller, teacher, calibration).eval()
         _ = deployed.decider  # making it checks the controller
         return deployed

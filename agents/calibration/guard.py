@@ -34,7 +34,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from knobwise.agents.teacher.completed import estimated
+from knobwise.agents.teacher.completed import CompletedTable, effective_cells, estimated
 from knobwise.common.paired import is_better, standard_error
 from knobwise.envs.bandit.budgets import MIN_LATENCY_MS
 from knobwise.envs.bandit.reward import share_on_time
@@ -79,6 +79,9 @@ class GuardRow(TypedDict):
     """The share on time of what is deployed; None if no request was feasible."""
     utility_static: NotRequired[float]
     feasible: NotRequired[int]
+    effective_cells: NotRequired[float]
+    """Where not every choice was measured: as many choices of the policy, all measured, would give
+    an estimate as sure as this."""
     accuracy_policy: NotRequired[float]
     accuracy_static_mix: NotRequired[float]
     latency_ms_mean: NotRequired[float]
@@ -121,7 +124,12 @@ def calibrate(
         feasible = (quickest_ms <= budget).any(1)
         count = int(feasible.sum())
         misses = count - on_time[feasible].sum(0)
-        rulings.append(_calibrated(float(budget), utilities, misses, count, level, margins))
+        row = _calibrated(float(budget), utilities, misses, count, level, margins)
+        if isinstance(table, CompletedTable):
+            chosen = choices[margins.index(row["margin"])]
+            row["effective_cells"] = effective_cells(table.weight[rows, chosen])
+            row["reason"] += f"; estimated from {row['effective_cells']:.0f} measured choices"
+        rulings.append(row)
     return rulings
 
 

@@ -37,7 +37,8 @@ class CompletedTable(ProfileTable):
     predicted: ProfileTable = field(kw_only=True)
     """Predictions for all cells, each from other samples than its own (cross-fitted)."""
     weight: Tensor = field(kw_only=True)
-    """float32 [N, C]: 1 / the probability with which a cell was measured; 0 where it was not."""
+    """float32 [N, C], how many cells a measured cell stands for: 1 / the probability of measuring
+    it; 0 where nothing was measured."""
 
     @property
     def digest(self) -> str:
@@ -66,6 +67,13 @@ def estimated(
     weight = table.weight[cells].to(expected)
     error = values_in(table.measured) - expected
     return expected + (weight * error).where(weight > 0, 0.0)
+
+
+def effective_cells(weight: Tensor) -> float:
+    """Return how many measured cells of equal weight would tell as much as these: (Σw)²/Σw² (Kish
+    1965, "Survey Sampling"), 0 where nothing was measured."""
+    total = float(weight.sum())
+    return total**2 / max(float(weight.square().sum()), 1e-12)
 
 
 def completed(table: ProfileTable, split: Split, seed: int = 0, folds: int = FOLDS) -> ProfileTable:
@@ -117,7 +125,7 @@ def completed(table: ProfileTable, split: Split, seed: int = 0, folds: int = FOL
         **fields_of | changed,
         measured=table,
         predicted=replace(table, **_values(table, cross_fitted, offsets)),
-        weight=table.mask / _probability(table, usable.squeeze(1)),
+        weight=_weight(table, usable.squeeze(1)),
     )
 
 
@@ -158,16 +166,15 @@ def _padded(repeats_ms: Tensor, table: ProfileTable) -> Tensor:
     return functional.pad(repeats_ms, (0, missing), value=torch.nan)
 
 
-def _probability(table: ProfileTable, fitted: Tensor) -> Tensor:
-    """Return the probability with which each cell was measured, [N, C], 1 where it was not.
+def _weight(table: ProfileTable, fitted: Tensor) -> Tensor:
+    """Return how many cells each measured cell stands for, [N, C], 0 where nothing was measured.
 
-    Without one in the table, the cells of a configuration count as drawn at random from the samples
-    to fit on (bool [N]), and from the others.
+    Where the table does not say so, the cells of a configuration count as drawn at random from the
+    samples to fit on (bool [N]), and from the others.
     """
-    if table.probability is not None:
-        return table.probability.where(table.mask, 1.0)
-    probability = torch.ones(table.mask.shape)
+    if table.sampling_weight is not None:
+        return table.sampling_weight * table.mask
+    share = torch.ones(table.mask.shape)
     for rows in (fitted, ~fitted):
-        if rows.any():
-            probability[rows] = table.mask[rows].float().mean(0)
-    return probability.where(table.mask, 1.0)
+        share[rows] = table.mask[rows].float().mean(0)
+    return table.mask / share.where(table.mask, 1.0)

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from scipy.sparse.linalg import LinearOperator, cg
+from threadpoolctl import threadpool_limits
 from torch import Tensor
 
 from knobwise.envs.tables.profile_table import ProfileTable
@@ -137,12 +138,15 @@ class Completion:
             early_stopping=False,
             random_state=self.seed,
         )
-        model.fit(np.concatenate([self.x[rows], configurations[columns]], 1), values[rows, columns])
+        inputs = np.concatenate([self.x[rows], configurations[columns]], 1)
         predicted = np.empty_like(surface)
-        # a configuration at a time, so that no n·C rows of features lie in memory
-        for column, configuration in enumerate(configurations):
-            repeated = np.broadcast_to(configuration, (len(self.x), len(configuration)))
-            predicted[:, column] = model.predict(np.concatenate([self.x, repeated], 1))
+        # the trees are small: threads would mostly wait for each other
+        with threadpool_limits(1, user_api="openmp"):
+            model.fit(inputs, values[rows, columns])
+            # a configuration at a time, so that no n·C rows of features lie in memory
+            for column, configuration in enumerate(configurations):
+                repeated = np.broadcast_to(configuration, (len(self.x), len(configuration)))
+                predicted[:, column] = model.predict(np.concatenate([self.x, repeated], 1))
         return predicted
 
 

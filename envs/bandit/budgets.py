@@ -105,9 +105,8 @@ def default_budgets(table: ProfileTable, rows: Tensor | None = None) -> Tensor:
         fastest = _fastest_of_all(latency_ms, mask)
     floor = torch.quantile(fastest[fastest.isfinite()], FEASIBLE_SHARE, interpolation="higher")
     weights = None
-    if table.probability is not None:
-        # cells that were likelier to be drawn stand for fewer of all cells
-        weights = 1 / subsample(table.probability[which])[mask]
+    if table.sampling_weight is not None:
+        weights = subsample(table.sampling_weight[which])[mask]
     budgets = _quantile(latency_ms[mask], quantiles, weights).maximum(floor)
     # no latency lies between two budgets that the same number of latencies meet
     if len(torch.searchsorted(ordered, budgets, right=True).unique()) < len(budgets):

@@ -37,6 +37,8 @@ MEASURES = frozenset(
         "question",
         "repeat",
         "sampling_probability",
+        "sampling_weight",
+        "measured_round",
     }
 )
 """Columns of measurements, which are never knobs."""

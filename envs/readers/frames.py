@@ -379,15 +379,12 @@ def check_range(rows: pl.DataFrame, column: str, name: str) -> None:
 
     Args:
         rows: `sample_id`, optionally `dataset` and the `file` that a row is from, and the column.
-        column: `accuracy`, `probability`, or any time; null is none.
+        column: `accuracy`, or any time or weight; null is none.
         name: of the column in its file.
     """
     if column == "accuracy":
         valid = pl.col(column).is_between(-1e-6, 1 + 1e-6)
         fault = f"outside [0, 1]{PERCENT}"
-    elif column == "probability":
-        valid = pl.col(column).is_between(0, 1, closed="right").fill_null(False)
-        fault = "not above 0 and at most 1"
     else:
         valid = pl.col(column).is_between(0, 3.4e38)
         fault = "negative, NaN or infinite"

@@ -46,8 +46,8 @@ TRAINING_COLUMNS = {
     "language_feature": "language_features",
 }
 """Other columns of training examples, with the names that we give them."""
-DRAWN = "sampling_probability"
-"""The column of the probability with which a cell was drawn to be measured."""
+WEIGHT = "sampling_weight"
+"""The column of how many cells a measured cell stands for."""
 CLUSTER = "cluster"
 """The column of clusters that `long_frame` writes; when read, `group` names one."""
 TIME = "measured_at"
@@ -151,8 +151,8 @@ def table_from_frame(
         frame: `sample_id`, the knobs, an accuracy in [0, 1] (`score` if there is no `accuracy`), a
             cost ≥ 0; optionally `repeat` (numbers that tell the measurements of a cell apart),
             `dataset`; `image_id`, `split`, `question_type`, constant inside a sample;
-            `first_look_ms`, what decisions by features cost on top; `sampling_probability`, in
-            (0, 1], where some of the cells were drawn to be measured.
+            `first_look_ms`, what decisions by features cost on top; `sampling_weight`, how
+            many cells a measured one stands for, where some were drawn to be measured.
         knobs: the columns that are knobs. By default every column that is neither a key nor a
             measurement (such as `*_ms`), nor constant inside each sample.
         accuracy_unit: `percent` for accuracies in [0, 100].
@@ -284,9 +284,9 @@ def _dense_fields(
         "mask": ~accuracy.isnan(),
         **_names(samples, notes),
     }
-    if (rows["probability"] < 1).any():
-        probability = _means(rows["probability"], cell, count)
-        fields["probability"] = probability.view(shape).nan_to_num(0.0)
+    if (rows["weight"] != 1).any():
+        weight = _means(rows["weight"].fill_null(0.0), cell, count)
+        fields[WEIGHT] = weight.view(shape).nan_to_num(0.0)
     if first_look_ms.any():
         fields["first_look_ms"] = first_look_ms
     if count.max() > 1:
@@ -318,8 +318,8 @@ def long_frame(table: ProfileTable) -> pl.DataFrame:
     columns.append(pl.Series("latency_ms", table.measurements_ms.numpy()[row, column, repeat]))
     if first_look_ms is not None:
         columns.append(pl.Series("first_look_ms", first_look_ms.numpy()[row, column]))
-    if table.probability is not None:
-        columns.append(pl.Series(DRAWN, table.probability.numpy()[row, column]))
+    if table.sampling_weight is not None:
+        columns.append(pl.Series(WEIGHT, table.sampling_weight.numpy()[row, column]))
     return pl.DataFrame(columns)
 
 
@@ -355,13 +355,13 @@ def _profiled_rows(
     Returns:
         All columns of these rows as they were read; and their ids as text (`dataset`, if there is
         one, and `sample_id`), accuracy, latency, `repeat` (null without such a column),
-        `first_look` (0 without one) and `probability` (1 without one).
+        `first_look` (0 without one) and `weight` (1 without one).
     """
     # every measurement as a number
     shares = as_share(number_column(frame[accuracy]), accuracy_unit, notes)
     measured = pl.DataFrame(
         {"accuracy": shares, "latency": number_column(frame[latency], False)}
-    ).with_columns(repeat=pl.lit(None, pl.Float64), first_look=pl.lit(0.0), probability=pl.lit(1.0))
+    ).with_columns(repeat=pl.lit(None, pl.Float64), first_look=pl.lit(0.0), weight=pl.lit(1.0))
     if "repeat" in frame.columns and not frame["repeat"].is_null().all():
         repeat = number_column(frame["repeat"], False).fill_null(0.0)
         measured = measured.with_columns(repeat=repeat)
@@ -369,8 +369,8 @@ def _profiled_rows(
     if timed and latency == "latency_ms" and "first_look_ms" in frame.columns:
         first_look = number_column(frame["first_look_ms"], False).fill_null(0.0)
         measured = measured.with_columns(first_look=first_look)
-    if DRAWN in frame.columns:
-        measured = measured.with_columns(probability=number_column(frame[DRAWN], False))
+    if WEIGHT in frame.columns:
+        measured = measured.with_columns(weight=number_column(frame[WEIGHT], False))
     # what failed is late and wrong, not unmeasured
     failed = failures(frame, shares, measured["latency"], notes)
     has_time = measured["latency"].is_not_null()
@@ -400,7 +400,7 @@ def _profiled_rows(
     check_range(rows, "accuracy", accuracy)
     check_range(rows, "latency", latency)
     check_range(rows, "first_look", "first_look_ms")
-    check_range(rows, "probability", DRAWN)
+    check_range(rows, "weight", WEIGHT)
     return frame, rows
 
 

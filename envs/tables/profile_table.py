@@ -54,7 +54,7 @@ class ProfileTable:
 
     WORDS: ClassVar = ("datasets", "image_ids", "clusters", "parts", "question_types")
     """Fields with a name for each sample, which may be empty."""
-    OPTIONAL: ClassVar = ("repeats_ms", "first_look_ms", "probability")
+    OPTIONAL: ClassVar = ("repeats_ms", "first_look_ms", "sampling_weight")
     """Tensors that may be None."""
     AXES: ClassVar = {
         **dict.fromkeys(("accuracy", "latency_ms", "mask", *OPTIONAL), "NC"),
@@ -111,9 +111,10 @@ class ProfileTable:
     first_look_ms: Tensor | None = None
     """float32 [N, C], 0 where not profiled, None for nothing: the part of `latency_ms` that reading
     a request for its features adds. It is 0 where the answer continues from that reading."""
-    probability: Tensor | None = None
-    """float32 [N, C], the probability with which a cell was drawn to be measured, 0 where it was
-    not; None where nothing was drawn, or nobody knows."""
+    sampling_weight: Tensor | None = None
+    """float32 [N, C], how many cells a measured cell stands for: 1 / the probability with which it
+    was drawn, 0 if it was chosen by what was measured before. None where nothing was drawn, or
+    nobody knows."""
 
     def __post_init__(self) -> None:
         name = f"profile {self.name!r}"

@@ -29,6 +29,11 @@ def profile(config: ProfileRun) -> None:
     Raises:
         InputError: options for another kind of model; see also the profilers.
     """
+    if config.complete is not None:
+        from knobwise.experiments.deploy.complete import complete
+
+        complete(config, measure)
+        return
     # a model with knobs is measured, any other is asked which demonstrations help
     users_class = ":" in config.model and not config.vlm.data
     has_knobs = config.data is not None or config.model in BUILT_IN or users_class
@@ -44,8 +49,13 @@ def profile(config: ProfileRun) -> None:
         raise InputError(f"profile: {error}") from error
 
 
-def measure(config: ProfileRun) -> Path:
-    """Measure a model with knobs; return the folder."""
+def measure(config: ProfileRun, needed: Callable[[Any], Any] | None = None) -> Path:
+    """Measure a model with knobs; return the folder.
+
+    Args:
+        needed: see `profile_vlm`.
+    """
+    from knobwise.agents.evaluation.informative_cells import outlook_of
     from knobwise.profiling.measuring.machine import one_thread
     from knobwise.profiling.measuring.profiler import profile_vlm
     from knobwise.profiling.models import load_model
@@ -64,7 +74,7 @@ def measure(config: ProfileRun) -> Path:
     if config.data is None or ":" in config.model:
         identity["class"] = config.model
     with one_thread():  # as it is served live
-        return profile_vlm(config.out, model, items, knobs, identity)
+        return profile_vlm(config.out, model, items, knobs, identity, outlook_of, needed)
 
 
 def _summary(folder: Path) -> None:

@@ -11,6 +11,7 @@ import torch
 from rich.console import Console
 from threadpoolctl import threadpool_limits
 
+from knobwise.agents.evaluation.baselines import FittedStatic
 from knobwise.agents.selector.clip_encoder import as_read
 from knobwise.agents.selector.selector import Selector
 from knobwise.agents.teacher.completed import completed
@@ -24,6 +25,7 @@ from knobwise.envs.tables.profile_table import ProfileTable, Split
 from knobwise.envs.tables.units import check_time
 from knobwise.experiments.evidence.controllers import EVALUATORS, gain_on_held_out, held_out_choices
 from knobwise.experiments.evidence.decisions import write_decisions
+from knobwise.experiments.evidence.evaluate import Deadlines
 from knobwise.experiments.evidence.run_folder import checkpoint_at
 from knobwise.experiments.evidence.schema import RunResults
 from knobwise.experiments.evidence.selectors import evaluate_selectors
@@ -93,10 +95,14 @@ def evaluate_controller(loaded: Loaded, config: EvaluateRun) -> tuple[RunResults
     evaluator = EVALUATORS[policy.constraint]
     budgets_ms = evaluator.budgets_for(policy, table, split, config.budgets_ms)
     judged = evaluator(table, split, budgets_ms, RewardTable(table, config.reward))
+    # choices that were measured for judging (`profile complete=`) are those of this static policy
+    by_choice = policy.calibration.judged and loaded.profile_digest == table.digest
+    if by_choice and isinstance(judged, Deadlines):
+        judged.static = FittedStatic(policy.calibration.static)
     with threadpool_limits(1):
         results, decisions = evaluate_beside_baselines(judged, config, [policy], [0])
     results |= held_out_choices([loaded])
-    if gain := gain_on_held_out([loaded]):
+    if not by_choice and (gain := gain_on_held_out([loaded])):
         results |= {"grpo_gain": gain}
     return results, decisions
 

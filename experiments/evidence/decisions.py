@@ -37,6 +37,7 @@ SCHEMA: dict[str, type[pl.DataType]] = {
     "choice": pl.String,
     "second_choice": pl.String,
     "second_share": pl.Float64,
+    "sampling_weight": pl.Float32,
     "accuracy": pl.Float32,
     "latency_ms": pl.Float32,
     "on_time": pl.Float32,
@@ -68,6 +69,9 @@ The outcomes:
 - `choice`: the label of the configuration; or the bank rows of the demonstrations in the order
   shown, joined by blanks. Where two configurations share the requests, `second_choice` gets the
   part `second_share`, and the outcomes are expectations.
+- `sampling_weight`: null where every cell of the profile was measured. Else the outcomes are doubly
+  robust estimates, which may lie outside their range: it is how many cells this one stands for, 0
+  if it was not measured and its outcomes are predictions.
 - `accuracy`: of demonstrations 0 or 1, whether the answer was right.
 - `on_time`: the share of the cell's measurements that meet the budget, with the policy's own cost;
   `feasible`: some profiled configuration meets the budget; `utility`: accuracy · on_time. For
@@ -127,7 +131,8 @@ def read_decisions(folder: str | Path) -> pl.DataFrame:
         raise InputError(f"{path}: cannot be read ({error}); run the experiment again") from error
     # unknown values are null, and pass
     fits = pl.col(*SHARES).is_between(-1e-6, 1 + 1e-6), pl.col("latency_ms").is_between(0, 3.4e38)
-    if len(wrong := decisions.filter(~pl.all_horizontal(*fits))):
+    measured = pl.col("sampling_weight").is_null()
+    if len(wrong := decisions.filter(measured & ~pl.all_horizontal(*fits))):
         raise InputError(
             f"{path}: holds {len(wrong)} rows with an accuracy, a utility or a share outside "
             "[0, 1], or a negative or infinite time; run the experiment again"

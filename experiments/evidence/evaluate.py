@@ -25,6 +25,7 @@ from knobwise.agents.evaluation.budgets import judged_budgets
 from knobwise.agents.evaluation.evaluation import evaluate_policy
 from knobwise.agents.evaluation.own_cost import OwnCost
 from knobwise.agents.evaluation.policy import Policy
+from knobwise.agents.teacher.completed import CompletedTable
 from knobwise.agents.teacher.experts import Experts
 from knobwise.common.progress import progress
 from knobwise.envs.bandit.reward import RewardTable
@@ -176,6 +177,8 @@ class Deadlines(OnTable):
     ) -> None:
         super().__init__(table, split, budgets_ms)
         self.rewards = rewards
+        # a trained controller may bring the static policy that it was compared with
+        self.static = fit_static(table, split.fitted)
 
     @staticmethod
     def deadlines(budgets_ms: Tensor) -> Tensor:
@@ -189,6 +192,8 @@ class Deadlines(OnTable):
             policy, self.table, self.rows, self.budgets_ms, self.rewards, cost_ms
         )
         columns = dict(vars(judged))
+        if isinstance(self.table, CompletedTable):
+            columns["sampling_weight"] = self.table.weight[self.rows.unsqueeze(1), judged.chosen]
         if getattr(policy, "teacher", None) is not None:
             left_ms = self.budgets_ms - cost_ms
             columns["expected_on_time"] = self._expected(policy, judged.chosen, left_ms)
@@ -224,7 +229,7 @@ class Deadlines(OnTable):
             seed: of `random`.
         """
         about = self.table, self.split, seed, self.budgets_ms, experts
-        policies: list[Any] = [*make_baselines(*about)]
+        policies: list[Any] = [self.static, *make_baselines(*about)[1:]]
         if len(rows_by_dataset(self.table, self.rows)) > 1:
             policies.insert(1, StaticPerDataset(self.table, self.split.fitted, self.rows))
         return policies
@@ -232,7 +237,7 @@ class Deadlines(OnTable):
     def references(self) -> list[Policy]:
         """Make both ends of the oracle gap: budget-aware static, fitted on all but the test
         samples, and the oracle."""
-        return [fit_static(self.table, self.split.fitted), Oracle(self.table, self.rows)]
+        return [self.static, Oracle(self.table, self.rows)]
 
     def deployed(self, controller: DeployedController) -> Policy:
         """Give the policy that decides for a controller: itself, guard included."""
@@ -241,4 +246,4 @@ class Deadlines(OnTable):
     def explained_by(self, controller: DeployedController) -> tuple[Tensor, Policy, Tensor | None]:
         """Return what decisions are explained with: the budgets [B], the static policy beside the
         controller, and the prices [B] of a ms, None where there are none."""
-        return self.budgets_ms, fit_static(self.table, self.split.fitted), None
+        return self.budgets_ms, self.static, None

@@ -56,6 +56,7 @@ class PolicyRow(TypedDict, total=False):
     satisfaction_feasible: float | None
     satisfaction_feasible_ci95: Interval | None
     infeasible: float | None
+    effective_cells: float | None
     decision_us_p50: float | None
     price: float | None
     worth_ms: float | None

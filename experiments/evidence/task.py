@@ -95,6 +95,12 @@ ATTAINED = Metric("attained", "attained", ".0%")
 PRICE = Metric("price", "price λ", ".3g")
 """Added where the policies are known."""
 DECISION = Metric("decision_us_p50", "decision time", unit="µs", aggregate=pl.mean("decision_us"))
+WEIGHT = pl.col("sampling_weight")
+EFFECTIVE_CELLS = Metric(
+    "effective_cells",
+    # Kish (1965), see `knobwise.agents.teacher.completed.effective_cells`
+    aggregate=WEIGHT.sum() ** 2 / pl.when(WEIGHT.sum() > 0).then((WEIGHT**2).sum()),
+)
 P95 = Metric(
     "latency_ms_p95",
     unit="ms",
@@ -194,6 +200,7 @@ DEADLINE = Task(
         Metric("over_static", value=over("utility")),
         P95,
         Metric("infeasible", aggregate=1 - pl.mean("feasible")),
+        EFFECTIVE_CELLS,
         Metric("reward", aggregate=pl.mean("reward")),
     ),
     low="budget_aware_static",

@@ -277,6 +277,10 @@ class ProfileRun:
     """Folder for the files. Repeat the command to resume an interrupted run."""
     checkpoint: str | None = None
     """A trained selector, whose draws are recorded as one more round in `out`."""
+    complete: str | None = None
+    """A run that was trained on the profile in `out`, of which part of the cells was measured: what
+    its controller and static choose on validation and test samples is measured too, and the guard
+    is calibrated again by these measurements. Settings of `knobs` are those of the profile."""
     knobs: VLMProfileConfig = field(default_factory=VLMProfileConfig)
     """With a model that has knobs: which knob values are measured, and how."""
     importance: str | None = None

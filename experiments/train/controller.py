@@ -22,7 +22,7 @@ from knobwise.agents.controller.features import FeatureNormaliser
 from knobwise.agents.controller.settings import hidden_for
 from knobwise.agents.evaluation.budgets import few_budgets
 from knobwise.agents.evaluation.own_cost import expected_cost_ms
-from knobwise.agents.teacher.completed import completed, measured_of
+from knobwise.agents.teacher.completed import CompletedTable, completed, measured_of
 from knobwise.agents.teacher.experts import Experts
 from knobwise.agents.teacher.regressors import FAMILIES
 from knobwise.agents.training.checkpoint import Loaded, load_checkpoint
@@ -266,7 +266,9 @@ class ControllerExperiment(Experiment):
                 evaluator, config, controllers, config.seeds, experts, self.fold_seed, before
             )
         gain: GrpoGain = results.pop("grpo_gain", {})
-        gain |= gain_on_held_out(best)
+        # what predictions say of held-out samples is no evidence
+        if not isinstance(self.table, CompletedTable):
+            gain |= gain_on_held_out(best)
         if gain:
             results["grpo_gain"] = gain
         first = self.trainers[0]

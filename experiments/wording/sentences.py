@@ -61,7 +61,7 @@ def _verdict(results: RunResults) -> list[str]:
         for row in [row for row in ranked(results) if row["policy"] != ORACLE][:1]:
             line += f" The best is {with_score(row, task.ranked_by)}."
         return [line]
-    lines = [_answer(results, learned)]
+    lines = [_answer(results, learned), *_on_estimates(results, learned)]
     if task.equal_latency:
         lines.append(_at_tight_budgets(results))
     if estimate := results.get("attainable"):
@@ -82,6 +82,18 @@ OVER_STATIC = {
     0: "No measurable gain over",
 }
 """`sign_of` the controller's gain over static → how the answer begins."""
+
+
+def _on_estimates(results: RunResults, learned: Row) -> list[str]:
+    """Say how much was measured of what the controller chooses, where that is not all."""
+    cells = learned.get("effective_cells")
+    if not known(cells) or cells > 0.99 * results["test_samples"]:
+        return []
+    return [
+        "Most choices were never measured, so these scores are uncertain estimates: as sure as "
+        f"{number(cells, '.0f')} measured samples at a budget, of {results['test_samples']:,}. "
+        "Measure the others with knobwise profile complete=RUN."
+    ]
 
 
 def _answer(results: RunResults, learned: Row) -> str:

@@ -36,7 +36,7 @@ from knobwise.profiling.measuring.adaptive_model import (
     clock_ms,
     clocked_by,
 )
-from knobwise.profiling.measuring.cell_design import balanced_cells
+from knobwise.profiling.measuring.cell_design import CellDesign
 from knobwise.profiling.measuring.feature_store import FeatureStore
 from knobwise.profiling.measuring.questions import VQAItem
 from knobwise.profiling.measuring.requests import Questions
@@ -53,6 +53,10 @@ STAGE_TIMES = ("features_ms", "first_look_ms")
 TOKENS = ("vision_tokens", "language_tokens", "output_tokens")
 EXTRA = "extra."
 """Prefix of the columns that a model adds to its answers."""
+CELL = ("sample", "configuration")
+"""The columns that number a cell."""
+INDEX = pl.UInt32
+"""Their type."""
 _SCHEMA = {
     "sample_id": pl.String,
     "content": pl.String,
@@ -65,8 +69,10 @@ COLUMNS = {
     *KEYS,
     *MEASURES,
     *_SCHEMA,
-    "sample",
-    "configuration",
+    *CELL,
+    "sampling_probability",
+    "sampling_weight",
+    "measured_round",
     "changed",
     "latency_ms",
     "decode_ms",
@@ -88,17 +94,8 @@ class MeasurementPlan:
     contents: tuple[str, ...]  # each item's content key
     configurations: tuple[Configuration, ...]  # each has a value for every knob
     config: VLMProfileConfig
+    design: CellDesign  # the cells to measure, and how likely each was drawn
     parts: tuple[str, ...] = ()  # each item's part, train, validation or test; empty: not fixed
-
-    @property
-    def cells(self) -> Bools:
-        """Mark the cells to measure: bool [N, C]; items to test on are measured whole."""
-        shape = (len(self.items), len(self.configurations))
-        if not self.parts:
-            return np.ones(shape, bool)
-        drawn = balanced_cells(*shape, self.config.per_sample, SEED).numpy()
-        whole = np.array(self.parts) == "test"
-        return drawn | whole[:, None]
 
     @property
     def knobs(self) -> tuple[str, ...]:
@@ -120,6 +117,8 @@ class MeasurementPlan:
             schema_overrides=_SCHEMA,
         )
         settings = self.settings
+        rows, columns = self.design.cells.nonzero()
+        cells = pl.DataFrame({"sample": rows, "configuration": columns}, dict.fromkeys(CELL, INDEX))
         absent = [pl.lit(None).alias(knob) for knob in self.knobs if knob not in log.columns]
         return (
             log.with_columns(absent)
@@ -129,7 +128,8 @@ class MeasurementPlan:
                 pl.col(knob).cast(kind, strict=False) for knob, kind in settings.schema.items()
             )
             .join(settings.with_row_index("configuration"), on=self.knobs)
-            .unique(["sample", "configuration", "repeat"], keep="first", maintain_order=True)
+            .join(cells, on=CELL)
+            .unique([*CELL, "repeat"], keep="first", maintain_order=True)
         )
 
     def done(self, log: pl.DataFrame) -> Bools:
@@ -137,7 +137,7 @@ class MeasurementPlan:
         repeat, sample and configuration."""
         # one row of indices for each measurement
         cells = self.select(log).select("repeat", "sample", "configuration").to_numpy()
-        done = np.repeat(~self.cells[None], self.config.repeats, axis=0)
+        done = np.repeat(~self.design.cells[None], self.config.repeats, axis=0)
         done[tuple(cells.astype(np.int64).T)] = True
         return done
 
@@ -177,8 +177,13 @@ def appended(path: str | Path) -> Iterator[BinaryIO]:
 
 
 def measure(
-    model: AdaptiveVLM, plan: MeasurementPlan, log: BinaryIO, done: Bools, store: FeatureStore
-) -> None:
+    model: AdaptiveVLM,
+    plan: MeasurementPlan,
+    log: BinaryIO,
+    done: Bools,
+    store: FeatureStore,
+    out_of_time: Callable[[], bool] = lambda: False,
+) -> bool:
     """Measure what is not `done`, one request at a time, and keep the features of each sample.
 
     The first stage runs anew for each measurement, since its time is part of what is measured, or
@@ -191,6 +196,10 @@ def measure(
         log: an open file that gets a line for each measurement.
         done: bool [R, N, C], what was measured before.
         store: the features that are known. Under `force` all are computed again.
+        out_of_time: asked before each request; True ends the measuring, and features follow.
+
+    Returns:
+        Whether all was measured.
 
     Raises:
         InputError: the model failed, or gave an impossible answer; the message names sample and
@@ -210,6 +219,8 @@ def measure(
         _warm_up(run, done, plan.config.warm_up)
         with progress("measuring", done.size, count) as tick, collected_between() as collect:
             for repeat, i, columns in missing(done, run.answer_all is not None):
+                if out_of_time():
+                    break
                 stage, answers = run(i, columns)
                 keep(i, stage)
                 for j, answer in zip(columns, answers, strict=True):
@@ -224,6 +235,7 @@ def measure(
                 stage, _ = run(i, [])
                 keep(i, stage)
                 tick(number)
+    return count == done.size
 
 
 def _warm_up(run: _Runner, done: Bools, rounds: int) -> None:

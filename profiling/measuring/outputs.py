@@ -15,11 +15,21 @@ from numpy.typing import NDArray
 
 from knobwise.common.files import written_whole
 from knobwise.envs.readers.exp_files import write_exp5_exp6
+from knobwise.envs.readers.long_table import WEIGHT
 from knobwise.profiling.measuring.adaptive_model import KNOBS, KnobSupport
 from knobwise.profiling.measuring.machine import digests, write_json
-from knobwise.profiling.measuring.measuring import EXTRA, TIMES, TOKENS, MeasurementPlan
+from knobwise.profiling.measuring.measuring import (
+    CELL,
+    EXTRA,
+    TIMES,
+    TOKENS,
+    MeasurementPlan,
+)
 
-CELL = ("sample", "configuration")
+PROBABILITY = "sampling_probability"
+ROUND = "measured_round"
+DRAWN = (PROBABILITY, WEIGHT, ROUND)
+"""The columns about how a cell was drawn."""
 SAVES_NOTHING = 0.02
 """The share of the time below which a knob is reported to save nothing."""
 
@@ -71,7 +81,20 @@ def records_of(plan: MeasurementPlan, log: pl.DataFrame, dataset: str) -> pl.Dat
         plan.settings[rows["configuration"]],
         rows,
     ]
+    if plan.parts:
+        parts.append(_drawn(plan, rows))
     return pl.concat(parts, how="horizontal").with_columns(dataset=pl.lit(dataset))
+
+
+def _drawn(plan: MeasurementPlan, rows: pl.DataFrame) -> pl.DataFrame:
+    """Return how likely the cell of each row was drawn, how many cells it stands for, and its round
+    if there are several."""
+    cells = tuple(rows.select(CELL).to_numpy().T)
+    columns = {PROBABILITY: plan.design.probability[cells], WEIGHT: plan.design.weight[cells]}
+    drawn = pl.DataFrame(columns)
+    if plan.design.rounds.max() > 1:
+        drawn = drawn.with_columns(pl.Series(ROUND, plan.design.rounds[cells]))
+    return drawn
 
 
 def write_table(path: Path, columns: pl.DataFrame) -> None:
@@ -95,8 +118,8 @@ def write_vlm_profile(
     too. These hold whole numbers of `KNOBS` only; for other knobs there are none.
     """
     records = records_of(plan, log, facts["name"])
-    wanted = ("sample_id", "image_id", "question_type", "split", *plan.knobs, "repeat", "accuracy")
-    keys = [c for c in wanted if c in records.columns]
+    wanted = ("sample_id", "image_id", "question_type", "split", *DRAWN)
+    keys = [c for c in (*wanted, *plan.knobs, "repeat", "accuracy") if c in records.columns]
     times = [c for c in records.columns if c.endswith("_ms")]
     write_table(out / "table.parquet", records.select(*keys, *times, "pred", "dataset"))
     questions = [(item.id, item.question) for item in plan.items]
@@ -125,7 +148,7 @@ def write_vlm_profile(
         content["measured"] = {
             "per_sample": plan.config.per_sample,
             "probability": plan.config.per_sample / shape[1],
-            "whole": "test",
+            "whole": "test" if plan.config.whole_test else None,
         }
     content |= {
         "samples": shape[0],
@@ -174,8 +197,8 @@ def knob_report(
         last.append(len(terms) - 1)
         report.append(asdict(knob) | {"available": knob.available, "measured": values})
     design = np.stack(terms, 1).astype(np.float64)
-    # else too few configurations were measured to tell the knobs apart
-    if np.linalg.matrix_rank(design) == design.shape[1]:
+    # else no sample, or too few configurations, were measured to tell the knobs apart
+    if len(logs) and np.linalg.matrix_rank(design) == design.shape[1]:
         fitted = logs @ np.linalg.pinv(design).T  # [N, terms]
         for row, term in zip(report, last, strict=True):
             if len(row["measured"]) > 1:

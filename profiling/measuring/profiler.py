@@ -6,34 +6,56 @@ profile_vlm("out", model, items, config)  →  out/table.parquet  features.safet
                                              out/exp5/…  out/exp6/…  (the same measurements as
                                              exp5/exp6 files) out/state/…  (what a later call
                                              continues from)
+
+With `knobs.rounds` the profile is written after each round. From it `choose` says which cells to
+measure next; they are noted in the folder before the round begins, so that an interrupted round is
+the same when it goes on.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
+import math
+import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import polars as pl
+from torch import Tensor
 
 from knobwise.common.checks import folder_name
 from knobwise.common.errors import InputError
+from knobwise.envs.readers.long_table import read_long_table
+from knobwise.envs.tables.profile_table import ProfileTable
 from knobwise.envs.tables.splits import split_groups
+from knobwise.profiling.design.sure_cells import (
+    FILE,
+    cells_of_plan,
+    places,
+    read_sure_cells,
+    write_sure_cells,
+)
 from knobwise.profiling.measuring.adaptive_model import (
     AdaptiveVLM,
     KnobSupport,
     check_configuration,
 )
+from knobwise.profiling.measuring.cell_design import CellDesign, Outlook
 from knobwise.profiling.measuring.feature_store import FeatureStore, content_keys
 from knobwise.profiling.measuring.grid_sampling import sample_grid
-from knobwise.profiling.measuring.machine import claim, machine
+from knobwise.profiling.measuring.machine import claim, machine, read_note, write_json
 from knobwise.profiling.measuring.measuring import (
+    CELL,
     COLUMNS,
     EXTRA,
     LOG,
     SEED,
+    STAGE_TIMES,
     MeasurementPlan,
     appended,
     measure,
@@ -48,6 +70,8 @@ MIN_IMAGES = 5
 """Samples of fewer images are not divided into parts."""
 SPLIT = "validation"
 """The split of the data set that exp5/exp6 files name."""
+ROUNDS = "rounds.json"
+"""The file of the rounds after the first."""
 
 
 def profile_vlm(
@@ -56,18 +80,27 @@ def profile_vlm(
     items: Sequence[VQAItem],
     config: VLMProfileConfig,
     identity: Mapping[str, Any] | None = None,
+    choose: Callable[[ProfileTable], Outlook] | None = None,
+    needed: Callable[[ProfileTable], Tensor] | None = None,
+    clock_s: Callable[[], float] = time.monotonic,
 ) -> Path:
     """Measure the model on the items, write the profile, and return its folder.
 
-    The same call resumes an interrupted run. A call for more configurations, samples or repeats
-    adds them. Another model, machine, version or data set needs another folder.
+    The same call resumes an interrupted run. A call for more configurations, samples, repeats or
+    rounds adds them. Another model, machine, version or data set needs another folder.
 
     Args:
         identity: what tells this model from others, beside `model.identity`.
+        choose: what to measure in further rounds, from the profile so far; None for one round.
+        needed: cells that are measured too whatever is drawn, bool [n, c] from the profile so far,
+            which must be there.
+        clock_s: the clock of `knobs.max_hours`, in seconds.
 
     Raises:
-        InputError: settings, metric or folder do not fit, or the model fails on a sample.
+        InputError: settings, metric or folder do not fit, the model fails on a sample, or time runs
+            out before the first round ends.
     """
+    start_s = clock_s()
     out = Path(out)
     state = out / "state"
     # check everything before anything is written
@@ -84,24 +117,221 @@ def profile_vlm(
     questions = [question_text(item, config.prompt) for item in items]
     contents = content_keys(items, questions)
     parts = drawn_parts(items, config, len(configurations))
-    plan = MeasurementPlan(items, requests, contents, configurations, config, parts)
+    design = first_round(parts, len(items), len(configurations), config)
+    plan = MeasurementPlan(items, requests, contents, configurations, config, design, parts)
+    rounds = Rounds(state / ROUNDS, plan)
     settings = {"max_new_tokens": config.max_new_tokens, "clock": config.clock}
     claim(state / "run.json", {"dataset": name, **identity, **settings})
     store = FeatureStore(state / "features")
+    features = out / "features.safetensors"
     path = state / LOG
+    facts = {
+        "name": name,
+        "config": asdict(config),
+        "split": SPLIT,
+        **identity,
+        "metrics": dict(sorted(Counter(requests.metrics.values()).items())),
+    }
+    limit_s = 3600 * (config.max_hours or math.inf)
+
+    def out_of_time() -> bool:
+        return clock_s() - start_s >= limit_s
+
     with appended(path) as log:
-        measure(model, plan, log, plan.done(read_measurements(path)), store)
-        store.write(out / "features.safetensors", plan.contents, [item.id for item in items])
-        facts = {
-            "name": name,
-            "config": asdict(config),
-            "split": SPLIT,
-            **identity,
-            "metrics": dict(sorted(Counter(requests.metrics.values()).items())),
-        }
-        profile = write_vlm_profile(out, plan, read_measurements(path), model.knobs, facts)
+        sure = read_sure_cells(state / FILE, contents, configurations)
+        if needed is not None:
+            table = read_long_table(out / "table.parquet", features=str(features))
+            ids = [item.id for item in items]
+            sure |= cells_of_plan(needed(table), table, ids, configurations)
+            write_sure_cells(state / FILE, sure, contents, configurations)
+        while True:
+            plan = rounds.plan()
+            plan = replace(plan, design=plan.design.with_sure(sure))
+            done = plan.done(read_measurements(path))
+            whole = measure(model, plan, log, done, store, out_of_time)
+            measurements = read_measurements(path)
+            if not whole:
+                plan = part_of(plan, measurements)
+            store.write(features, plan.contents, [item.id for item in items])
+            profile = write_vlm_profile(out, plan, measurements, model.knobs, facts)
+            if config.rounds == 1 or choose is None or not parts:
+                break
+            table = read_long_table(out / "table.parquet", features=str(features))
+            outlook = choose(table)
+            if rounds.end(plan, measurements, outlook.gain, whole):
+                profile["measured"] |= rounds.report
+                write_json(out / "profile.json", profile)
+                break
+            together = hasattr(model, "answer_all")
+            rounds.add(further_round(plan, measurements, table, outlook, together), outlook.gain)
     print(*knob_lines(profile), sep="\n")
     return out
+
+
+class Rounds:
+    """The rounds of measuring after the first, which are noted in a file before they begin.
+
+    Args:
+        path: of the file. It is read if there are to be further rounds.
+        plan: the first round.
+
+    Attributes:
+        report: what `profile.json` says of the rounds.
+
+    Raises:
+        InputError: the file is of rounds that followed another first one.
+    """
+
+    def __init__(self, path: Path, plan: MeasurementPlan) -> None:
+        self.path = path
+        self.first = plan
+        cells = [plan.contents, plan.configurations, plan.design.probability.tolist()]
+        self.key = hashlib.sha256(json.dumps(cells, default=str).encode()).hexdigest()
+        self.noted: list[dict[str, Any]] = []
+        self.report: dict[str, Any] = {}
+        if plan.config.rounds > 1 and path.exists():
+            note = read_note(path, dict)
+            if note.get("first") != self.key:
+                raise InputError(
+                    f"{path}: holds rounds that followed other samples, values or "
+                    "knobs.per_sample; choose another out folder, or the settings as before"
+                )
+            self.noted = note["rounds"]
+
+    def plan(self) -> MeasurementPlan:
+        """Return what is to be measured in all rounds that are known."""
+        design = self.first.design
+        for number, noted in enumerate(self.noted[: self.first.config.rounds - 1], 2):
+            for name, probability in {"random": noted["probability"], "chosen": 1.0}.items():
+                cells = np.zeros(design.cells.shape, bool)
+                cells.flat[noted[name]] = True
+                design = design.added(cells, probability, number)
+        return replace(self.first, design=design)
+
+    def add(self, design: CellDesign, gain: float) -> None:
+        """Note the last round of a design as the next to measure, and the gain before it."""
+        latest = design.rounds == design.rounds.max()
+        random = latest & (design.probability < 1)
+        noted = {
+            "gain_before": gain,
+            "probability": float(design.probability[random].min(initial=1.0)),
+            "random": np.flatnonzero(random).tolist(),
+            "chosen": np.flatnonzero(latest & ~random).tolist(),
+        }
+        self.noted.append(noted)
+        write_json(self.path, {"first": self.key, "rounds": self.noted})
+
+    def end(
+        self, plan: MeasurementPlan, measurements: pl.DataFrame, gain: float, whole: bool
+    ) -> bool:
+        """Report the rounds so far, and return whether the latest was the last.
+
+        Args:
+            plan: what was measured.
+            measurements: the log.
+            gain: see `Outlook`, after the latest round.
+            whole: whether the latest round is complete.
+        """
+        design = plan.design
+        last = int(design.rounds.max())
+        gains = [noted["gain_before"] for noted in self.noted[: last - 1]] + [gain]
+        measured = plan.select(measurements)
+        cells = tuple(measured.select(CELL).to_numpy().T)
+        times_s = measured["total_ms"].to_numpy() / 1e3
+        reports = []
+        for number, of_round in enumerate(gains, 1):
+            mine = design.rounds == number
+            drawn = mine & (design.probability < 1)
+            seconds = float(times_s[design.rounds[cells] == number].sum())
+            reports.append(
+                {
+                    "cells": int(mine.sum()),
+                    "at_random": int(drawn.sum()),
+                    "probability": float(design.probability[drawn].min(initial=1.0)),
+                    "seconds": round(seconds, 1),
+                    "gain": round(of_round, 4),
+                }
+            )
+        ended = ""
+        if not whole:
+            ended = "knobs.max_hours is over; the same command goes on"
+        elif last >= plan.config.rounds:
+            ended = "knobs.rounds are done"
+        elif design.cells.all():
+            ended = "every cell is measured"
+        elif last > 2 and gains[-1] <= gains[-2]:
+            ended = "the estimated gain has stopped growing"
+        self.report = {"rounds": reports, "ended": ended}
+        latest = reports[-1]
+        print(
+            f"round {last}: {latest['cells']} cells, {latest['at_random']} of them at random, "
+            f"{latest['seconds']} s; estimated gain of choosing for each input {gain:.3f}"
+        )
+        if ended:
+            print(f"no further round: {ended}")
+        return bool(ended)
+
+
+def first_round(
+    parts: Sequence[str], samples: int, configurations: int, config: VLMProfileConfig
+) -> CellDesign:
+    """Return the cells of the first round: all, or if parts are measured `knobs.per_sample` of each
+    sample, and all of those to test on."""
+    whole = np.ones(samples, bool)
+    if parts:
+        whole = (np.array(parts) == "test") & config.whole_test
+    return CellDesign.first_round(whole, configurations, config.per_sample)
+
+
+def further_round(
+    plan: MeasurementPlan,
+    measurements: pl.DataFrame,
+    table: ProfileTable,
+    outlook: Outlook,
+    together: bool,
+) -> CellDesign:
+    """Return the design of a plan with a further round, as long as the first took.
+
+    Args:
+        plan: what was measured.
+        measurements: the log.
+        table: the profile that was made of it.
+        outlook: of the table.
+        together: whether the model answers several configurations of a sample from one stage.
+    """
+    rows, columns = places(table, [item.id for item in plan.items], plan.configurations)
+    shape = plan.design.cells.shape
+    score = np.full(shape, -np.inf)
+    score[np.ix_(rows, columns)] = outlook.score.numpy()
+    cell_s = np.full(shape, float(outlook.latency_ms.mean()) / 1e3)
+    cell_s[np.ix_(rows, columns)] = outlook.latency_ms.numpy() / 1e3
+    # what comes before the answers, for each of them or for all of a sample
+    stages = plan.select(measurements).with_columns(pl.col(STAGE_TIMES).fill_null(0.0))
+    stages = stages.group_by("sample").agg(
+        ms=pl.median("features_ms") + pl.max("first_look_ms"),
+    )
+    stage_s = np.zeros(shape[0])
+    stage_s[stages["sample"].to_numpy()] = stages["ms"].to_numpy() / 1e3
+    if not together:
+        cell_s += stage_s[:, None]
+        stage_s[:] = 0
+    drawn = (plan.design.rounds == 1) & (plan.design.probability < 1)
+    spent_s = float(cell_s[drawn].sum() + stage_s[drawn.any(1)].sum())
+    return plan.design.next_round(score, cell_s, stage_s, spent_s)
+
+
+def part_of(plan: MeasurementPlan, measurements: pl.DataFrame) -> MeasurementPlan:
+    """Return the part of a plan that was measured before time ran out. Raises InputError if that is
+    not even the first round."""
+    done = plan.done(measurements)[0] & plan.design.cells
+    first = plan.design.rounds == 1
+    if not done[first].all():
+        raise InputError(
+            f"knobs.max_hours={plan.config.max_hours}: is over, with {done[first].sum()} of "
+            f"{first.sum()} cells of the first round measured. They are kept: repeat the command "
+            "to continue, or lower knobs.per_sample or knobs.samples"
+        )
+    return replace(plan, design=plan.design.measured(done))
 
 
 def draw_items(items: Sequence[VQAItem], config: VLMProfileConfig) -> tuple[VQAItem, ...]:

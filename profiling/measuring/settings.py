@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,6 +48,16 @@ class VLMProfileConfig:
     """How many of the configurations are measured for each sample to train on, at random and each
     equally often; 0 for all. A fifth of the samples, to test on, are measured with all of them, and
     the table says which."""
+    whole_test: bool = True
+    """Where part of the cells is measured: whether the samples to test on are measured with all
+    configurations. false: as few as the others."""
+    rounds: int = 1
+    """Rounds of measuring. After the first, each takes as many seconds as the first took on the
+    samples that are not measured whole: at least a quarter of them at random, the others on what is
+    most likely to change decisions. It ends earlier when the estimated gain stops growing."""
+    max_hours: float | None = None
+    """So many hours after its start the call stops measuring, also inside a round. After the first
+    round it writes the profile of what it has; the same command goes on. null or 0: no limit."""
     repeats: int = 3
     """Repeats of each (sample, configuration). The table keeps all; summary numbers use the
     median."""
@@ -67,6 +78,19 @@ class VLMProfileConfig:
         if self.samples is not None:
             at_least("knobs.samples", self.samples, 1)
         at_least("knobs.per_sample", self.per_sample, 0)
+        at_least("knobs.rounds", self.rounds, 1)
+        if self.rounds > 1 and not self.per_sample:
+            raise InputError(
+                f"knobs.rounds={self.rounds}: further rounds add to a part of the cells; set "
+                "knobs.per_sample, such as 4, or leave out rounds"
+            )
+        if not self.whole_test and self.per_sample < 2:
+            raise InputError(
+                f"knobs.whole_test=false: needs knobs.per_sample of at least 2, not "
+                f"{self.per_sample}; of one configuration a sample nothing can be replayed"
+            )
+        if not (self.max_hours is None or 0 <= self.max_hours < math.inf):
+            raise InputError(f"knobs.max_hours={self.max_hours}: must be null or at least 0")
         if ":" not in self.metric:
             one_of("knobs.metric", self.metric, ("auto", *METRICS))
         one_of("knobs.clock", self.clock, CLOCKS)

@@ -22,8 +22,8 @@ def sparse(samples=60, per_sample=2, seed=0, **changed):
     whole = small_table(samples)
     cells = balanced_cells(samples, whole.num_configurations, per_sample, seed)
     part = with_cells(whole, cells)
-    probability = torch.full(part.mask.shape, per_sample / whole.num_configurations)
-    return whole, replace(part, probability=probability.where(part.mask, 0.0), **changed)
+    weight = part.mask * whole.num_configurations / per_sample
+    return whole, replace(part, sampling_weight=weight, **changed)
 
 
 def test_a_whole_table_stays_as_it_is():
@@ -137,11 +137,11 @@ def test_likely_cells_do_not_move_the_budgets():
     count = whole.num_configurations
     fastest = whole.latency_ms.argmin(1, keepdim=True)
     cells = torch.zeros_like(whole.mask).scatter(1, fastest, True)
-    probability = torch.full(cells.shape, 1 / (count - 1)).scatter(1, fastest, 1.0)
+    weight = torch.full(cells.shape, count - 1.0).scatter(1, fastest, 1.0)
     others = (fastest + 1 + torch.arange(len(fastest)).unsqueeze(1) % (count - 1)) % count
     part = with_cells(whole, cells.scatter(1, others, True))
     true = default_budgets(whole)
     naive = default_budgets(part)
-    weighed = default_budgets(replace(part, probability=probability.where(part.mask, 0.0)))
+    weighed = default_budgets(replace(part, sampling_weight=weight * part.mask))
     assert (weighed / true - 1).abs().mean() < 0.03
     assert (naive / true - 1).abs().mean() > 0.05

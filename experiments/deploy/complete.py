@@ -1,0 +1,113 @@
+"""`knobwise profile complete=RUN`: measure what a trained controller and static choose for samples
+that it was not fitted on, and let these measurements decide between the two.
+
+In a profile of part of the cells most of what a controller would choose was never measured. Its
+guard then goes by estimates that are too uncertain to decide. At most two cells a budget settle it
+for a sample.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from knobwise.agents.calibration.calibrate import calibrated_again, cells_to_judge
+from knobwise.agents.teacher.completed import completed
+from knobwise.agents.training.checkpoint import Loaded, load_checkpoint
+from knobwise.common.errors import InputError, naming
+from knobwise.common.json_text import decoded
+from knobwise.envs.tables.profile_table import ProfileTable, Split
+from knobwise.experiments.evidence.run_folder import checkpoint_at
+from knobwise.experiments.settings.options import ProfileRun
+from knobwise.experiments.settings.profiles import TableProfile, read_profile
+from knobwise.experiments.settings.words import typed
+from knobwise.profiling.measuring.settings import VLMProfileConfig
+
+CONTROLLER = "controller.npz"
+
+
+def complete(config: ProfileRun, measure: Callable[[ProfileRun, Any], Path]) -> None:
+    """Measure, calibrate the guard again, and write the checkpoint and `controller.npz` of the run.
+
+    Args:
+        measure: measures a model with further cells, and returns the folder.
+
+    Raises:
+        InputError: no such run or profile, a controller that needs no further cells or was trained
+            on other samples; see also `profile_vlm`.
+    """
+    run = str(config.complete)
+    path = checkpoint_at(run)
+    loaded = load_checkpoint(path)
+    agent = loaded.controller
+    if not agent.calibration.judged:
+        raise InputError(
+            f"complete={run}: nothing to measure; only a controller for deadlines with a guard, "
+            "trained on a profile of part of the cells, has choices that were not measured"
+        )
+
+    def needed(table: ProfileTable) -> Tensor:
+        _check_samples(run, loaded, table)
+        return cells_to_judge(agent, table, loaded.extra["test_rows"])
+
+    # as the profile was measured
+    folder = measure(replace(config, knobs=_settings_of(Path(config.out))), needed)
+    table = _profile(folder)
+    rows = (loaded.extra[part] for part in ("train_rows", "validation_rows", "test_rows"))
+    whole = completed(table, Split(*rows), loaded.extra["fold_seed"])
+    again = calibrated_again(agent, whole)
+    Loaded(again, loaded.profile_name, table.digest, loaded.extra).save(path)
+    exported = path.parent.parent / CONTROLLER
+    if exported.exists():
+        again.export(exported)
+    for row in again.calibration.guard:
+        print(f"{row['budget_ms']:.4g} ms: {row['reason']}")
+    print(f"next:    knobwise evaluate {typed('checkpoint', run)}")
+
+
+def _check_samples(run: str, loaded: Loaded, table: ProfileTable) -> None:
+    """Refuse a profile of other samples or configurations than those that the run was trained on.
+
+    Rows of the two then mean different samples.
+    """
+    extra = loaded.extra
+    fitted = [*extra["train_rows"].tolist(), *extra["validation_rows"].tolist()]
+    count = len(fitted) + len(extra["test_rows"])
+    same = count == table.num_samples and loaded.controller.knobs == table.knobs
+    if same:
+        known = Split(extra["train_rows"], extra["validation_rows"], extra["test_rows"])
+        same = {*table.fingerprints(known.fitted)} <= {*extra["seen"]}
+    if not same:
+        raise InputError(
+            f"complete={run}: was trained on other samples or configurations than profile "
+            f"{table.name!r}; give the out folder of its profile"
+        )
+
+
+def _settings_of(out: Path) -> VLMProfileConfig:
+    """Return the settings that the profile in a folder was measured with.
+
+    Raises:
+        InputError: there is no profile, or it cannot be read.
+    """
+    path = out / "profile.json"
+    with naming(path):
+        if not path.exists():
+            raise InputError("there is no profile to complete; measure one first")
+        try:
+            noted: dict[str, Any] = decoded(path.read_bytes())["config"]
+            known = {field.name for field in fields(VLMProfileConfig)}
+            return VLMProfileConfig(**{k: x for k, x in noted.items() if k in known})
+        except (ValueError, KeyError, TypeError) as error:
+            raise InputError(f"is damaged ({error}); measure the profile again") from error
+
+
+def _profile(folder: Path) -> ProfileTable:
+    """Read the profile in a folder."""
+    features = str(folder / "features.safetensors")
+    settings = TableProfile(path=str(folder / "table.parquet"), features=features, name=folder.name)
+    return read_profile(settings)

@@ -1,0 +1,1 @@
+"""Which cells of a profile are measured."""
