@@ -120,9 +120,9 @@ def sparse(whole: ProfileTable, split: Split, share: Fraction, draw: int) -> Pro
     another = np.random.default_rng(draw).random((len(fitted), 1)) < cells_of_sample - fewest
     cells = torch.ones_like(whole.mask)
     cells[fitted] = more.where(torch.from_numpy(another), fewer)
-    probability = torch.ones(whole.mask.shape)
-    probability[fitted] = cells_of_sample / count
-    table = replace(with_cells(whole, cells), probability=probability)
+    weight = torch.ones(whole.mask.shape)
+    weight[fitted] = count / cells_of_sample
+    table = replace(with_cells(whole, cells), sampling_weight=weight)
     return completed(table, split, folds=POLICY.fold_networks)
 
 
