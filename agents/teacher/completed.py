@@ -47,7 +47,7 @@ class CompletedTable(ProfileTable):
         return self.measured.digest
 
 
-def table_for(unprofiled: str, table: ProfileTable, split: Split, seed: int = 0) -> ProfileTable:
+def table_for(unprofiled: str, table: ProfileTable, split: Split) -> ProfileTable:
     """Return the table that policies learn from and are judged by: completed, or under `forbid` as
     it is, where what was not measured may not be chosen.
 
@@ -55,7 +55,7 @@ def table_for(unprofiled: str, table: ProfileTable, split: Split, seed: int = 0)
         InputError: `unprofiled` is another word.
     """
     one_of("unprofiled", unprofiled, ("predict", "forbid"))
-    return table if unprofiled == "forbid" else completed(table, split, seed)
+    return table if unprofiled == "forbid" else completed(table, split)
 
 
 def measured_of(table: ProfileTable) -> ProfileTable:

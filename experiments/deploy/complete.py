@@ -58,7 +58,7 @@ def complete(config: ProfileRun, measure: Callable[[ProfileRun, Any], Path]) -> 
     folder = measure(replace(config, knobs=_settings_of(Path(config.out))), needed)
     table = _profile(folder)
     rows = (loaded.extra[part] for part in ("train_rows", "validation_rows", "test_rows"))
-    whole = completed(table, Split(*rows), loaded.extra["fold_seed"])
+    whole = completed(table, Split(*rows))
     again = calibrated_again(agent, whole)
     Loaded(again, loaded.profile_name, table.digest, loaded.extra).save(path)
     exported = path.parent.parent / CONTROLLER

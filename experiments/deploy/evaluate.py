@@ -93,7 +93,7 @@ def evaluate_controller(loaded: Loaded, config: EvaluateRun) -> tuple[RunResults
     split = _split_for(loaded, table, config)
     evaluator = EVALUATORS[policy.constraint]
     budgets_ms = evaluator.budgets_for(policy, table, split, config.budgets_ms)
-    table = table_for(config.unprofiled, table, split, loaded.extra.get("fold_seed", 0))
+    table = table_for(config.unprofiled, table, split)
     judged = evaluator(table, split, budgets_ms, RewardTable(table, config.reward))
     # choices that were measured for judging (`profile complete=`) are those of this static policy
     by_choice = policy.calibration.judged and loaded.profile_digest == table.digest

@@ -89,7 +89,7 @@ class ControllerExperiment(Experiment):
         self.split = divide(table, **asdict(config.split), number=number)
         # folds differ from split to split
         self.fold_seed = config.seeds[0] + number
-        self.table = table_for(config.unprofiled, table, self.split, self.fold_seed)
+        self.table = table_for(config.unprofiled, table, self.split)
         # what everything but the trainers is fitted on
         self.fitted = self.split.fitted
         self.evaluator = EVALUATORS[config.budget.constraint]

@@ -106,7 +106,7 @@ def test_arrays_are_seeds_by_samples_by_conditions():
 
 def test_results_are_means_of_the_decisions():
     write_table(90, holes=0.3)
-    results, found = run([*LEAN, "unprofiled=forbid"])
+    results, found = run(LEAN, "unprofiled=forbid")
     policies = {row["policy"] for row in results["rows"]}
     seeds = {name: {3, 1} if name in ("controller", "teacher") else {None} for name in policies}
     # what costs nothing, and what GRPO started from, are policies without rows in the results
