@@ -130,7 +130,7 @@ def test_results_are_means_of_the_decisions():
     assert (found["utility"] == found["accuracy"] * on_time).all()
 
     # without baselines and the other seed, what is left decides the same
-    few, kept = run(LEAN, "baselines=false seeds=[3]")
+    few, kept = run(LEAN, "unprofiled=forbid baselines=false seeds=[3]")
     left = {"controller", "teacher", "budget_aware_static", "oracle"}
     assert {row["policy"] for row in few["rows"]} == left
     left |= {IF_FREE, BEFORE}
