@@ -28,15 +28,16 @@ from torch import Tensor
 from knobwise.agents.controller.features import FeatureNormaliser
 from knobwise.agents.evaluation.baselines import fit_static
 from knobwise.agents.evaluation.policy import choices_of
+from knobwise.agents.teacher.completed import completed
 from knobwise.agents.teacher.experts import Experts
 from knobwise.agents.teacher.outcomes import Prediction, pick
 from knobwise.agents.teacher.weights import HeldOutScores, weights_of_folds
 from knobwise.common.progress import progress
-from knobwise.envs.bandit.budgets import MIN_LATENCY_MS
+from knobwise.envs.bandit.budgets import MIN_LATENCY_MS, SPARSE
 from knobwise.envs.bandit.outcomes import outcomes_of
 from knobwise.envs.bandit.reward import expected_utility
 from knobwise.envs.tables.profile_table import ProfileTable, median_of
-from knobwise.envs.tables.splits import Fold
+from knobwise.envs.tables.splits import Fold, Split
 from knobwise.experiments.evidence.schema import Attainable, CurvePoint, RunResults
 from knobwise.experiments.evidence.statistics import ends_of, resampled_means
 from knobwise.profiling.design.cell_design import balanced_cells, with_cells
@@ -79,8 +80,11 @@ def learning_curve(table: ProfileTable, budgets_ms: Tensor) -> list[CurvePoint]:
     The cells are drawn at random, balanced over the configurations. Policies and static are fitted
     on them, and judged out of fold on all cells of the profile.
 
+    Where most cells were not measured, the curve goes up to those that were, and policies are
+    judged by the completed profile, which the predictor resembles: it may look better than it is.
+
     Args:
-        table: the profile. Its holes stay holes.
+        table: the profile. Few holes stay holes.
         budgets_ms: float [B] that utility is averaged over.
 
     Returns:
@@ -93,12 +97,14 @@ def learning_curve(table: ProfileTable, budgets_ms: Tensor) -> list[CurvePoint]:
         return []
     points: list[CurvePoint] = []
     attained: list[np.ndarray] = []
-    counts = [max(1, round(share * table.num_configurations)) for share in SHARES]
-    counts = [*dict.fromkeys([*counts, table.num_configurations])]
-    with progress("learning curve", len(counts), quiet_s=2) as tick:
-        for done, count in enumerate(counts, 1):
-            cells = balanced_cells(table.num_samples, table.num_configurations, count)
-            known = with_cells(table, cells)
+    measured = table
+    designs = _smaller_designs(table)
+    if table.mask.double().mean() < SPARSE:
+        everything = torch.arange(table.num_samples)
+        table = completed(table, Split(everything, everything[:0], everything[:0]))
+    with progress("learning curve", len(designs), quiet_s=2) as tick:
+        for done, (count, cells) in enumerate(designs, 1):
+            known = with_cells(measured, cells)
             experts = _quick_experts(table, known, budgets_ms)
             if len(experts.measured.folds) < 2:
                 return []
@@ -115,6 +121,22 @@ def learning_curve(table: ProfileTable, budgets_ms: Tensor) -> list[CurvePoint]:
             behind = attained[-1] - fewer
             point["behind"], point["behind_ci95"] = _interval(behind, table, experts)
     return points
+
+
+def _smaller_designs(table: ProfileTable) -> list[tuple[int, Tensor]]:
+    """Return designs with ever more cells of a sample, up to those of the profile: how many, and
+    which, bool [N, C]."""
+    samples, most = table.mask.shape
+    if table.mask.double().mean() >= SPARSE:
+        counts = [max(1, round(share * most)) for share in SHARES]
+        counts = [*dict.fromkeys([*counts, most])]
+        return [(count, balanced_cells(samples, most, count)) for count in counts]
+    # of the measured cells of each sample the first in random order
+    most = int(table.mask.sum(1).median())
+    order = torch.rand(table.mask.shape, generator=torch.Generator().manual_seed(0))
+    rank = order.masked_fill(~table.mask, 2.0).argsort(1).argsort(1)
+    counts = [*dict.fromkeys([max(1, most // 4), max(1, most // 2), most])]
+    return [(count, table.mask & (rank < count)) for count in counts]
 
 
 def _quick_experts(table: ProfileTable, known: ProfileTable, budgets_ms: Tensor) -> Experts:

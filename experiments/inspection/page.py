@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -180,8 +180,30 @@ def _how_much_to_measure(facts: Facts) -> dict[str, Any]:
             "No part of the cells is enough: a simple predictor that knows all of them may be more "
             f"than {points(ENOUGH, '.0f')} point of utility better."
         )
+    if whole["cells"] < len(facts["configuration_means"]):
+        line = _next_doubling(rows, facts["unit"])
     curve_table = records(rows, "learning_curve")
     return {"How much to measure": Folded("Learning curve", [line, curve_table], open=True)}
+
+
+def _next_doubling(rows: Sequence[Mapping[str, Any]], unit: str) -> str:
+    """Say what measuring more of a profile would bring, of which part of the cells was measured."""
+    last = rows[-1]
+    line = f"{last['cells']} cells of a sample were measured; the others are predicted."
+    if len(rows) < 2:
+        return f"{line} That is too few for a curve: measure twice as many."
+    before = rows[-2]
+    line += (
+        f" {last['cells']} instead of {before['cells']} brought a simple predictor "
+        f"{points(before['behind'], '+.1f')} points of utility{span(before['behind_ci95'])}."
+    )
+    if before["behind_ci95"][0] <= 0:
+        return f"{line} More cells would probably bring little."
+    cost = _effort(last["cost"], unit)
+    return (
+        f"{line} The next doubling, {cost} of measuring, may bring part of that again: set "
+        f"knobs.per_sample={2 * last['cells']}."
+    )
 
 
 def _effort(cost: float, unit: str) -> str:

@@ -22,6 +22,7 @@ from knobwise.experiments.inspection.attainable import (
     repeated_share,
     utilities_out_of_fold,
 )
+from knobwise.profiling.design.cell_design import balanced_cells, with_cells
 
 BUDGETS = torch.tensor([11.0, 20.0])
 
@@ -141,6 +142,19 @@ def test_a_learning_curve_ends_at_what_is_attainable_from_all_cells():
         assert point["cost"] == pytest.approx(whole["cost"] * point["cells"] / 12, rel=0.1)
     # a twelfth of the cells is not enough here, a quarter is nearly
     assert curve[0]["behind"] > curve[2]["behind"] > -0.02
+
+
+def test_where_few_cells_were_measured_the_curve_goes_up_to_these():
+    whole = small_table(150)
+    table = with_cells(whole, balanced_cells(150, 12, 4))
+    curve = learning_curve(table, default_budgets(whole))
+    assert [point["cells"] for point in curve] == [1, 2, 4]
+    assert curve[-1]["behind"] == 0
+    assert curve[-1]["cost"] == pytest.approx(float(table.latency_ms.nansum()), rel=1e-6)
+    assert curve[0]["cost"] < curve[1]["cost"] < curve[2]["cost"]
+    # policies are judged by all configurations, so these are near what the whole profile says
+    judged = learning_curve(whole, default_budgets(whole))
+    assert curve[-1]["utility"] == pytest.approx(judged[-1]["utility"], abs=0.1)
 
 
 def test_without_features_or_folds_there_is_no_learning_curve():
