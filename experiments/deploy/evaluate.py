@@ -102,7 +102,7 @@ def evaluate_controller(loaded: Loaded, config: EvaluateRun) -> tuple[RunResults
     with threadpool_limits(1):
         results, decisions = evaluate_beside_baselines(judged, config, [policy], [0])
     results |= held_out_choices([loaded])
-    if not by_choice and (gain := gain_on_held_out([loaded])):
+    if gain := gain_on_held_out([loaded]):
         results |= {"grpo_gain": gain}
     return results, decisions
 

@@ -201,6 +201,9 @@ class ControllerExperiment(Experiment):
             agent = calibrate_controller(trainer.setup, self.budgets_ms)
         extra = trainer.provenance(trainer)
         extra["before_grpo"] = None
+        if isinstance(self.table, CompletedTable):
+            # what predictions say of held-out samples is no evidence
+            extra["grpo_held_out"] = {}
         if extra["grpo"]:
             # where the kept weights are from before GRPO, it added nothing
             before = agent.controller
@@ -266,9 +269,7 @@ class ControllerExperiment(Experiment):
                 evaluator, config, controllers, config.seeds, experts, self.fold_seed, before
             )
         gain: GrpoGain = results.pop("grpo_gain", {})
-        # what predictions say of held-out samples is no evidence
-        if not isinstance(self.table, CompletedTable):
-            gain |= gain_on_held_out(best)
+        gain |= gain_on_held_out(best)
         if gain:
             results["grpo_gain"] = gain
         first = self.trainers[0]
