@@ -87,9 +87,10 @@ def default_budgets(table: ProfileTable, rows: Tensor | None = None) -> Tensor:
     Returns:
         float32 [B].
     """
-    which = slice(None) if rows is None else rows
+    which = ... if rows is None else rows
     latency_ms = subsample(table.without_first_look.latency_ms[which])
     mask = subsample(table.mask[which])
+    sparse = mask.double().mean() < SPARSE
     quantiles = torch.tensor(DEFAULT_QUANTILES)
     # the profiled latencies, and how often the largest of them occurs
     ordered = latency_ms[mask].sort().values
@@ -98,10 +99,10 @@ def default_budgets(table: ProfileTable, rows: Tensor | None = None) -> Tensor:
     if len(values) > 1 and counts[-1] > max(few, TIME_OUT_RATIO * counts[-2]):
         # the largest latency is that of time-outs
         mask = mask & (latency_ms < values[-1])
-        ordered = ordered[: -int(counts[-1])]
+        ordered = ordered[: -counts[-1]]
     # three quarters of the samples can meet the floor
     fastest = latency_ms.masked_fill(~mask, torch.inf).amin(1)
-    if mask.double().mean() < SPARSE:
+    if sparse:
         fastest = _fastest_of_all(latency_ms, mask)
     floor = torch.quantile(fastest[fastest.isfinite()], FEASIBLE_SHARE, interpolation="higher")
     weights = None
@@ -110,7 +111,7 @@ def default_budgets(table: ProfileTable, rows: Tensor | None = None) -> Tensor:
     budgets = _quantile(latency_ms[mask], quantiles, weights).maximum(floor)
     # no latency lies between two budgets that the same number of latencies meet
     if len(torch.searchsorted(ordered, budgets, right=True).unique()) < len(budgets):
-        above = ordered[ordered >= floor]
+        above = ordered[ordered >= floor.minimum(ordered[-1])]
         budgets = above[(quantiles.double() * len(above)).long()]
     return budgets.clamp_min(MIN_LATENCY_MS).unique()
 
@@ -130,8 +131,8 @@ def _fastest_of_all(latency_ms: Tensor, mask: Tensor) -> Tensor:
     residual = (residual - of_sample)[mask]
     generator = torch.Generator().manual_seed(0)
     drawn = residual[torch.randint(len(residual), logs.shape, generator=generator)]
-    filled = logs.where(mask, of_sample + of_configuration + drawn)
-    return filled.nan_to_num(torch.inf).amin(1).exp()
+    estimated_ms = (of_sample + of_configuration + drawn).exp()
+    return latency_ms.where(mask, estimated_ms).nan_to_num(torch.inf).amin(1)
 
 
 def _quantile(values: Tensor, shares: Tensor, weights: Tensor | None = None) -> Tensor:

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 from helpers import close, identical, input_error, small_table, table_of
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from knobwise.agents.evaluation.budgets import few_budgets
@@ -170,6 +170,7 @@ def test_default_budgets_by_hand(latency_ms, wanted):
     st.sampled_from([0.0, 0.1, 4.0]),
     st.booleans(),
 )
+@example(23351, 1, 1, 0.1, True)
 def test_default_budgets_are_distinct_feasible_and_below_time_outs(
     seed, samples, configurations, rounded_to, timed_out
 ):
