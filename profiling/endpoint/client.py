@@ -59,13 +59,12 @@ class EndpointClient:
     Args:
         url: the address, up to /v1.
         timeout_s: after which an answer is given up.
-        wait_s: the first wait after a failure.
 
     Raises:
         InputError: no address, or one that holds a password, which would be noted with it.
     """
 
-    def __init__(self, url: str | None, timeout_s: float, wait_s: float = FIRST_WAIT_S) -> None:
+    def __init__(self, url: str | None, timeout_s: float) -> None:
         parts = urlsplit(url or "")
         if url is None or parts.scheme not in ("http", "https") or not parts.hostname:
             raise InputError(
@@ -77,7 +76,6 @@ class EndpointClient:
             )
         self.url = url
         self.timeout_s = timeout_s
-        self.wait_s = wait_s
         self._not_before = 0.0
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
@@ -165,7 +163,7 @@ class EndpointClient:
             failures += 1
             if failures == ATTEMPTS:
                 raise InputError(f"endpoint={self.url}: failed {ATTEMPTS} times ({problem})")
-            await asyncio.sleep(min(self.wait_s * 2 ** (failures - 1), LONGEST_WAIT_S))
+            await asyncio.sleep(_wait_s(failures))
 
     async def _read(self, body: Mapping[str, Any], reply: EndpointReply, start: float) -> None:
         """Read a stream to its end into a reply."""
@@ -213,7 +211,7 @@ class EndpointClient:
     def _wait(self, error: openai.APIStatusError, attempts: int) -> None:
         """Send nothing before the time that the server gave with a 429."""
         headers = error.response.headers
-        wait_s = min(self.wait_s * 2 ** min(attempts - 1, 10), LONGEST_WAIT_S)
+        wait_s = _wait_s(attempts)
         for name, unit in (("retry-after-ms", 1e-3), ("retry-after", 1.0)):
             try:
                 wait_s = float(headers[name]) * unit
@@ -238,6 +236,11 @@ class EndpointClient:
         await asyncio.gather(*others, return_exceptions=True)
         await self._client.close()
         await self._loop.shutdown_asyncgens()
+
+
+def _wait_s(failures: int) -> float:
+    """Return how long to wait after so many failures."""
+    return min(FIRST_WAIT_S * 2.0 ** min(failures - 1, 10), LONGEST_WAIT_S)
 
 
 def _refused(error: openai.APIStatusError) -> bool:

@@ -13,7 +13,7 @@ import polars as pl
 from openai.resources.chat.completions import AsyncCompletions
 
 from knobwise.common.errors import InputError
-from knobwise.profiling.endpoint.client import EndpointClient
+from knobwise.profiling.endpoint.client import EndpointClient, EndpointReply
 from knobwise.profiling.endpoint.messages import (
     images_in,
     message_function,
@@ -194,31 +194,39 @@ class EndpointModel:
         return [self._answer(self.body(stage.request, configuration)) for stage in stages]
 
     def _answer(self, body: dict[str, Any]) -> Answer:
-        """Ask for one answer, and pay for it. The price of an answer that the server did not count
-        the tokens of is the most that it can be."""
+        """Ask for one answer, and pay for it."""
         most = self.most_usd(body)
 
         def lost() -> None:
             self.money.pay(most)
-            if not self.money.reserve(0.0):
+            if self.money.spent + most > self.money.limit:
                 raise InputError(f"max_usd={self.money.limit:g}: is spent on answers that broke")
 
-        reply = self._client.ask(body, lost)
+        try:
+            reply = self._client.ask(body, lost)
+            usd = self._usd(reply, body, most)
+            self.money.pay(usd)
+        finally:
+            self.money.free(most)
         extra = {"tokens_in": float(reply.tokens_in), "tokens_out": float(reply.tokens_out)}
         extra |= {"failed": float(bool(reply.failed)), "attempts": float(reply.attempts)}
         if self._prices:
-            usd = most
-            if reply.counted:
-                price = self._prices[body["model"]]
-                usd = price.usd(reply.tokens_in, reply.tokens_out, reply.cached)
-            elif not reply.failed:
-                raise InputError(
-                    "prices: the server does not count tokens in streamed answers; leave out prices"
-                )
-            self.money.pay(usd, most)
             extra["usd"] = usd
         times = (reply.total_ms, reply.first_ms, 0.0)
         return Answer(reply.text, *times, 0, reply.tokens_in, reply.tokens_out, extra)
+
+    def _usd(self, reply: EndpointReply, body: Mapping[str, Any], most: float) -> float:
+        """Return the price of an answer; of one that was given up, the most that it can be."""
+        if not self._prices:
+            return 0.0
+        if reply.counted:
+            price = self._prices[body["model"]]
+            return price.usd(reply.tokens_in, reply.tokens_out, reply.cached)
+        if reply.failed:
+            return most
+        raise InputError(
+            "prices: the server does not count the tokens of streamed answers; leave out prices"
+        )
 
     def close(self) -> None:
         """Close the connections."""

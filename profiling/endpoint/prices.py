@@ -75,22 +75,36 @@ class Money:
     def __init__(self, limit: float = math.inf) -> None:
         self.limit = limit
         self.spent = 0.0
-        self._reserved = 0.0
-        self._lock = threading.Lock()
+        self._reserved: list[float] = []
+        self._changed = threading.Condition()
 
     def reserve(self, usd: float) -> bool:
-        """Put so much aside if, were all of it spent, the limit would hold; else return False."""
-        with self._lock:
-            enough = self.spent + self._reserved + usd <= self.limit
-            if enough:
-                self._reserved += usd
-            return enough
+        """Put so much aside if, were all of it spent, the limit would hold.
 
-    def pay(self, usd: float, reserved: float = 0.0) -> None:
-        """Spend, and free what was reserved for it."""
-        with self._lock:
+        Otherwise wait for what else is reserved, which may cost less in the end; return False if
+        there is nothing to wait for.
+        """
+        with self._changed:
+            while self.spent + sum(self._reserved) + usd > self.limit:
+                if not self._reserved:
+                    return False
+                # now and then, so that Ctrl-C arrives
+                self._changed.wait(0.2)
+            self._reserved.append(usd)
+            return True
+
+    def pay(self, usd: float) -> None:
+        """Spend, which was reserved or not."""
+        with self._changed:
             self.spent += usd
-            self._reserved = max(0.0, self._reserved - reserved)
+            self._changed.notify_all()
+
+    def free(self, reserved: float) -> None:
+        """Give back what was put aside, if it was."""
+        with self._changed:
+            if reserved in self._reserved:
+                self._reserved.remove(reserved)
+            self._changed.notify_all()
 
     def __str__(self) -> str:
         limit = "" if self.limit == math.inf else f" of ${self.limit:g}"
