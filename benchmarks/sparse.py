@@ -68,7 +68,7 @@ from knobwise.envs.bandit.settings import TRAINING_REWARD
 from knobwise.envs.tables.profile_table import ProfileTable, Split
 from knobwise.experiments.settings.choices import AUTO, DISTILLED_OPTIMISER
 from knobwise.losses.settings import LossConfig
-from knobwise.profiling.measuring.cell_design import balanced_cells, with_cells
+from knobwise.profiling.design.cell_design import balanced_cells, with_cells
 from knobwise.testbeds.profiles import builtin_profile, ocr_profile, smollm_profile
 
 PROFILES = {"builtin": builtin_profile, "ocr": ocr_profile, "smollm": smollm_profile}
