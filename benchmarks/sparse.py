@@ -26,20 +26,25 @@ How ways are compared was fixed before the runs:
   an option.
   Intervals are bootstraps over draws and test samples.
 
+Beside that, imitation alone is trained on a 64th of the cells, and on cells of three rounds that
+take as many seconds each: of `chosen` ones, as `knobs.rounds=3` measures them, and of random ones.
+It is judged without and with its guard, which is calibrated by doubly robust estimates.
+
     python benchmarks/sparse.py tune sparse
     python benchmarks/sparse.py run sparse
-    python benchmarks/sparse.py table sparse
+    python benchmarks/sparse_tables.py sparse docs/sparse.svg
 """
 
 from __future__ import annotations
 
 import copy
+import functools
 import itertools
 import json
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -49,13 +54,15 @@ import torch
 from torch import Tensor
 
 import knobwise
+from knobwise.agents.calibration.calibrate import calibrate_controller
 from knobwise.agents.calibration.deployed_controller import DeployedController
 from knobwise.agents.calibration.training import distillation_trainer
 from knobwise.agents.controller.features import FeatureNormaliser
 from knobwise.agents.controller.settings import hidden_for
 from knobwise.agents.evaluation.baselines import fit_static
 from knobwise.agents.evaluation.evaluation import evaluate_policy
-from knobwise.agents.evaluation.policy import Array, Policy
+from knobwise.agents.evaluation.informative_cells import outlook_of
+from knobwise.agents.evaluation.policy import Policy
 from knobwise.agents.teacher.completed import CompletedTable, completed, estimated
 from knobwise.agents.training.controller_stages import ExactGRPO
 from knobwise.agents.training.controllers import make_trainer
@@ -68,11 +75,14 @@ from knobwise.envs.bandit.settings import TRAINING_REWARD
 from knobwise.envs.tables.profile_table import ProfileTable, Split
 from knobwise.experiments.settings.choices import AUTO, DISTILLED_OPTIMISER
 from knobwise.losses.settings import LossConfig
-from knobwise.profiling.measuring.cell_design import balanced_cells, with_cells
+from knobwise.profiling.design.cell_design import CellDesign, balanced_cells, with_cells
 from knobwise.testbeds.profiles import builtin_profile, ocr_profile, smollm_profile
 
 PROFILES = {"builtin": builtin_profile, "ocr": ocr_profile, "smollm": smollm_profile}
 SHARES: tuple[Fraction, ...] = (Fraction(1, 32), Fraction(1, 16), Fraction(1, 4))
+CURVE: tuple[Fraction, ...] = (Fraction(1, 64), *SHARES)
+IN_ROUNDS = Fraction(1, 32)
+"""The share of the first of three rounds."""
 DRAWS = 5
 SPLITS = 3
 WAYS: tuple[str, ...] = ("completed", "robust", "measured")
@@ -93,12 +103,19 @@ Values = dict[str, Tensor]
 # -- a profile with holes --------------------------------------------------------------------------
 
 
+@functools.cache
 def read(profile: str) -> ProfileTable:
-    """Read a profile by its name, or a table by its path."""
+    """Read a profile by its name, or the table of a folder."""
     if profile in PROFILES:
         return PROFILES[profile]()
-    features = Path(profile).with_name("features.npz")
-    return knobwise.read(profile, features=features if features.exists() else None)
+    features = Path(profile) / "features.npz"
+    table = Path(profile) / "table.parquet"
+    return knobwise.read(table, features=features if features.exists() else None)
+
+
+def name_of(profile: str) -> str:
+    """Return the name of a profile, without the path."""
+    return Path(profile).name
 
 
 def cells_drawn(share: Fraction, configurations: int) -> float:
@@ -106,8 +123,8 @@ def cells_drawn(share: Fraction, configurations: int) -> float:
     return max(1.0, float(share * configurations))
 
 
-def sparse(whole: ProfileTable, split: Split, share: Fraction, draw: int) -> ProfileTable:
-    """Return a table with a share of the cells of the samples to fit on, completed.
+def first_round(whole: ProfileTable, split: Split, share: Fraction, draw: int) -> CellDesign:
+    """Draw a share of the cells of the samples to fit on; those to test on are measured whole.
 
     Each sample has at least one. Where the share is no whole number of its cells, some samples
     drawn at random have another.
@@ -118,12 +135,49 @@ def sparse(whole: ProfileTable, split: Split, share: Fraction, draw: int) -> Pro
     fewest = int(cells_of_sample)
     fewer, more = (balanced_cells(len(fitted), count, n, draw) for n in (fewest, fewest + 1))
     another = np.random.default_rng(draw).random((len(fitted), 1)) < cells_of_sample - fewest
-    cells = torch.ones_like(whole.mask)
-    cells[fitted] = more.where(torch.from_numpy(another), fewer)
-    weight = torch.ones(whole.mask.shape)
-    weight[fitted] = count / cells_of_sample
-    table = replace(with_cells(whole, cells), sampling_weight=weight)
-    return completed(table, split, folds=POLICY.fold_networks)
+    probability = np.ones(whole.mask.shape)
+    drawn = more.where(torch.from_numpy(another), fewer).numpy()
+    probability[fitted] = np.where(drawn, cells_of_sample / count, np.nan)
+    return CellDesign(probability, (~np.isnan(probability)).astype(np.int32))
+
+
+def three_rounds(whole: ProfileTable, split: Split, first: CellDesign, draw: int) -> CellDesign:
+    """Return a design with two further rounds of chosen cells, each as long as the first."""
+    parts = np.full(whole.num_samples, "train", object)
+    parts[split.validation] = "validation"
+    parts[split.test] = "test"
+    parted = replace(whole, parts=tuple(parts))
+    drawn = (first.rounds == 1) & (first.probability < 1)
+    design = first
+    for _ in range(2):
+        outlook = outlook_of(with_cells(parted, torch.from_numpy(design.cells)), draw)
+        seconds = outlook.latency_ms.numpy() / 1e3
+        # what comes before the answers takes no time in a replay
+        stages = np.zeros(len(seconds))
+        spent = float(seconds[drawn].sum())
+        design = design.next_round(outlook.score.numpy(), seconds, stages, spent, draw)
+    return design
+
+
+def random_cells(
+    whole: ProfileTable, first: CellDesign, other: CellDesign, draw: int
+) -> CellDesign:
+    """Return a design that adds random cells for as many seconds as another adds cells."""
+    seconds = whole.latency_ms.double().nan_to_num(0.0).numpy().ravel()
+    left = seconds[(other.cells & ~first.cells).ravel()].sum()
+    free = np.flatnonzero(~first.cells & whole.mask.numpy())
+    order = np.random.default_rng(draw).permutation(free)
+    count = int(np.searchsorted(seconds[order].cumsum(), left))
+    cells = np.zeros(first.cells.shape, bool)
+    cells.flat[order[:count]] = True
+    return first.added(cells, count / max(len(free), 1))
+
+
+def sparse(whole: ProfileTable, split: Split, design: CellDesign) -> ProfileTable:
+    """Return a table with the cells of a design, completed."""
+    part = with_cells(whole, torch.from_numpy(design.cells))
+    weight = torch.from_numpy(design.weight).float()
+    return completed(replace(part, sampling_weight=weight), split, folds=POLICY.fold_networks)
 
 
 class CheckedRewards(RewardTable):
@@ -185,6 +239,7 @@ class Imitation:
         )
         self.agent = trainer.run()
         self.setup = trainer.setup
+        self.deployed = calibrate_controller(self.setup, budgets_ms)
         self.teacher = self.setup.distiller.fitted.teacher
         # its targets are large, and no longer needed
         self.setup.distiller = None
@@ -211,29 +266,76 @@ def judged(policy: Policy, whole: ProfileTable, rows: Tensor, budgets_ms: Tensor
     return evaluate_policy(policy, whole, rows, budgets_ms).utility.mean(1)
 
 
-def utilities(profile: str, share: Fraction, draw: int) -> Values:
-    """Return the utility of each test sample by every way, float [n], and `rows`, int64 [n]."""
-    whole = read(profile)
-    split = whole.split(seed=draw % SPLITS)
+@dataclass(frozen=True)
+class Case:
+    """A part of a profile that is measured, and learned from.
+
+    Args:
+        profile: its name, or the path of a table.
+        share: of the cells, in the first round.
+        draw: of the cells.
+        further: `chosen` or `random` cells in two further rounds; "" for one round.
+    """
+
+    profile: str
+    share: Fraction
+    draw: int
+    further: str = ""
+
+    def path(self, folder: Path) -> Path:
+        """Return where the utilities are kept."""
+        words = [name_of(self.profile), str(self.share.denominator), self.further, str(self.draw)]
+        return folder / f"{'-'.join(filter(None, words))}.npz"
+
+    @property
+    def ways(self) -> Sequence[str]:
+        """The rewards that GRPO learns from."""
+        if self.profile not in PROFILES or self.further:
+            return ()
+        if self.share == 1:
+            return WAYS[:1]
+        return WAYS if self.share in SHARES else ()
+
+    def table(self, whole: ProfileTable, split: Split) -> tuple[ProfileTable, float]:
+        """Return what is measured, completed, and its seconds on samples to fit on."""
+        seconds = whole.latency_ms.double().nan_to_num(0.0).numpy() / 1e3
+        fitted = split.fitted.numpy()
+        if self.share == 1:
+            return whole, float(seconds[fitted].sum())
+        design = first_round(whole, split, self.share, self.draw)
+        if self.further:
+            rounds = three_rounds(whole, split, design, self.draw)
+            if self.further == "random":
+                rounds = random_cells(whole, design, rounds, self.draw)
+            design = rounds
+        spent = float((seconds * design.cells)[fitted].sum())
+        return sparse(whole, split, design), spent
+
+
+def utilities(case: Case) -> Values:
+    """Return the utility of each test sample by every way, float [n]; `rows`, int64 [n]; `seconds`
+    of answers that were measured, and `share_deployed`, of budgets where the guard lets the policy
+    decide."""
+    whole = read(case.profile)
+    split = whole.split(seed=case.draw % SPLITS)
     budgets_ms = default_budgets(whole)
-    table = whole
-    ways = WAYS[:1]
-    if share < 1:
-        table = sparse(whole, split, share, draw)
-        ways = WAYS
+    table, seconds = case.table(whole, split)
     imitation = Imitation(table, split, budgets_ms, TUNED["imitation"])
     policies: dict[str, Policy] = {
         "static_of_whole": fit_static(whole, split.fitted),
         "static": fit_static(table, split.fitted),
         "teacher": imitation.teacher,
         "imitation": imitation.agent.decider,
+        "guarded": imitation.deployed.decider,
     }
-    for way in ways:
+    for way in case.ways:
         policies[way] = imitation.improved(way, TUNED[way]).decider
     judged_by = {
         way: judged(policy, whole, split.test, budgets_ms) for way, policy in policies.items()
     }
-    return {"rows": split.test, **judged_by}
+    deployed = [float(row["deployed"]) for row in imitation.deployed.calibration.guard]
+    facts = {"seconds": torch.tensor(seconds), "share_deployed": torch.tensor(deployed).mean()}
+    return {"rows": split.test, **facts, **judged_by}
 
 
 def tune(folder: Path) -> None:
@@ -241,7 +343,7 @@ def tune(folder: Path) -> None:
     whole = read("builtin")
     split = whole.split(seed=TUNING_DRAW % SPLITS)
     budgets_ms = default_budgets(whole)
-    table = sparse(whole, split, Fraction(1, 16), TUNING_DRAW)
+    table, _ = Case("builtin", Fraction(1, 16), TUNING_DRAW).table(whole, split)
     scores: dict[str, dict[float, float]] = {way: {} for way in TUNED}
 
     def score(way: str, factor: float, agent: DeployedController) -> float:
@@ -258,147 +360,37 @@ def tune(folder: Path) -> None:
         print(way, max(of_factor, key=of_factor.__getitem__), of_factor)
 
 
-def cases(profiles: list[str]) -> Iterator[tuple[int, str, Fraction]]:
-    """Yield draws, profiles and shares, draw by draw; the whole profiles once for each split."""
+def cases(profiles: list[str]) -> Iterator[Case]:
+    """Yield what is to be run, draw by draw; the whole profiles once for each split."""
     for draw, profile in itertools.product(range(DRAWS), profiles):
-        shares = SHARES
+        count = read(profile).num_configurations
+        # those that draw a single cell of each sample are the same
+        shares = {cells_drawn(share, count): share for share in CURVE}
         if draw < SPLITS:
-            shares = (*SHARES, Fraction(1))
-        for share in shares:
-            yield draw, profile, share
+            shares[count] = Fraction(1)
+        yield from (Case(profile, share, draw) for share in shares.values())
+        yield from (Case(profile, IN_ROUNDS, draw, further) for further in ("chosen", "random"))
 
 
 def run(folder: Path, profiles: list[str]) -> None:
     """Run all cases that the folder does not hold."""
-    for draw, profile, share in cases(profiles):
-        path = path_of(folder, profile, share, draw)
+    for case in cases(profiles):
+        path = case.path(folder)
         if path.exists():
             continue
         began = time.perf_counter()
-        values = utilities(profile, share, draw)
+        values = utilities(case)
         for way, of_samples in values.items():
-            about = {"profile": profile, "share": str(share), "split": draw % SPLITS, "draw": draw}
-            if way != "rows":
-                about |= {"way": way, "utility": float(of_samples.double().mean())}
-                write_line(folder / "results.jsonl", about)
+            about = {"case": path.stem, "way": way, "mean": float(of_samples.double().mean())}
+            write_line(folder / "results.jsonl", about)
         np.savez(path, **{way: of_samples.numpy() for way, of_samples in values.items()})
         print(path.stem, round(time.perf_counter() - began), "s", flush=True)
-
-
-def path_of(folder: Path, profile: str, share: Fraction, draw: int) -> Path:
-    """Return where the utilities of a case are kept."""
-    return folder / f"{Path(profile).name}-{share.denominator}-{draw}.npz"
 
 
 def write_line(path: Path, about: dict[str, Any]) -> None:
     """Append a line of JSON."""
     with path.open("a") as file:
         file.write(json.dumps(about) + "\n")
-
-
-# -- tables ----------------------------------------------------------------------------------------
-
-
-class Resamples:
-    """What all cases of a profile got, and resamples of its draws and test samples.
-
-    Args:
-        folder: of `run`.
-        profile: the profile.
-        shares: those whose draws are resampled together; a draw counts if it has all of them.
-    """
-
-    def __init__(self, folder: Path, profile: str, shares: Sequence[Fraction]) -> None:
-        self.cases: dict[Fraction, list[dict[str, Any]]] = {share: [] for share in shares}
-        for draw in range(DRAWS):
-            paths = [path_of(folder, profile, share, draw) for share in shares]
-            if all(path.exists() for path in paths):
-                # the test samples of the whole profile are the same, by the same split
-                of_whole = np.load(path_of(folder, profile, Fraction(1), draw % SPLITS))
-                for share, path in zip(shares, paths, strict=True):
-                    case = dict(np.load(path), imitation_of_whole=of_whole["imitation"])
-                    self.cases[share].append(case)
-        self.draws = len(self.cases[shares[0]])
-        generator = np.random.default_rng(list(profile.encode()))
-        table = read(profile)
-        self.configurations = table.num_configurations
-        count = table.num_samples
-        even = np.full(count, 1 / count)
-        # how often each resample holds a sample, [R, N], and a draw, [R, D]
-        self.samples = generator.multinomial(count, even, RESAMPLES).astype(np.float32)
-        of_draws = np.full(self.draws, 1 / self.draws)
-        self.of_draws = generator.multinomial(self.draws, of_draws, RESAMPLES)
-
-    def words(self, share: Fraction) -> str:
-        """Return a share as the number of cells of a sample."""
-        return f"{cells_drawn(share, self.configurations):.3g} of {self.configurations}"
-
-    def mean(self, share: Fraction, way: str) -> float:
-        """Return the mean utility of a way, in which all splits count alike."""
-        means = [case[way].mean() for case in self.cases[share]]
-        return float(np.mean([np.mean(means[split::SPLITS]) for split in range(SPLITS)]))
-
-    def gains(self, share: Fraction, way: str, reference: str) -> Array:
-        """Return the mean gain of a way over a reference, first in truth, then in each resample.
-
-        Samples that are in the test part of several draws are resampled together, and the draws of
-        all shares too, because the cells of a smaller share are among those of a larger one.
-        """
-        sums = np.zeros((2, RESAMPLES + 1))
-        for draw, case in enumerate(self.cases[share]):
-            gained = (case[way] - case[reference]).astype(np.float32)
-            weights = self.samples[:, case["rows"]]
-            of_draw = self.of_draws[:, draw]
-            sums[0] += [gained.sum(), *(of_draw * (weights @ gained))]
-            sums[1] += [len(gained), *(of_draw * weights.sum(1))]
-        means: Array = sums[0] / sums[1]
-        return means
-
-
-def in_points(gains: Array) -> str:
-    """Return the first of gains in points, and the 95 % interval of the others."""
-    if not gains.any():
-        return "–"
-    low, high = np.quantile(gains[1:], [0.025, 0.975])
-    # + 0.0 makes 0 of −0
-    mean, low, high = (round(100 * float(value), 1) + 0.0 for value in (gains[0], low, high))
-    return f"{mean:+.1f} [{low:.1f}, {high:.1f}]".replace("-", "−")
-
-
-def rows_of(cells: Sequence[Sequence[object]]) -> str:
-    """Return rows of a table in Markdown, the first of them its header."""
-    lines = [" | ".join(["", *map(str, row), ""]).strip() for row in cells]
-    lines.insert(1, "| --- " * len(cells[0]) + "|")
-    return "\n".join(lines)
-
-
-def write_tables(folder: Path, profiles: list[str]) -> None:
-    """Print what GRPO adds to imitation, and utility over the share of cells."""
-    gained: list[Sequence[object]] = [("profile", "cells of a sample", "draws", *WAYS)]
-    listed = ("static", "imitation", WAYS[0], "teacher")
-    names = ("profile", "cells of a sample", *listed)
-    curves: list[Sequence[object]] = [
-        (*names, "imitation − whole static", "imitation − whole imitation")
-    ]
-    pooled: dict[str, list[Array]] = {way: [] for way in WAYS}
-    for profile in profiles:
-        resamples = Resamples(folder, profile, SHARES)
-        for share in SHARES:
-            gains = {way: resamples.gains(share, way, "imitation") for way in WAYS}
-            for way, values in gains.items():
-                pooled[way].append(values)
-            of_ways = map(in_points, gains.values())
-            gained.append((profile, resamples.words(share), resamples.draws, *of_ways))
-        whole = Resamples(folder, profile, [Fraction(1)])
-        for share in (*SHARES, Fraction(1)):
-            of_share = whole if share == 1 else resamples
-            means = [f"{of_share.mean(share, way):.3f}" for way in listed]
-            references = ("static_of_whole", "imitation_of_whole")
-            gained_over = [of_share.gains(share, "imitation", other) for other in references]
-            curves.append((profile, of_share.words(share), *means, *map(in_points, gained_over)))
-    means_of_all = [in_points(np.mean(values, axis=0)) for values in pooled.values()]
-    gained.append(("all", "–", "–", *means_of_all))
-    print(rows_of(gained), rows_of(curves), sep="\n\n")
 
 
 if __name__ == "__main__":
@@ -411,5 +403,3 @@ if __name__ == "__main__":
             tune(FOLDER)
         case "run":
             run(FOLDER, names or [*PROFILES])
-        case "table":
-            write_tables(FOLDER, names or [*PROFILES])

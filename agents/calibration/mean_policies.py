@@ -19,7 +19,7 @@ from knobwise.agents.calibration.prices import (
 )
 from knobwise.agents.evaluation.baselines import PredictThenChoose, averages
 from knobwise.agents.evaluation.policy import Array, requests_of
-from knobwise.agents.teacher.completed import measured_of
+from knobwise.agents.teacher.completed import estimated, measured_of
 from knobwise.agents.teacher.experts import Experts, FittedExpert
 from knobwise.agents.teacher.outcomes import pick
 from knobwise.agents.teacher.regressors import FAMILIES
@@ -61,6 +61,16 @@ class Mixture(NamedTuple):
         share = self.share.nan_to_num(0.0)
         accuracy, latency_ms = (torch.lerp(*side, share) for side in sides)
         return accuracy, latency_ms
+
+    def weight(self, weight: Tensor) -> Tensor:
+        """Return how many cells the measured ones among these stand for, float64 [n, B].
+
+        Args:
+            weight: [n, C], of each cell.
+        """
+        first = weight.double().gather(1, self.first)
+        second = weight.double().gather(1, self.second)
+        return torch.lerp(first, second, self.share.double().nan_to_num(0.0))
 
 
 class MixingPolicy(Protocol):
@@ -180,6 +190,7 @@ class OracleAtMean:
 
     budgets_ms: Tensor
     name = "oracle"
+    hindsight = True
 
     def mixture(self, table: ProfileTable, rows: Tensor) -> Mixture:
         """Choose for samples int64 [n] by their true outcomes, [n, B], without draws."""
@@ -189,9 +200,14 @@ class OracleAtMean:
 
 def outcomes_of(table: ProfileTable, rows: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor]:
     """Return accuracy and latency (ms) of choices int64 [n, B] for samples int64 [n], float64
-    [n, B] each."""
-    accuracy = table.accuracy[rows].double().gather(1, chosen)
-    return accuracy, table.latency_ms[rows].double().gather(1, chosen)
+    [n, B] each; in a completed table doubly robust estimates, see `estimated`."""
+    cells = rows.unsqueeze(1), chosen
+
+    def look_up(version: ProfileTable) -> Tensor:
+        return torch.stack([version.accuracy[cells], version.latency_ms[cells]]).double()
+
+    accuracy, latency_ms = estimated(table, cells, look_up)
+    return accuracy, latency_ms
 
 
 @dataclass

@@ -63,6 +63,14 @@ def measured_of(table: ProfileTable) -> ProfileTable:
     return table.measured if isinstance(table, CompletedTable) else table
 
 
+def as_if_measured(table: ProfileTable) -> ProfileTable:
+    """Return a table whose predictions pass for measurements. The estimates of single cells are too
+    noisy to choose by, so what is chosen by outcomes is chosen by these."""
+    if not isinstance(table, CompletedTable):
+        return table
+    return ProfileTable(**{f.name: getattr(table, f.name) for f in fields(ProfileTable)})
+
+
 def estimated(
     table: ProfileTable, cells: tuple[Tensor, Tensor], values_in: Callable[[ProfileTable], Tensor]
 ) -> Tensor:

@@ -6,8 +6,8 @@ Two models that all configurations share, and their mean:
    (Bonilla, Chai and Williams 2008, "Multi-task Gaussian Process Prediction"). Configurations are
    similar if their knobs are; and, once the process has been fitted, if its predictions are, which
    is all that a table without knobs can go by.
-2. Gradient boosted trees over the features, the knobs, and vectors of the configurations that the
-   first model has learned.
+2. Extremely randomised trees (Geurts, Ernst and Wehenkel 2006) over the features, the knobs, and
+   vectors of the configurations that the first model has learned.
 
 With 4 of 64 cells a sample each configuration has been measured for a sixteenth of the samples;
 what is known of its neighbours makes up for the rest.
@@ -19,7 +19,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from scipy.sparse.linalg import LinearOperator, cg
-from threadpoolctl import threadpool_limits
 from torch import Tensor
 
 from knobwise.envs.tables.profile_table import ProfileTable
@@ -41,7 +40,9 @@ NOISE = 0.3
 """The variance of a single measurement, likewise."""
 MAX_SAMPLES = 2000
 """The process is fitted to the measurements of at most this many samples."""
-MAX_CELLS = 20_000
+TREES = 50
+"""How many trees; they take most of the time."""
+MAX_CELLS = 10_000
 """The trees are fitted to at most this many measurements."""
 AT_ONCE = 1024
 """So many samples are predicted together."""
@@ -120,8 +121,8 @@ class Completion:
         return similar
 
     def _trees(self, values: Array, known: Array, surface: Array) -> Array:
-        """Return what boosted trees predict, [n, C]."""
-        from sklearn.ensemble import HistGradientBoostingRegressor
+        """Return what trees predict, [n, C]."""
+        from sklearn.ensemble import ExtraTreesRegressor
 
         _, lengths, directions = np.linalg.svd(surface - surface.mean(), full_matrices=False)
         vectors = (directions.T * lengths)[:, :VECTOR] / len(surface) ** 0.5
@@ -131,22 +132,16 @@ class Completion:
             drawn = np.random.default_rng(self.seed).permutation(len(rows))[:MAX_CELLS]
             rows = rows[drawn]
             columns = columns[drawn]
-        model = HistGradientBoostingRegressor(
-            max_iter=100,
-            max_leaf_nodes=15,
-            max_features=0.3,
-            early_stopping=False,
-            random_state=self.seed,
+        model = ExtraTreesRegressor(
+            TREES, min_samples_leaf=5, max_features=0.6, random_state=self.seed
         )
         inputs = np.concatenate([self.x[rows], configurations[columns]], 1)
         predicted = np.empty_like(surface)
-        # the trees are small: threads would mostly wait for each other
-        with threadpool_limits(1, user_api="openmp"):
-            model.fit(inputs, values[rows, columns])
-            # a configuration at a time, so that no n·C rows of features lie in memory
-            for column, configuration in enumerate(configurations):
-                repeated = np.broadcast_to(configuration, (len(self.x), len(configuration)))
-                predicted[:, column] = model.predict(np.concatenate([self.x, repeated], 1))
+        model.fit(inputs, values[rows, columns])
+        # a configuration at a time, so that no n·C rows of features lie in memory
+        for column, configuration in enumerate(configurations):
+            repeated = np.broadcast_to(configuration, (len(self.x), len(configuration)))
+            predicted[:, column] = model.predict(np.concatenate([self.x, repeated], 1))
         return predicted
 
 

@@ -28,6 +28,7 @@ from knobwise.agents.calibration.mean_policies import (
 from knobwise.agents.calibration.prices import mean_budgets, oracle_at_mean, static_hull
 from knobwise.agents.evaluation.baselines import LookupTable, averages
 from knobwise.agents.evaluation.policy import Policy
+from knobwise.agents.teacher.completed import CompletedTable, as_if_measured
 from knobwise.agents.teacher.experts import Experts
 from knobwise.common.errors import InputError
 from knobwise.envs.bandit.reward import RewardTable
@@ -90,7 +91,7 @@ class Reference:
         that no hair decides: float64 [B] ms → [n, B]."""
         cost = averages(self.table, self.test)[1]
         chosen = best_single_at(self.averages[0], cost, 1.01 * spent, self.mask)
-        return self._accuracy_of(chosen)
+        return outcomes_of(self.table, self.test, chosen)[0]
 
     def at_equal_latency(self, decisions: pl.DataFrame) -> pl.DataFrame:
         """Add to decisions what others would get with the mean latency that their policy spent
@@ -114,11 +115,9 @@ class Reference:
     def oracle(self, budgets_ms: Tensor) -> Tensor:
         """Return the accuracy of the choices that are the most accurate at these mean latencies, in
         hindsight, float64 [B] ms → [n, B]."""
-        cells = self.table.accuracy[self.test], self.table.latency_ms[self.test], self.mask
-        return self._accuracy_of(oracle_at_mean(*cells, budgets_ms))
-
-    def _accuracy_of(self, chosen: Tensor) -> Tensor:
-        return outcomes_of(self.table, self.test, chosen)[0]
+        known = as_if_measured(self.table)
+        cells = known.accuracy[self.test], known.latency_ms[self.test], self.mask
+        return outcomes_of(known, self.test, oracle_at_mean(*cells, budgets_ms))[0]
 
 
 class MeanBudgets(OnTable):
@@ -185,11 +184,17 @@ class MeanBudgets(OnTable):
 
     def outcomes(self, policy: Any, cost_ms: Any = 0.0) -> dict[str, Any]:
         """See `Evaluator`."""
-        mixture = policy.mixture(self.table, self.rows)
-        accuracy, latency_ms = mixture.expected(self.table, self.rows)
+        table = self.table
+        if getattr(policy, "hindsight", False):
+            table = as_if_measured(table)
+        mixture = policy.mixture(table, self.rows)
+        accuracy, latency_ms = mixture.expected(table, self.rows)
         drawn = ~mixture.share.isnan()
         second = mixture.second.where(drawn, -1)
-        return {
+        columns = {}
+        if isinstance(table, CompletedTable):
+            columns["sampling_weight"] = mixture.weight(table.weight[self.rows])
+        return columns | {
             "choice": self.chosen(mixture.first),
             "second_choice": self.chosen(second).set(
                 pl.Series((second < 0).flatten().numpy()), None

@@ -231,6 +231,7 @@ MEAN_BUDGET = Task(
         Metric("over_static_mix_at_budget", value=over("accuracy", "of_mix_at_budget")),
         Metric("oracle_accuracy", aggregate=UPPER_BOUND.mean()),
         P95,
+        EFFECTIVE_CELLS,
     ),
     low="static_mix",
     trained=("controller",),

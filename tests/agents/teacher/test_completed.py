@@ -10,10 +10,19 @@ from helpers import identical, small_table
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from knobwise.agents.calibration.mean_policies import Mixture, OracleAtMean, StaticMix
+from knobwise.agents.calibration.prices import mean_budgets
 from knobwise.agents.evaluation.baselines import Oracle, fit_static
 from knobwise.agents.evaluation.evaluation import evaluate_policy
-from knobwise.agents.teacher.completed import CompletedTable, completed, estimated, measured_of
+from knobwise.agents.teacher.completed import (
+    CompletedTable,
+    as_if_measured,
+    completed,
+    estimated,
+    measured_of,
+)
 from knobwise.envs.bandit.budgets import default_budgets
+from knobwise.experiments.evidence.mean_budgets import MeanBudgets
 from knobwise.profiling.design.cell_design import balanced_cells, with_cells
 
 
@@ -145,3 +154,27 @@ def test_likely_cells_do_not_move_the_budgets():
     weighed = default_budgets(replace(part, sampling_weight=weight * part.mask))
     assert (weighed / true - 1).abs().mean() < 0.03
     assert (naive / true - 1).abs().mean() > 0.05
+
+
+def test_mixtures_under_mean_budgets_are_judged_by_estimates():
+    whole, part = sparse(400, 4)
+    split = whole.split()
+    budgets_ms = mean_budgets(whole, split.fitted)
+    filled = completed(part, split)
+    mix = StaticMix.of_table(whole, split.fitted, budgets_ms)
+    truth = torch.stack(mix.expected(whole, split.test))
+    estimates = torch.stack(mix.expected(filled, split.test))
+    difference = (estimates - truth).mean(2)
+    error = difference.std(1) / difference.shape[1] ** 0.5
+    assert (difference.mean(1).abs() < 4 * error).all()
+    # single estimates lie outside of what accuracies can be; the table's own values do not
+    assert estimates[0].min() < 0
+    known = as_if_measured(filled)
+    assert mix.expected(known, split.test)[0].min() >= 0
+    judged = MeanBudgets(filled, split, budgets_ms)
+    oracle = judged.outcomes(OracleAtMean(budgets_ms))
+    assert oracle["accuracy"].max() <= 1
+    assert "sampling_weight" not in oracle
+    # half of a cell that stands for 4, and half of one that nobody measured
+    mixture = Mixture(torch.tensor([[0]]), torch.tensor([[1]]), torch.tensor([[0.5]]))
+    assert mixture.weight(torch.tensor([[4.0, 0.0]])) == 2

@@ -1,0 +1,213 @@
+"""Tables and a picture of what `benchmarks/sparse.py` ran: what GRPO adds to imitation, and utility
+over the share of a profile that was measured.
+
+Intervals are bootstraps over draws of the cells and test samples.
+
+    python benchmarks/sparse_tables.py sparse docs/sparse.svg
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import altair as alt
+import numpy as np
+from sparse import (
+    CURVE,
+    DRAWS,
+    IN_ROUNDS,
+    PROFILES,
+    SHARES,
+    SPLITS,
+    WAYS,
+    Case,
+    cells_drawn,
+    name_of,
+    read,
+)
+
+from knobwise.agents.evaluation.policy import Array
+
+RESAMPLES = 4000
+Row = Sequence[object]
+
+
+class Resamples:
+    """What all draws of some cases of a profile got, and resamples of draws and test samples.
+
+    Args:
+        folder: of `run`.
+        profile: the profile.
+        shares: those whose draws are resampled together; a draw counts if it has all of them.
+        further: see `Case`.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        profile: str,
+        shares: Sequence[Fraction],
+        further: Sequence[str] = ("",),
+    ) -> None:
+        self.cases: dict[tuple[Fraction, str], list[dict[str, Any]]] = {}
+        self.draws = 0
+        keys = [(share, how) for share in shares for how in further]
+        for draw in range(DRAWS):
+            paths = {key: Case(profile, key[0], draw, key[1]).path(folder) for key in keys}
+            if all(path.exists() for path in paths.values()):
+                self.draws += 1
+                # the test samples of the whole profile are the same, by the same split
+                whole = Case(profile, Fraction(1), draw % SPLITS).path(folder)
+                of_whole = np.load(whole)["imitation"]
+                for key, path in paths.items():
+                    case = dict(np.load(path), imitation_of_whole=of_whole)
+                    self.cases.setdefault(key, []).append(case)
+        if further != ("",) and self.draws:
+            self._pair_rounds()
+        generator = np.random.default_rng(list(name_of(profile).encode()))
+        table = read(profile)
+        self.configurations = table.num_configurations
+        count = table.num_samples
+        even = np.full(count, 1 / count)
+        # how often each resample holds a sample, [R, N], and a draw, [R, D]
+        self.samples = generator.multinomial(count, even, RESAMPLES).astype(np.float32)
+        of_draws = np.full(self.draws, 1 / max(self.draws, 1))
+        self.of_draws = generator.multinomial(self.draws, of_draws, RESAMPLES)
+
+    def _pair_rounds(self) -> None:
+        """Put what random cells got beside what chosen ones did."""
+        pairs = zip(self.cases[IN_ROUNDS, "chosen"], self.cases[IN_ROUNDS, "random"], strict=True)
+        for chosen, random in pairs:
+            chosen |= {"random": random["imitation"], "random_seconds": random["seconds"]}
+
+    def words(self, share: Fraction) -> str:
+        """Return a share as the number of cells of a sample."""
+        return f"{cells_drawn(share, self.configurations):.3g} of {self.configurations}"
+
+    def mean(self, share: Fraction, way: str, further: str = "") -> float:
+        """Return the mean of a way, in which all splits count alike."""
+        means = [case[way].mean() for case in self.cases[share, further]]
+        return float(np.mean([np.mean(means[split::SPLITS]) for split in range(SPLITS)]))
+
+    def gains(self, share: Fraction, way: str, reference: str, further: str = "") -> Array:
+        """Return the mean gain of a way over a reference, first in truth, then in each resample.
+
+        Samples that are in the test part of several draws are resampled together, and the draws of
+        all shares too, because the cells of a smaller share are among those of a larger one.
+        """
+        sums = np.zeros((2, RESAMPLES + 1))
+        for draw, case in enumerate(self.cases[share, further]):
+            gained = (case[way] - case[reference]).astype(np.float32)
+            weights = self.samples[:, case["rows"]]
+            of_draw = self.of_draws[:, draw]
+            sums[0] += [gained.sum(), *(of_draw * (weights @ gained))]
+            sums[1] += [len(gained), *(of_draw * weights.sum(1))]
+        means: Array = sums[0] / sums[1]
+        return means
+
+
+def in_points(gains: Array) -> tuple[float, float, float]:
+    """Return the first of gains in points, and the 95 % interval of the others."""
+    low, high = np.quantile(gains[1:], [0.025, 0.975])
+    # + 0.0 makes 0 of −0
+    mean, low, high = (round(100 * float(value), 1) + 0.0 for value in (gains[0], low, high))
+    return mean, low, high
+
+
+def words_of(gains: Array) -> str:
+    """Return gains as text, – where there is none at all."""
+    if not gains.any():
+        return "–"
+    mean, low, high = in_points(gains)
+    return f"{mean:+.1f} [{low:.1f}, {high:.1f}]".replace("-", "−")
+
+
+def rows_of(cells: Sequence[Row]) -> str:
+    """Return rows of a table in Markdown, the first of them its header."""
+    lines = [" | ".join(["", *map(str, row), ""]).strip() for row in cells]
+    lines.insert(1, "| --- " * len(cells[0]) + "|")
+    return "\n".join(lines)
+
+
+def gains_of_grpo(folder: Path) -> Iterator[Row]:
+    """Yield what GRPO adds to imitation, by its rewards; last, the mean of all rows."""
+    yield ("profile", "cells of a sample", "draws", *WAYS)
+    pooled: dict[str, list[Array]] = {way: [] for way in WAYS}
+    for profile in PROFILES:
+        resamples = Resamples(folder, profile, SHARES)
+        for share in SHARES:
+            gains = {way: resamples.gains(share, way, "imitation") for way in WAYS}
+            for way, values in gains.items():
+                pooled[way].append(values)
+            yield (profile, resamples.words(share), resamples.draws, *map(words_of, gains.values()))
+    yield ("all", "–", "–", *(words_of(np.mean(values, axis=0)) for values in pooled.values()))
+
+
+def shares_of(folder: Path, profile: str) -> Iterator[tuple[Fraction, Resamples]]:
+    """Yield the shares of a profile that were run, each with its draws."""
+    run = [share for share in CURVE if Case(profile, share, 0).path(folder).exists()]
+    resamples = Resamples(folder, profile, run)
+    for share in run:
+        yield share, resamples
+    yield Fraction(1), Resamples(folder, profile, [Fraction(1)])
+
+
+def curve(folder: Path, profiles: list[str]) -> Iterator[Row]:
+    """Yield utilities over the share that was measured."""
+    names = ("static", "imitation", "guarded")
+    differences = ("imitation − whole static", "imitation − whole imitation")
+    yield ("profile", "cells of a sample", *names, "budgets of the policy", *differences)
+    for profile in profiles:
+        for share, resamples in shares_of(folder, profile):
+            means = [f"{resamples.mean(share, way):.3f}" for way in names]
+            deployed = f"{resamples.mean(share, 'share_deployed'):.0%}"
+            references = ("static_of_whole", "imitation_of_whole")
+            gains = [resamples.gains(share, "imitation", other) for other in references]
+            cells = resamples.words(share)
+            yield (name_of(profile), cells, *means, deployed, *map(words_of, gains))
+
+
+def rounds(folder: Path, profiles: list[str]) -> Iterator[Row]:
+    """Yield what chosen cells bring, compared with random ones that took as long."""
+    yield ("profile", "cells in the first round", "seconds", "random", "chosen", "difference")
+    for profile in profiles:
+        resamples = Resamples(folder, profile, [IN_ROUNDS], ("chosen", "random"))
+        about = IN_ROUNDS, "imitation"
+        values = [f"{resamples.mean(*about, how):.3f}" for how in ("random", "chosen")]
+        seconds = f"{resamples.mean(IN_ROUNDS, 'seconds', 'chosen'):,.0f}"
+        gains = resamples.gains(*about, "random", "chosen")
+        cells = resamples.words(IN_ROUNDS)
+        yield (name_of(profile), cells, seconds, *values, words_of(gains))
+
+
+def picture(folder: Path, profiles: list[str]) -> alt.FacetChart:
+    """Draw, for each profile, how far policy and static are above the static of everything."""
+    points = []
+    for profile in profiles:
+        for share, resamples in shares_of(folder, profile):
+            measured = cells_drawn(share, resamples.configurations) / resamples.configurations
+            for way, words in {"imitation": "policy", "static": "static"}.items():
+                mean, low, high = in_points(resamples.gains(share, way, "static_of_whole"))
+                about = {"profile": name_of(profile), "policy": words, "share": 100 * measured}
+                points.append({**about, "mean": mean, "low": low, "high": high})
+    x = alt.X("share:Q", title="cells measured, %", scale=alt.Scale(type="log"))
+    y = alt.Y("mean:Q", title="points above the static of all cells")
+    colour = alt.Color("policy:N", title=None)
+    base = alt.Chart().encode(x=x, color=colour)
+    band = base.mark_area(opacity=0.15).encode(y=alt.Y("low:Q"), y2="high:Q")
+    layers = alt.layer(band, base.mark_line(point=True).encode(y=y))
+    layers = layers.properties(width=200, height=200, data=alt.InlineData(points))
+    return layers.facet(column=alt.Column("profile:N", title=None, sort=None))
+
+
+if __name__ == "__main__":
+    where, drawing, *others = sys.argv[1:]
+    FOLDER = Path(where)
+    NAMES = [*PROFILES, *others]
+    parts = [gains_of_grpo(FOLDER), curve(FOLDER, NAMES), rounds(FOLDER, NAMES)]
+    print(*(rows_of([*part]) for part in parts), sep="\n\n")
+    picture(FOLDER, NAMES).save(drawing)
