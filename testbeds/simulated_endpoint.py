@@ -128,11 +128,19 @@ def hashed(*parts: object) -> float:
     return int.from_bytes(digest, "big") / 2**64
 
 
+class KnownQuestion(NamedTuple):
+    """A question that comes with knobwise."""
+
+    answer: str
+    kind: str
+
+
 @functools.cache
-def known_answers() -> Mapping[str, str]:
-    """Return the answers to the questions that come with knobwise."""
+def known_questions() -> Mapping[str, KnownQuestion]:
+    """Return the questions that come with knobwise, by their text."""
     questions = pl.read_csv(QUESTIONS_CSV, infer_schema=False)
-    return dict(zip(questions["question"], questions["answer"], strict=True))
+    known = map(KnownQuestion, questions["answer"], questions["question_type"])
+    return dict(zip(questions["question"], known, strict=True))
 
 
 def question_of(messages: list[dict[str, Any]]) -> str:
@@ -146,11 +154,26 @@ def question_of(messages: list[dict[str, Any]]) -> str:
     return ""
 
 
+def known_in(text: str) -> KnownQuestion | None:
+    """Return the last known question that is a line of the text."""
+    lines = [line.strip() for line in reversed(text.splitlines())]
+    return next((known_questions()[line] for line in lines if line in known_questions()), None)
+
+
+def difficulty_of(text: str, model: str) -> float:
+    """Return how difficult a question is for a model, 0 to 1: half of it follows from the kind of
+    question, or from the length of a sum, a quarter from the question, and a quarter from both."""
+    known = known_in(text)
+    of_kind = min(sum(map(str.isdigit, text)) / 12, 1.0)
+    if known:
+        of_kind = hashed(known.kind)
+    return 0.5 * of_kind + 0.25 * hashed(text) + 0.25 * hashed(text, model)
+
+
 def right_answer(text: str) -> str:
     """Return the answer to a sum, or to a known question that is a line of the text."""
-    for line in reversed(text.splitlines()):
-        if line.strip() in known_answers():
-            return known_answers()[line.strip()]
+    if known := known_in(text):
+        return known.answer
     if terms := re.search(r"(\d{1,9})\s*([-+*])\s*(\d{1,9})", text):
         first, sign, second = terms.groups()
         results = {"+": int(first) + int(second), "-": int(first) - int(second)}
@@ -166,8 +189,7 @@ def reply_to(
     model = MODELS[name]
     text = question_of(body["messages"])
     effort = body.get("reasoning_effort") or "none"
-    # the same for all models and efforts, but for a part
-    difficulty = 0.75 * hashed(text) + 0.25 * hashed(text, name)
+    difficulty = difficulty_of(text, name)
     thinking = round(THINKING[effort] * (0.2 + difficulty))
     words = [WRONG]
     if difficulty < model.skill + 0.15 * (thinking / 150) ** 0.5:

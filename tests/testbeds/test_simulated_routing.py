@@ -1,0 +1,43 @@
+"""The simulated table of evaluations: what the simulated endpoint would answer, and its price."""
+
+import subprocess
+import sys
+
+import polars as pl
+import pytest
+
+from knobwise.testbeds.simulated_endpoint import difficulty_of, known_questions
+from knobwise.testbeds.simulated_routing import EFFORTS, PRICES, evaluations
+
+
+def test_evaluations_are_those_of_the_models():
+    frame = evaluations(40)
+    assert len(frame) == 40 * len(PRICES) * len(EFFORTS)
+    # a model that thinks no less is right where it was before
+    scores = frame.pivot("reasoning_effort", index=["id", "model"], values="score")
+    assert (scores["none"] <= scores["high"]).all()
+    # 7 words of a message are some 18 tokens; an answer of one token costs .4 millionths
+    row = frame.row(0, named=True)
+    tokens_in = (row["usd"] * 1e6 - 0.4) / 0.1
+    assert tokens_in == pytest.approx(round(tokens_in))
+    assert evaluations(40).equals(frame)
+
+
+def test_what_a_question_is_about_tells_how_difficult_it_is():
+    about = [
+        (difficulty_of(text, "small"), known.kind) for text, known in known_questions().items()
+    ]
+    frame = pl.DataFrame(about, schema=["difficulty", "kind"], orient="row")
+    of_kind = frame.group_by("kind").agg(pl.mean("difficulty"))
+    # half of a uniform number has a deviation of .144, and what is left one of .102
+    assert 0.1 < of_kind["difficulty"].std() < 0.2
+    assert difficulty_of("1 + 1", "small") < difficulty_of("123456 + 123456", "small")
+
+
+def test_the_command_writes_the_table(tmp_path):
+    command = [sys.executable, "-m", "knobwise.testbeds.simulated_routing"]
+    subprocess.run([*command, tmp_path / "table.csv", "5"], check=True)
+    assert len(pl.read_csv(tmp_path / "table.csv")) == 45
+    wrong = subprocess.run([*command, tmp_path], capture_output=True, text=True, check=False)
+    assert wrong.returncode
+    assert "Traceback" not in wrong.stderr
