@@ -8,7 +8,14 @@ from typing import Any
 import polars as pl
 
 from knobwise.common.errors import InputError
-from knobwise.envs.readers.feature_columns import AUTO, encode_samples, fit_column
+from knobwise.envs.readers.feature_columns import (
+    AUTO,
+    encode_samples,
+    fit_column,
+    free_texts,
+    in_block,
+    texts_in,
+)
 from knobwise.envs.readers.feature_files import Features, features_from
 from knobwise.envs.readers.frames import KEYS, holds_no_text
 from knobwise.envs.readers.outcome_columns import (
@@ -301,10 +308,13 @@ def _features_in(
             "features: no column varies between samples but not inside them; name the "
             f"columns, features=[…], and the knobs, knobs=[…] ({'; '.join(notes)})"
         )
-    notes.append(f"features: {', '.join(str(column) for column in fitted)}")
-    block = encode_samples(samples, fitted)
-    ids = {name: samples[name].to_numpy() for name in keys.columns}
-    return features_from({**ids, FEATURES: block})._replace(columns=tuple(fitted))
+    block = in_block(fitted)
+    known = [*map(str, block), *(f"{name} (text)" for name in free_texts(fitted))]
+    notes.append(f"features: {', '.join(known)}")
+    content: dict[str, Any] = {name: samples[name].to_numpy() for name in keys.columns}
+    if block:
+        content[FEATURES] = encode_samples(samples, block)
+    return features_from(content | texts_in(samples, fitted))._replace(columns=tuple(block))
 
 
 def _note_unknown(columns: Sequence[str], notes: list[str]) -> None:

@@ -251,11 +251,20 @@ def read_profile(
     if some_cells and isinstance(config, LongTables):
         settings["some_cells"] = True
     network = None
+    encoders: Mapping[str, Any] = {}
     if loaded is not None:
+        from knobwise.envs.tables.columns import Column
+
         network = loaded.network
-        if network.normaliser.columns and isinstance(config, LongTables):
-            settings["columns"] = network.normaliser.columns
+        encoders = loaded.controller.decider.texts
+        if isinstance(config, LongTables):
+            texts = [Column(name, (), True) for name in encoders]
+            settings["columns"] = [*network.normaliser.columns, *texts]
     table = _read(config, settings)
+    if encoders:
+        from knobwise.agents.evaluation.texts import encoded_by
+
+        table = encoded_by(table, encoders)
     if network is not None and not network.normaliser.columns:
         # the checkpoint knows its features by position alone
         table = replace(table, columns=())
