@@ -1,7 +1,8 @@
 """Texts as numbers: words and short runs of characters, hashed, weighted and projected.
 
-Training and serving read a text by this same code, so they get the same numbers to the bit. A text
-is seen as its UTF-8 bytes, so that any script will do, and of a long one only both ends are read.
+Training and serving read a text by this same code, so they get the same numbers to the bit. Any
+script will do, and of a long text only both ends are read. Right after a model has run, a NumPy
+call costs microseconds whatever the size of its arrays, so there are few of them.
 """
 
 from __future__ import annotations
@@ -11,15 +12,14 @@ import math
 import unicodedata
 from collections.abc import Mapping
 from typing import Any, NamedTuple
+from zlib import crc32
 
 import numpy as np
 
 from .arrays import Array, Arrays, short
 
 LONGEST = 4096
-"""The most bytes that are read at each end of a text."""
-RUN = 3
-"""The length of runs of characters."""
+"""The most characters that are read at each end of a text."""
 BITS = 17
 """There are 2 to this power hashes."""
 SURFACE = ("characters", "words", "digits")
@@ -29,18 +29,21 @@ BENEFIT = 5
 MESSAGES = ("last", "user", "all")
 """What is read of a chat: the last message of the user, all of the user's, or all messages."""
 
-_BASE = np.uint64(0x9E3779B97F4A7C15)
-# odd numbers have an inverse modulo 2^64
-_INVERSE = np.uint64(pow(int(_BASE), -1, 1 << 64))
-_POWERS = np.cumprod(np.full(2 * LONGEST + 16, _BASE))
-_INVERSES = np.cumprod(np.full(2 * LONGEST + 16, _INVERSE))
-_MIX = np.uint64(0xD6E8FEB86659FD93)
-_OF_WORDS = np.uint64(0xA0761D6478BD642F)
-"""Added to the hash of a word, which so differs from that of an equal run of characters."""
+# random odd numbers: the upper bits of a sum of products with them depend on all lower ones
+_FIRST, _SECOND, _THIRD, _OF_WORDS, _OF_PAIRS = np.array(
+    [
+        0x9E3779B97F4A7C15,
+        0xD6E8FEB86659FD93,
+        0xA0761D6478BD642F,
+        0xE7037ED1A0B428DB,
+        0x8EBC6AF09C88C6E3,
+    ],
+    np.uint64,
+)
 _SHIFT = np.uint64(64 - BITS)
-# letters and digits of ASCII, and every byte of a longer character
-_IN_WORDS = np.array([byte > 127 or chr(byte).isalnum() for byte in range(256)])
-_DIGITS = np.array([chr(byte).isdigit() and byte < 128 for byte in range(256)])
+_DIGITS = b"0123456789"
+# every byte of ASCII that is no letter or digit parts words; the others are of longer characters
+_PARTED = bytes(byte if byte > 127 or chr(byte).isalnum() else 32 for byte in range(256))
 
 
 def text_of(value: Any, messages: str = "last") -> str:
@@ -90,18 +93,14 @@ def _content_of(content: Any) -> str:
     return "\n".join(text for text in texts if isinstance(text, str))
 
 
-def bytes_of(text: str) -> bytes:
-    """Return what is read of a text, in lower case, with single spaces, as UTF-8: all of it, or the
-    first and the last `LONGEST` bytes, in whole characters."""
+def read_of(text: str) -> str:
+    """Return what is read of a text, in lower case and with single spaces: all of it, or the first
+    and the last `LONGEST` characters."""
     if len(text) > 2 * LONGEST:
         text = f"{text[:LONGEST]} {text[-LONGEST:]}"
     if not text.isascii():
         text = unicodedata.normalize("NFKC", text)
-    data = " ".join(text.lower().split()).encode("utf-8", "replace")
-    if len(data) > 2 * LONGEST:
-        ends = data[:LONGEST], data[-LONGEST:]
-        data = b" ".join(end.decode("utf-8", "ignore").encode() for end in ends)
-    return data
+    return " ".join(text.lower().split())
 
 
 class Parts(NamedTuple):
@@ -124,32 +123,26 @@ class Parts(NamedTuple):
 def parts_of(value: Any, messages: str = "last") -> Parts:
     """Take a text or a chat apart, see `text_of`, which raises a ValueError for anything else.
 
-    The hash of the bytes b is Σ bᵢ·Bⁱ modulo 2^64, of which the best mixed bits are taken. Sums
-    from the beginning of the text give it for all parts at once.
+    A run is hashed by its three code points, and a word by the CRC of its UTF-8: the sum of their
+    products with odd numbers, modulo 2^64, of which the upper bits are taken.
     """
     text = text_of(value, messages)
-    values = np.frombuffer(bytes_of(text), np.uint8)
-    n = len(values)
-    sums = np.zeros(n + 1, np.uint64)
-    (_POWERS[:n] * values).cumsum(out=sums[1:])
-    # where words begin and end
-    inside = np.zeros(n + 2, np.int8)
-    inside[1:-1] = _IN_WORDS[values]
-    change = inside[1:] - inside[:-1]
-    first = (change == 1).nonzero()[0]
-    after = (change == -1).nonzero()[0]
-    # where characters begin: at all bytes but those that continue one
-    places = np.arange(n + 1)
-    if not text.isascii():
-        places = places[np.append((values & 0xC0) != 0x80, True)]
-    begin = np.concatenate([first, first[:-1], places[:-RUN]])
-    end = np.concatenate([after, after[1:], places[RUN:]])
-    hashes = (sums[end] - sums[begin]) * _INVERSES[begin]
-    hashes[: 2 * len(first)] += _OF_WORDS
-    hashes *= _MIX
+    read = read_of(text)
+    # what cannot be encoded, half of a pair of surrogates, becomes a question mark
+    points = np.frombuffer(read.encode("utf-32-le", "replace"), np.uint32)
+    data = read.encode("utf-8", "replace")
+    words = data.translate(_PARTED).split()
+    named = np.array([crc32(word) for word in words], np.uint64)
+    named *= _OF_WORDS
+    runs = points[:-2] * _FIRST
+    runs += points[1:-1] * _SECOND
+    runs += points[2:] * _THIRD
+    pairs = named[:-1] * _OF_PAIRS
+    pairs += named[1:]
+    hashes = np.concatenate([runs, named, pairs])
     hashes >>= _SHIFT
-    digits = np.count_nonzero(_DIGITS[values]) / max(1, n)
-    return Parts(hashes.view(np.int64), len(text), len(first), digits)
+    digits = len(data) - len(data.translate(None, _DIGITS))
+    return Parts(hashes.view(np.int64), len(text), len(words), digits / max(1, len(data)))
 
 
 class TextEncoder:
@@ -182,23 +175,24 @@ class TextEncoder:
         """Return the numbers of a text or chat, float32 [width]; all NaN if it is unlike training.
         Raises a ValueError if it is neither."""
         parts = parts_of(value, self.messages)
-        slots = self._slots[parts.hashes]
-        known = np.count_nonzero(slots)
-        if known + BENEFIT < self._least * (len(slots) + BENEFIT) or parts.characters > self._most:
+        counts = np.bincount(self._slots[parts.hashes], minlength=1)
+        total = len(parts.hashes)
+        known = total - int(counts[0])
+        if known + BENEFIT < self._least * (total + BENEFIT) or parts.characters > self._most:
             return np.full(self.width, np.nan, np.float32)
+        present, weights = self.weighted(counts)
         block = np.empty(self.width, np.float32)
-        present, weights = self.weighted(slots)
         block[: len(SURFACE)] = parts.surface
         np.dot(weights, self._projection[present], out=block[len(SURFACE) :])
         return block
 
-    def weighted(self, slots: Array) -> tuple[Array, Array]:
+    def weighted(self, counts: Array) -> tuple[Array, Array]:
         """Return which known parts there are, int64 [p], and their weights, float32 [p] of length
-        1, for the numbers of all parts [m]."""
-        counts = np.bincount(slots, minlength=1)
+        1, by how often each occurs, int64 [≤ V]."""
         counts[0] = 0
-        present = counts.nonzero()[0]
+        # much faster than nonzero of numbers
+        present = (counts > 0).nonzero()[0]
         weights = np.log1p(counts[present], dtype=np.float32)
         weights *= self._weights[present]
-        weights /= math.sqrt(weights.dot(weights)) or 1.0
+        weights *= 1 / (math.sqrt(weights.dot(weights)) or 1.0)
         return present, weights

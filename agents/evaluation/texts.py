@@ -157,10 +157,12 @@ def fitted_arrays(
     # as sparse as texts are
     rows = []
     for row in train.tolist():
-        rows.append(encoder.weighted(slots[parts_of(texts[row], messages).hashes]))
-    ends = np.cumsum([0, *(len(present) for present, _ in rows)])
+        rows.append(
+            encoder.weighted(np.bincount(slots[parts_of(texts[row], messages).hashes], minlength=1))
+        )
+    stops = np.cumsum([0, *(len(present) for present, _ in rows)])
     present, values = (np.concatenate(part) for part in zip(*rows, strict=True))
-    matrix = csr_matrix((values, present, ends), (len(rows), len(weights)))
+    matrix = csr_matrix((values, present, stops), (len(rows), len(weights)))
     widths = [width for width in WIDTHS if width <= min(len(train) // 4, len(kept) - 1)]
     if widths:
         fitted = TruncatedSVD(widths[-1], random_state=0).fit(matrix)

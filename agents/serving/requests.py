@@ -150,7 +150,7 @@ class Result(NamedTuple):
     def unlike(self) -> bool:
         """True if a text is unlike those of training, so that static decided, where there is
         one."""
-        return self.controller.is_unlike(self.features)
+        return bool(self.controller.texts) and self.controller.is_unlike(self.features)
 
     @property
     def met(self) -> bool:

@@ -49,6 +49,8 @@ MEASURES = frozenset(
     }
 )
 """Columns of measurements, which are never knobs."""
+QUESTION = "question"
+"""The one of these that may be a feature."""
 MIN_SAMPLES = 5
 """Fewer samples with a setting each may be a first try, and more are a log of decisions."""
 ZERO_WIDTH = "[\u200b-\u200d\u2060\ufeff]"
@@ -254,6 +256,8 @@ def _feature_names(
         names = [column.name for column in columns]
     elif features == AUTO:
         candidates = _candidates(frame, other.union(knobs or ()))
+        if QUESTION in frame.columns and QUESTION not in other:
+            candidates.append(QUESTION)
         constant = _constant_columns(frame, keys, candidates, knobs is None)
         unknown = _unknown_before(frame, keys, constant)
         names = [c for c in constant if c not in unknown]

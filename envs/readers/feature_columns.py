@@ -22,7 +22,7 @@ MISSING = ("", "?", "nan", "na", "n/a", "null", "none")
 """Spellings of a number that is missing, in lower case."""
 MAX_VALUES = 50
 """The most values of a text that get a place."""
-WORDS = r"\S\s+\S|[^\x00-\x7f]{6}"
+WORDS = r"\S\s+\S+\s+\S|[^\x00-\x7f]{6}"
 """A text that holds this has several words, or is in a script that may not part them."""
 MIN_SAMPLES = 2
 """A value of a text gets a place if so many samples have it."""
