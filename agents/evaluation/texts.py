@@ -23,7 +23,7 @@ from knobwise.common.errors import InputError
 from knobwise.envs.bandit.budgets import log_measured, subsample
 from knobwise.envs.tables.profile_table import ProfileTable, Split
 
-MAX_PARTS = 8192
+MAX_PARTS = 4096
 """The most parts of texts that are known."""
 MIN_TEXTS = 2
 """A part is known if so many texts of training have it."""
@@ -157,9 +157,8 @@ def fitted_arrays(
     # as sparse as texts are
     rows = []
     for row in train.tolist():
-        rows.append(
-            encoder.weighted(np.bincount(slots[parts_of(texts[row], messages).hashes], minlength=1))
-        )
+        hashes = parts_of(texts[row], messages).hashes
+        rows.append(encoder.weighted(np.bincount(slots[hashes], minlength=1)))
     stops = np.cumsum([0, *(len(present) for present, _ in rows)])
     present, values = (np.concatenate(part) for part in zip(*rows, strict=True))
     matrix = csr_matrix((values, present, stops), (len(rows), len(weights)))
