@@ -19,6 +19,7 @@ from knobwise.agents.serving.wrapper import wrap
 from knobwise.agents.training.checkpoint import load_checkpoint
 from knobwise.common.errors import InputError
 from knobwise.common.progress import say
+from knobwise.envs.readers.embeddings import embedded
 from knobwise.envs.readers.feature_files import attach_features, features_from
 from knobwise.envs.readers.long_table import table_from_frame
 from knobwise.envs.tables.profile_table import ProfileTable
@@ -41,9 +42,9 @@ def read(data: Any, features: Features = None, **options: Any) -> ProfileTable:
             included; or a data frame of polars or pandas.
         features: a feature file, or a mapping of `sample_id` [N] and blocks [N, d] by name; or the
             names of columns of `data`, "auto" for all that are constant inside each sample; None
-            for a policy that sees the budget only.
+            for a policy that sees the budget only. Columns may be free text, such as prompts.
         options: the other options of `profile=table`: id, repeat, knobs, accuracy, right, latency,
-            unit, wide, wide_latency, name, group, time.
+            unit, wide, wide_latency, name, group, time, features_from.
 
     Raises:
         InputError: no such file, or wrong content, see `table_from_frame` and `read_features`.
@@ -62,7 +63,9 @@ def read(data: Any, features: Features = None, **options: Any) -> ProfileTable:
         frame = data
         if not isinstance(data, pl.DataFrame):  # of pandas
             frame = pl.DataFrame(_columns(data)).fill_nan(None)
-        return table_from_frame(frame, features=content, **{"name": "frame", **options})
+        features_from = options.pop("features_from", None)
+        table = table_from_frame(frame, features=content, **{"name": "frame", **options})
+        return table if features_from is None else embedded(table, features_from)
     path = Path(data)
     if path.is_dir():
         content = content or next(path.glob("features.*"), None)

@@ -23,6 +23,7 @@ from knobwise.agents.controller.features import FeatureNormaliser
 from knobwise.agents.deployed.calibrated import Static
 from knobwise.agents.evaluation.baselines import fit_static
 from knobwise.agents.evaluation.policy import Array, Policy, choices_of, requests_of
+from knobwise.agents.evaluation.texts import encoders_of
 from knobwise.agents.teacher.completed import CompletedTable, as_if_measured, measured_of
 from knobwise.agents.teacher.regressors import ridge
 from knobwise.agents.training.controllers import ControllerSetup
@@ -46,7 +47,8 @@ def calibrate_controller(setup: ControllerSetup, budgets_ms: Tensor) -> Deployed
     controller = copy.deepcopy(setup.controller).cpu()
     teacher = setup.distiller.fitted.teacher if setup.distiller else None
     calibration = Calibration(
-        latency=fit_latency_model(measured_of(setup.table), setup.fitted, controller.normaliser)
+        latency=fit_latency_model(measured_of(setup.table), setup.fitted, controller.normaliser),
+        texts={name: {**encoder.arrays} for name, encoder in encoders_of(setup.table).items()},
     )
     if setup.priced:
         _calibrate_mean_budgets(calibration, setup, budgets_ms)

@@ -48,6 +48,8 @@ class Calibration:
         judged: where not every cell was measured, the choices that the guard is about, for n
             validation samples, by policies that were not fitted on them: `rows` [n], `chosen` and
             `static` [n, B], and `cost_ms`, what a decision is charged.
+        texts: what makes feature blocks of texts, by the name of both: the arrays of a
+            `TextEncoder`.
     """
 
     guard: list[GuardRow] = field(default_factory=list)
@@ -57,6 +59,7 @@ class Calibration:
     latency: Arrays = field(default_factory=dict)
     mean: Arrays = field(default_factory=dict)
     judged: Arrays = field(default_factory=dict)
+    texts: dict[str, Arrays] = field(default_factory=dict)
 
     def scale_static(self, times: Array, accuracies: Array) -> None:
         """Multiply times and accuracies that static knows by factors [C] of the configurations."""
@@ -222,6 +225,8 @@ class DeployedController(nn.Module):
             "unit": controller.unit,
             "guard": bool(calibration.guard and calibration.static),
         }
+        if calibration.texts:
+            header["texts"] = list(calibration.texts)
         arrays = {"configurations": controller.configurations.cpu().numpy()}
         if len(controller.network.values):
             by_value = DRIFT_SCALE * controller.network.values
@@ -235,6 +240,8 @@ class DeployedController(nn.Module):
             "static": calibration.static,
             "mean": calibration.mean,
         }
+        for number, encoder in enumerate(calibration.texts.values()):
+            parts[f"texts.{number}"] = encoder
         if header["guard"]:
             parts["guard"] = guards.arrays_of(calibration.guard)
         for part, named in parts.items():
@@ -258,8 +265,9 @@ class DeployedController(nn.Module):
             "teacher": self.teacher and self.teacher.plain(),
         }
         for part in ARRAYS:
-            arrays = plain[part].items()
-            plain[part] = {name: torch.from_numpy(np.array(values)) for name, values in arrays}
+            plain[part] = _tensors_of(plain[part])
+        texts = self.calibration.texts.items()
+        plain["texts"] = {name: _tensors_of(arrays) for name, arrays in texts}
         return plain
 
     @classmethod
@@ -283,6 +291,8 @@ class DeployedController(nn.Module):
         calibration = Calibration(**known)
         for part in ARRAYS:
             setattr(calibration, part, _numpy_of(plain.get(part, {})))
+        texts = plain.get("texts", {}).items()
+        calibration.texts = {name: _numpy_of(tensors) for name, tensors in texts}
         deployed = cls(controller, teacher, calibration).eval()
         _ = deployed.decider  # making it checks the controller
         return deployed
@@ -297,6 +307,11 @@ def _changes_of(tensors: Sequence[Tensor]) -> list[tuple[int, int]]:
 def _numpy_of(tensors: Mapping[str, Tensor]) -> Arrays:
     """Return tensors as arrays, under the same names."""
     return {name: values.detach().cpu().numpy() for name, values in tensors.items()}
+
+
+def _tensors_of(arrays: Mapping[str, Array]) -> dict[str, Tensor]:
+    """Return copies of arrays as tensors, under the same names."""
+    return {name: torch.from_numpy(np.array(values)) for name, values in arrays.items()}
 
 
 def _network_arrays(controller: Controller) -> Arrays:

@@ -29,6 +29,7 @@ from .arrays import (
 )
 from .calibrated import CalibratedMeanBudgets, Guard, Static
 from .network import Heads, Normaliser, one_hot_of
+from .text import TextEncoder, is_text
 
 FORMAT = "knobwise.NumpyController/4"
 AT_ONCE = 2048
@@ -56,6 +57,8 @@ class NumpyController:
         columns: of the block `features` if they have names, else []: the name of each, its texts
             (None for a number), and whether it may be missing.
         datasets: the columns of the block `dataset` if that is an input, else [].
+        texts: what makes a feature block of a text, by the name of both. Such a block is NaN if the
+            text is unlike those of training; static then decides, where there is a guard.
         guard, static, mean: what was calibrated, each None where there is none.
         calibrated: `mean` or `guard`, or None.
     """
@@ -72,12 +75,18 @@ class NumpyController:
         self.feature_sizes: dict[str, int] = self.header["features"]
         self.columns: list[Any] = self.header.get("columns", [])
         self.datasets: list[str] = self.header["datasets"]
+        self.texts: dict[str, TextEncoder] = {}
+        for number, name in enumerate(self.header.get("texts", [])):
+            self.texts[name] = TextEncoder(below(arrays, f"texts.{number}."))
         self._named: list[dict[str, Any]] = []
         for row in self.configurations.tolist():
             pairs = zip(self.knobs.items(), row, strict=True)
             self._named.append({name: values[index] for (name, values), index in pairs})
         self._even = np.full(len(self._named), 1 / len(self._named), np.float32)  # for fast means
         self._widths = tuple(self.feature_sizes.values())
+        starts = itertools.accumulate((0, *self._widths))
+        begin = dict(zip(self.feature_sizes, starts, strict=False))
+        self._of_texts = [begin[name] for name in self.texts]
         self._tiny = np.full(sum(self._widths), 1e-30, np.float32)  # no product is too large
         self._normaliser = Normaliser(below(arrays, "normaliser."), self.header["clip"])
         by_knobs = self.header["heads"] == "knobs"
@@ -151,7 +160,12 @@ class NumpyController:
         fixed, limit = self._planned(budget_ms, drift)
         if fixed is not None:
             return fixed
-        return self._heads.single(self._joined(features), limit, self._by_value(drift))
+        raw = self._joined(features)
+        if self._of_texts:
+            fixed = self._where_unlike(raw, budget_ms, drift)
+            if fixed is not None:
+                return fixed
+        return self._heads.single(raw, limit, self._by_value(drift))
 
     def decide_expected(self, features: Arrays, budget_ms: float, drift: Drift = None) -> Expected:
         """Decide for one request, and return the choice with its expected latency. Raises a
@@ -161,21 +175,54 @@ class NumpyController:
         fixed, limit = self._planned(budget_ms, drift)
         if fixed is not None:
             return self._by_static(fixed)
+        raw = self._joined(features)
+        if self._of_texts:
+            fixed = self._where_unlike(raw, budget_ms, drift)
+            if fixed is not None:
+                return self._by_static(fixed)
         x = np.empty(self._heads.width, np.float32)
-        index = self._heads.single(self._joined(features), limit, self._by_value(drift), x)
+        index = self._heads.single(raw, limit, self._by_value(drift), x)
         return self._expected(index, x)
 
     def expected_of(self, features: Arrays, budget_ms: float, drift: Drift, index: int) -> Expected:
         """Return a configuration with its latency, as whoever decides this request expects it."""
-        if self.fall_back(budget_ms, drift) is not None:
+        if self.fall_back(budget_ms, drift, features) is not None:
             return self._by_static(index)
         return self._expected(index, self._normaliser(self._joined(features)[None])[0])
 
-    def fall_back(self, budget_ms: float, drift: Drift = None) -> Expected | None:
+    def fall_back(
+        self, budget_ms: float, drift: Drift = None, features: Arrays | None = None
+    ) -> Expected | None:
         """Return the decision where the guard falls back to static or to the static mix, which need
-        no features; else None."""
+        no features, or if these are of a text unlike training; else None."""
         fixed, _ = self._planned(budget_ms, drift)
+        if fixed is None and features and self._of_texts:
+            fixed = self._where_unlike(self._joined(features), budget_ms, drift)
         return None if fixed is None else self._by_static(fixed)
+
+    def with_blocks(self, features: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the features of a request with blocks in the place of texts. Raises a ValueError
+        for what is neither."""
+        blocks = dict(features)
+        for name, encoder in self.texts.items():
+            if name in blocks and is_text(blocks[name]):
+                try:
+                    blocks[name] = encoder(blocks[name])
+                except ValueError as error:
+                    raise ValueError(f"features: {name!r} {error}") from error
+        return blocks
+
+    def is_unlike(self, features: Mapping[str, Any]) -> bool:
+        """Tell whether a text is unlike those of training, by the blocks [d] of a request that was
+        decided."""
+        return any(math.isnan(features[name][0]) for name in self.texts if name in features)
+
+    def _where_unlike(self, raw: Array, budget_ms: float, drift: Drift) -> int | None:
+        """Return the choice of static if a text is unlike training, by the features [d]; else
+        None."""
+        if self.static is None or not np.isnan(raw[self._of_texts]).any():
+            return None
+        return self.static.single(as_limit(budget_ms) * self.factor(drift))
 
     def _expected(self, index: int, x: Array) -> Expected:
         """Return a configuration with its latency, linear in normalised features [width]."""
@@ -221,6 +268,8 @@ class NumpyController:
 
     def _joined(self, features: Arrays) -> Array:
         """Return the features of one request, float32 [d]."""
+        if self.texts:
+            features = self.with_blocks(self._blocks(features))
         try:
             blocks = [features[name] for name in self.feature_sizes if name in features]
             if tuple(map(len, blocks)) == self._widths:
@@ -264,6 +313,10 @@ class NumpyController:
             best = scores.argmax(1)
             if self.calibrated is not None:
                 best = self.calibrated.with_fallback(best, limits[part], allowed)
+            if self._of_texts and self.static is not None:
+                unlike = np.isnan(raw[part][:, self._of_texts]).any(1)
+                by_static = self.static.choose({}, limits[part], allowed)
+                best = np.where(unlike, by_static, best)
             chosen[part] = best
         return chosen
 

@@ -12,7 +12,7 @@ are timed in turn, in several rounds, and the quickest round counts, as in Pytho
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from time import perf_counter_ns
 from typing import Any, NamedTuple, Protocol
@@ -22,6 +22,8 @@ import torch
 from torch import Tensor, nn
 
 from knobwise.agents.deployed.controller import NumpyController
+from knobwise.agents.deployed.text import LONGEST
+from knobwise.agents.evaluation.texts import as_read
 from knobwise.envs.tables.profile_table import ProfileTable
 from knobwise.envs.tables.units import MS
 
@@ -40,6 +42,10 @@ TOKENS = 32
 EXPECTED_US = 30.0
 """The time of a decision, by rule of thumb. Training charges this, so that it is repeatable;
 results are charged what was measured."""
+TEXT_US = 70.0
+"""What a text adds to that."""
+CHARACTER_US = 0.1
+"""What each character of a text adds."""
 
 
 class Decider(Protocol):
@@ -77,7 +83,8 @@ def decision_us(
     deciders: Sequence[Decider], table: ProfileTable, rows: Tensor, budgets_ms: Tensor
 ) -> list[Tensor]:
     """Return for each decider the median time of a decision in µs, in the quickest round, float64
-    [B], on samples `rows` [n] under budgets [B] in ms, right after a transformer has run."""
+    [B], on samples `rows` [n] under budgets [B] in ms, right after a transformer has run. With
+    texts it is the mean, since times differ with lengths."""
     # all of them in turn, so that a busy second meets all of them alike
     rounds = []
     for _ in range(ROUNDS):
@@ -89,9 +96,11 @@ def _round(decider: Decider, table: ProfileTable, rows: Tensor, budgets_ms: Tens
     """Return the median of each budget in µs, [B]. The budgets take turns in random order."""
     limits = budgets_ms.tolist()
     rng = np.random.default_rng(0)
+    texts = as_read(table).texts
     samples = []
-    for row in rows[:CALLS].tolist():
+    for row in _timed_rows(texts, rows).tolist():
         samples.append({name: block[row].numpy() for name, block in table.features.items()})
+        samples[-1] |= {name: values[row] for name, values in texts.items()}
     # µs of each decision, by call and budget
     micros = np.zeros((WARM_UP + CALLS, len(limits)))
     with torch.inference_mode():
@@ -100,11 +109,30 @@ def _round(decider: Decider, table: ProfileTable, rows: Tensor, budgets_ms: Tens
                 _transformer()(torch.zeros(1, TOKENS, WIDTH))
                 sample = samples[call % len(samples)]
                 # the mean of two equal tokens is the token
-                blocks = {name: np.stack([x, x]).mean(0) for name, x in sample.items()}
+                pooled = {
+                    name: np.stack([x, x]).mean(0)
+                    for name, x in sample.items()
+                    if name not in texts
+                }
+                blocks = sample | pooled
                 start = clock_ns()
                 decider.decide_index(blocks, limits[b])
                 micros[call, b] = (clock_ns() - start) / 1e3
+    if texts:
+        # a long text takes longer, so it counts as often as it occurs
+        return torch.from_numpy(micros[WARM_UP:].mean(0))
     return torch.from_numpy(np.median(micros[WARM_UP:], 0))
+
+
+def _timed_rows(texts: Mapping[str, Sequence[str]], rows: Tensor) -> Tensor:
+    """Return the samples that decisions are timed on: the first `CALLS` of `rows` [n], or with
+    texts those whose lengths are quantiles of the lengths of all."""
+    if not texts:
+        return rows[:CALLS]
+    lengths = [sum(len(values[row]) for values in texts.values()) for row in rows.tolist()]
+    by_length = rows[torch.tensor(lengths).argsort(stable=True)]
+    shares = (torch.arange(CALLS) + 0.5) / CALLS
+    return by_length[(shares * len(rows)).long()]
 
 
 @cache
@@ -116,6 +144,10 @@ def _transformer() -> nn.Module:
 
 def expected_cost_ms(table: ProfileTable) -> float:
     """Return the expected cost of a decision with its features, in ms."""
-    if table.unit == MS:
-        return EXPECTED_US / 1e3 + table.features_ms
-    return 0.0
+    if table.unit != MS:
+        return 0.0
+    cost_us = EXPECTED_US
+    for values in as_read(table).texts.values():
+        read = [min(len(value), 2 * LONGEST) for value in values]
+        cost_us += TEXT_US + CHARACTER_US * sum(read) / len(read)
+    return cost_us / 1e3 + table.features_ms

@@ -60,7 +60,7 @@ def near_best(
     """Return the configurations that are expected to lose at most `loss` utility.
 
     The policy was taught softmax(sharpness · utility), so these are those whose log-probability is
-    at most sharpness · loss below the highest; where the guard falls back, those that static knows.
+    at most sharpness · loss below the highest; where static decides, those that static knows.
 
     Args:
         controller: the one that decides.
@@ -70,7 +70,7 @@ def near_best(
         loss: utility, in units of accuracy.
     """
     limits = np.array([limit_ms])
-    if controller.fall_back(limit_ms, drift) is not None:
+    if controller.fall_back(limit_ms, drift, features) is not None:
         assert controller.static is not None
         utility = controller.static.mean_utility(limits * controller.factor(drift))[0]
     else:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
 from knobwise.agents.deployed.arrays import Array, as_limit, as_numbers, encoded
-from knobwise.agents.deployed.controller import MAX_MS
+from knobwise.agents.deployed.controller import MAX_MS, NumpyController
 from knobwise.common.errors import InputError
 
 
@@ -38,29 +38,28 @@ def limit_of(value: Any, unit: str = "ms", name: str = "budget_ms") -> float:
     return limit
 
 
-def blocks_of(
-    features: Any, sizes: Mapping[str, int], columns: Sequence[Any] = ()
-) -> dict[str, Array]:
+def blocks_of(features: Any, controller: NumpyController) -> dict[str, Array]:
     """Return features as people give them as float32 blocks by name, whose shapes the controller
     checks.
 
     A policy that reads one block takes it without its name. What it does not read is ignored.
 
     Args:
-        features: blocks by name, values of `columns` by name, a lone block, or None.
-        sizes: the widths of the blocks that are read.
-        columns: those of the block `features`, see `encoded`.
+        features: blocks by name, values of columns and texts by name, a lone block, or None.
+        controller: the one that is to decide.
 
     Raises:
         InputError: no numbers, or a value by name cannot be used.
     """
     if features is not None and not isinstance(features, Mapping):
-        features = dict.fromkeys([*sizes][:1], features)
+        features = dict.fromkeys([*controller.feature_sizes][:1], features)
     features = features or {}
-    if columns and "features" not in features:
-        try:
-            features = {**features, "features": encoded(columns, features)}
-        except ValueError as error:
-            raise InputError(str(error)) from error
-    known = [name for name in sizes if name in features]
+    try:
+        if controller.columns and "features" not in features:
+            features = {**features, "features": encoded(controller.columns, features)}
+        if controller.texts:
+            features = controller.with_blocks(features)
+    except ValueError as error:
+        raise InputError(str(error)) from error
+    known = [name for name in controller.feature_sizes if name in features]
     return {name: numbers(f"features: {name}", features[name], True) for name in known}

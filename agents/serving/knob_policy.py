@@ -113,6 +113,8 @@ class KnobPolicy:
                 torch, NaN where a value is missing. A policy that reads one block takes it without
                 its name, one without features None. Instead of the block `features` the values of
                 its `columns` by name, for one input: numbers and text, None for what is missing.
+                A text or a chat, a list of messages, for one input, instead of the block of a
+                policy that was trained on texts.
                 Names that the policy does not read are ignored.
             budget_ms: the time that an answer may take, in ms, or what it may cost, in `unit`, for
                 all inputs or [n]; of a controller for mean budgets the mean over all inputs, one
@@ -136,7 +138,7 @@ class KnobPolicy:
         random = None if deterministic else _generator(seed)
         if deterministic and seed is not None:
             raise InputError("decide: seed is for draws; give deterministic=False, or leave it out")
-        arrays = blocks_of(features, self.features, self.columns)
+        arrays = blocks_of(features, self.agent.decider)
         budgets = numbers("budget_ms", budget_ms)
         # without any size everything is for a single input
         sizes = {*budgets.shape, *(len(block) for block in arrays.values() if block.ndim == 2)}
@@ -196,9 +198,10 @@ class KnobPolicy:
             (group,) = decider.calibrated.groups(limits * decider.factor(drift))
             guard = self.agent.calibration.guard[group].copy()
         budget = float(limits[0])
+        alone = {name: block[0] for name, block in blocks.items()}
         return Explanation(
             decision=dict(decided["configuration"]),
-            reason=self._reason(decided, expected, guard),
+            reason=self._reason(decided, expected, guard, alone),
             expected=expected,
             runner_up=next((row for row in expected if row is not decided), None),
             by_budget=self._by_budget(blocks, drift, *(between_ms or (budget / 10, budget * 10))),
@@ -207,12 +210,18 @@ class KnobPolicy:
         )
 
     def _reason(
-        self, row: dict[str, Any], expected: list[dict[str, Any]], guard: GuardRow | None
+        self,
+        row: dict[str, Any],
+        expected: list[dict[str, Any]],
+        guard: GuardRow | None,
+        request: Arrays,
     ) -> str:
-        """Return why a configuration was chosen."""
+        """Return why a configuration was chosen for a request, blocks [d]."""
         if guard is not None and not guard["deployed"]:
             static = "the static mix" if self.agent.constraint == "mean" else "budget-aware static"
             return f"the guard lets {static} decide, which treats all inputs alike"
+        if self.agent.decider.is_unlike(request) and self.agent.decider.static is not None:
+            return "a text is unlike those of training, so budget-aware static decides"
         reason = "it has the highest probability"
         if row["probability"] < expected[0]["probability"]:
             reason = f"it was drawn from the policy, with probability {row['probability']:.1%}"

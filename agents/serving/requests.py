@@ -147,6 +147,12 @@ class Result(NamedTuple):
         return self.decision[:3]
 
     @property
+    def unlike(self) -> bool:
+        """True if a text is unlike those of training, so that static decided, where there is
+        one."""
+        return bool(self.controller.texts) and self.controller.is_unlike(self.features)
+
+    @property
     def met(self) -> bool:
         """True if the request was answered on time."""
         return self.total_ms <= self.budget_ms  # not if that is NaN
@@ -190,4 +196,6 @@ def row_of(result: Result, chances: Mapping[int, float]) -> dict[str, Any]:
         row["limits"] = dict(request.limits)
     if features is None:
         row["failed"] = True
+    if result.unlike:
+        row["unlike"] = True
     return row

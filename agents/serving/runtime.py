@@ -69,6 +69,7 @@ class Runtime:
         configurations: the knob values of each configuration.
         now: the clock of all times, in s.
         decided, fallen_back: the `Overhead` of decisions with and without features.
+        unlike: how many requests were answered whose text is unlike those of training.
 
     Args:
         policy: from `knobwise.load` or `knobwise.fit`, a controller that a run deploys, or one from
@@ -108,6 +109,7 @@ class Runtime:
         self._watched: Watched | None = None
         self.decided = Overhead()
         self.fallen_back = Overhead()
+        self.unlike = 0
         self.after_fork()
         FORKED.add(self)
         # the last thing to do, so that nothing is written where something else is refused
@@ -208,7 +210,7 @@ class Runtime:
         blocks: Arrays = {}
         try:
             if reads:
-                blocks = blocks_of(features, controller.feature_sizes, controller.columns)
+                blocks = blocks_of(features, controller)
             start = self.now()
             if spent_ms is None:
                 spent_ms = request.waited_ms + (start - request.begun) * 1e3
@@ -300,6 +302,9 @@ class Runtime:
     def record(self, result: Result) -> Result:
         """Log a request, and return it with its id; one that took no possible time is not logged.
         Its chances are computed only now, so that no answer waits for them."""
+        if result.unlike:
+            with self._lock:
+                self.unlike += 1
         if self.log is None or math.isnan(result.total_ms):
             return result
         decision = result.decision

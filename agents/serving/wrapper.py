@@ -34,9 +34,10 @@ class Wrapped(Runtime):
         """Begin; `options` are those of `Runtime`."""
         _check_call(call, features, policy)
         self._call = call
-        # a policy that sees the budget only needs none
-        self._features = features or (lambda request: None)
         super().__init__(policy, **options)
+        # a text is its own feature, and a policy that sees the budget only needs none
+        texts = bool(self.controller.texts)
+        self._features = features or (lambda request: request if texts else None)
 
     def __call__(self, request: Any, budget_ms: float) -> Any:
         """Answer a request under its budget in ms, and return what the callable returned."""
@@ -102,7 +103,8 @@ def wrap(
         call: `call(request, **knobs)` answers a request; a function or a coroutine function.
         policy: from `knobwise.load` or `knobwise.fit`, or from `NumpyController.load`.
         features: computes what the policy reads from a request, as `KnobPolicy.decide` takes it;
-            may be a coroutine function if `call` is. None for a policy that sees the budget only.
+            may be a coroutine function if `call` is. None for a policy that sees the budget only,
+            or one that reads texts alone: a request is then the text, or the texts by name.
             Where the guard falls back to static, it is not called.
         tracker: True for a new one, or one for this policy to go on with; False for none.
         log: a folder, or the log in it, that gets a row for each request once it is answered.
@@ -140,7 +142,7 @@ def _check_call(
     """Refuse a callable that does not take the knobs, and a policy whose features nothing
     computes."""
     controller = controller_of(policy)
-    if features is None and controller.feature_sizes:
+    if features is None and controller.feature_sizes.keys() - controller.texts.keys():
         raise InputError(
             f"wrap: the policy reads {controller.feature_sizes}; give features=FUNCTION, "
             "which computes them from a request"

@@ -8,7 +8,14 @@ from typing import Any
 import polars as pl
 
 from knobwise.common.errors import InputError
-from knobwise.envs.readers.feature_columns import AUTO, encode_samples, fit_column
+from knobwise.envs.readers.feature_columns import (
+    AUTO,
+    encode_samples,
+    fit_column,
+    free_texts,
+    in_block,
+    texts_in,
+)
 from knobwise.envs.readers.feature_files import Features, features_from
 from knobwise.envs.readers.frames import KEYS, holds_no_text
 from knobwise.envs.readers.outcome_columns import (
@@ -42,6 +49,8 @@ MEASURES = frozenset(
     }
 )
 """Columns of measurements, which are never knobs."""
+QUESTION = "question"
+"""The one of these that may be a feature."""
 MIN_SAMPLES = 5
 """Fewer samples with a setting each may be a first try, and more are a log of decisions."""
 ZERO_WIDTH = "[\u200b-\u200d\u2060\ufeff]"
@@ -247,6 +256,8 @@ def _feature_names(
         names = [column.name for column in columns]
     elif features == AUTO:
         candidates = _candidates(frame, other.union(knobs or ()))
+        if QUESTION in frame.columns and QUESTION not in other:
+            candidates.append(QUESTION)
         constant = _constant_columns(frame, keys, candidates, knobs is None)
         unknown = _unknown_before(frame, keys, constant)
         names = [c for c in constant if c not in unknown]
@@ -301,10 +312,13 @@ def _features_in(
             "features: no column varies between samples but not inside them; name the "
             f"columns, features=[…], and the knobs, knobs=[…] ({'; '.join(notes)})"
         )
-    notes.append(f"features: {', '.join(str(column) for column in fitted)}")
-    block = encode_samples(samples, fitted)
-    ids = {name: samples[name].to_numpy() for name in keys.columns}
-    return features_from({**ids, FEATURES: block})._replace(columns=tuple(fitted))
+    block = in_block(fitted)
+    known = [*map(str, block), *(f"{name} (text)" for name in free_texts(fitted))]
+    notes.append(f"features: {', '.join(known)}")
+    content: dict[str, Any] = {name: samples[name].to_numpy() for name in keys.columns}
+    if block:
+        content[FEATURES] = encode_samples(samples, block)
+    return features_from(content | texts_in(samples, fitted))._replace(columns=tuple(block))
 
 
 def _note_unknown(columns: Sequence[str], notes: list[str]) -> None:

@@ -1,7 +1,8 @@
 """Columns of a table as features: which columns they are, and how values become numbers.
 
 Numbers stay numbers; NaN is missing. Each text gets a place for every value that several samples
-have, and one for all others, see `knobwise.envs.tables.columns`.
+have, and one for all others, see `knobwise.envs.tables.columns`. Free text, such as a prompt, stays
+text.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ MISSING = ("", "?", "nan", "na", "n/a", "null", "none")
 """Spellings of a number that is missing, in lower case."""
 MAX_VALUES = 50
 """The most values of a text that get a place."""
+WORDS = r"\S\s+\S+\s+\S|[^\x00-\x7f]{6}"
+"""A text that holds this has several words, or is in a script that may not part them."""
 MIN_SAMPLES = 2
 """A value of a text gets a place if so many samples have it."""
 KINDS = (pl.Null, pl.Boolean, pl.String, pl.Categorical, pl.Enum)
@@ -38,14 +41,14 @@ def block_columns(table: ProfileTable, block: str) -> Sequence[Column]:
 
 
 def fit_column(series: pl.Series) -> Column:
-    """Return what a column is: numbers, or text with its values.
+    """Return what a column is: numbers, text with its values, or free text.
 
     Args:
         series: a value for each sample.
 
     Raises:
         InputError: the column is empty, mixes numbers and text, is neither of them, or is a text
-            with too many values to learn from.
+            with too many values to learn from, most of them single words.
     """
     what = f"the feature {series.name!r}"
     dtype = series.dtype
@@ -68,7 +71,12 @@ def fit_column(series: pl.Series) -> Column:
     present = read.filter(pl.col("text") != "")
     counts = present["text"].value_counts().sort("count", "text", descending=[True, False])
     frequent = counts.filter(pl.col("count") >= MIN_SAMPLES).head(MAX_VALUES)
-    if 2 * frequent["count"].sum() < len(present):
+    common = 2 * frequent["count"].sum() >= len(present)
+    if not (common and len(counts) <= MAX_VALUES):
+        with_words = counts["text"].str.contains(WORDS).sum()
+        if 2 * with_words >= len(counts):
+            return Column(series.name, (), True)
+    if not common:
         raise InputError(
             f"{what} is text with {len(counts)} different values in {len(read)} samples, too many "
             "to learn from; group them, or leave it out"
@@ -78,6 +86,23 @@ def fit_column(series: pl.Series) -> Column:
     if gaps:
         categories.append("")
     return Column(series.name, tuple(categories), gaps)
+
+
+def free_texts(columns: Sequence[Column]) -> list[str]:
+    """Return the names of the columns that are free text."""
+    return [column.name for column in columns if column.categories == ()]
+
+
+def in_block(columns: Sequence[Column]) -> list[Column]:
+    """Return the columns that are no free text."""
+    return [column for column in columns if column.categories != ()]
+
+
+def texts_in(frame: pl.DataFrame, columns: Sequence[Column]) -> dict[str, list[str]]:
+    """Return the values of the columns that are free text by name, "" where there are none."""
+    names = free_texts(columns)
+    frame = frame.select(pl.col(names).cast(pl.String).fill_null(""))
+    return {name: frame[name].to_list() for name in names}
 
 
 def encode(frame: pl.DataFrame, columns: Sequence[Column]) -> tuple[np.ndarray, pl.Series]:

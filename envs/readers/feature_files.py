@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,8 +19,19 @@ from torch import Tensor
 
 from knobwise.common.errors import InputError, naming
 from knobwise.common.files import written_whole
-from knobwise.envs.readers.feature_columns import encode_samples, fit_column
-from knobwise.envs.readers.frames import KEYS, name_column, number_column, read_frame
+from knobwise.envs.readers.feature_columns import (
+    encode_samples,
+    fit_column,
+    in_block,
+    texts_in,
+)
+from knobwise.envs.readers.frames import (
+    KEYS,
+    name_column,
+    number_column,
+    read_frame,
+    with_chats,
+)
 from knobwise.envs.readers.layouts import PLAIN, Layout, with_ids
 from knobwise.envs.readers.outcome_columns import INDEX, listed, named_like
 from knobwise.envs.tables.columns import FEATURES, Column
@@ -40,6 +52,8 @@ class Features(NamedTuple):
     """What the block `features` holds, if its columns have names."""
     notes: tuple[str, ...] = ()
     """What was left out."""
+    texts: Mapping[str, Sequence[str]] = MappingProxyType({})
+    """Columns of free text by name, n each."""
 
 
 def read_features(
@@ -83,13 +97,20 @@ def _readable() -> Iterator[None]:
         raise InputError(f"cannot be read as features ({error})") from error
 
 
-def features_from(content: Mapping[str, ArrayLike | Tensor]) -> Features:
-    """Return ids and named blocks from arrays by name, as `read_features` finds them in a file.
+def features_from(content: Mapping[str, Any]) -> Features:
+    """Return ids and named blocks from arrays by name, as `read_features` finds them in a file. A
+    list of strings is free text.
 
     Raises InputError as `read_features`.
     """
+    texts = {}
     with _readable():
-        arrays = {key: np.asarray(values) for key, values in content.items()}
+        arrays = {}
+        for key, values in content.items():
+            if key not in ("dataset", "sample_id") and _are_texts(values):
+                texts[key] = list(values)
+            else:
+                arrays[key] = np.asarray(values)
         # ids first: they say how many rows a block must have
         names: dict[str, tuple[str, ...]] = {}
         for key in ("dataset", "sample_id"):
@@ -98,18 +119,25 @@ def features_from(content: Mapping[str, ArrayLike | Tensor]) -> Features:
                 # text in NumPy files may be bytes
                 values = values.astype(str) if values.dtype.kind == "S" else values
                 names[key] = tuple(name_column(pl.Series(key, values)))
-        if "sample_id" not in names or not arrays:
+        if "sample_id" not in names or not (arrays or texts):
             raise InputError(
                 f"features need sample_id [n] and at least one block [n, d]; has "
                 f"{[*names, *arrays]}"
             )
         n = len(names["sample_id"])
+        for key, values in texts.items():
+            if len(values) != n:
+                raise InputError(f"features {key!r} are {len(values)} texts for {n} sample_id")
         blocks = {key: _block(f"features {key!r}", x, n) for key, x in arrays.items()}
     if twice := n - len(set(zip(*names.values(), strict=True))):
         raise InputError(
             f"{twice} ids occur more than once; keep one row of features for each sample"
         )
-    return Features(names["sample_id"], blocks, names.get("dataset", ()))
+    return Features(names["sample_id"], blocks, names.get("dataset", ()), texts=texts)
+
+
+def _are_texts(values: Any) -> bool:
+    return isinstance(values, (list, tuple)) and all(isinstance(value, str) for value in values)
 
 
 def _block(name: str, values: np.ndarray, n: int) -> Tensor:
@@ -167,10 +195,13 @@ def attach_features(
         )
     rows = torch.tensor([row_of[key] for key in keys])
     blocks = {name: block[rows] for name, block in features.blocks.items()}
+    texts = {}
+    for name, values in features.texts.items():
+        texts[name] = [values[row] for row in rows.tolist()]
     notes = (*table.notes, *features.notes)
     if unused := len(known) - len(keys):
         notes = (*notes, f"{unused} rows of features without a sample: not used")
-    return replace(table, features=blocks, columns=features.columns, notes=notes)
+    return replace(table, features=blocks, columns=features.columns, texts=texts, notes=notes)
 
 
 def write_features(table: ProfileTable, path: str | Path) -> None:
@@ -241,10 +272,11 @@ def _read_arrays(path: Path, ids: str | None) -> dict[str, ArrayLike]:
 def _read_columns(path: Path, columns: Sequence[Column], layout: Layout) -> Features:
     """Read ids and blocks of a table file.
 
-    A column of lists is a block. The columns of single values form one block together.
+    A column of lists is a block. The columns of single values form one block together, but for
+    those of free text.
     """
     noted = list[str]()
-    frame = read_frame(path, noted)
+    frame = with_chats(read_frame(path, noted))
     if layout.id in frame.columns and layout.id != "sample_id":
         frame = with_ids(frame, Layout(layout.id), []).drop(layout.id)
     arrays: dict[str, ArrayLike] = {}
@@ -274,8 +306,11 @@ def _read_columns(path: Path, columns: Sequence[Column], layout: Layout) -> Feat
                 "the columns of single values form a block `features`, but the file "
                 "already has a column of this name; rename it"
             )
-        named = columns or [fit_column(frame[name]) for name in names]
-        arrays[FEATURES] = encode_samples(frame, named)
+        fitted = columns or [fit_column(frame[name]) for name in names]
+        named = in_block(fitted)
+        if named:
+            arrays[FEATURES] = encode_samples(frame, named)
+        arrays |= texts_in(frame, fitted)
     if unused:
         noted.append(f"keys that are no features: {listed(unused)}")
     return features_from(arrays)._replace(columns=tuple(named), notes=tuple(noted))

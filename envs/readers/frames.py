@@ -42,6 +42,8 @@ TIERS = ("low", "medium", "high")
 NUMERAL = re.compile(r"-?(0|[1-9]\d*)(\.\d+)?([eE][-+]?\d+)?")
 MANTISSA_BITS: dict[Any, int] = {pl.Float16: 11, pl.Float32: 24, pl.Float64: 53}
 """Whole numbers below 2 to this power are exact in a float; larger ones may share a value."""
+MESSAGE = frozenset({"role", "content"})
+"""What each message of a chat has."""
 POWER_OF_TEN = r"^\s*[+-]?\d+(?:[.,](\d+))?[eE]\+(\d+)\s*$"
 """A number as spreadsheets and R shorten it, such as 1.23E+11: its decimals, and its exponent."""
 FLOAT_AS_TEXT = r"^[+-]?\d+(\.0+|\.\d+[eE]\+\d+)$"
@@ -289,7 +291,7 @@ def _frame(rows: dict[int, Any], lines: Lines | None) -> pl.DataFrame:
                 raise ValueError(f"row {number} {error}") from None
             lines.refused[number] = str(error)
             continue
-        sound[number] = row
+        sound[number] = row = {name: _plain(value) for name, value in row.items()}
         for name, value in row.items():
             if value is not None:
                 kinds[name].setdefault(type(value), number)
@@ -298,6 +300,26 @@ def _frame(rows: dict[int, Any], lines: Lines | None) -> pl.DataFrame:
     else:
         lines.numbers = list(sound)
     return pl.DataFrame(list(sound.values()), infer_schema_length=None)
+
+
+def _plain(value: Any) -> Any:
+    """Return a chat, a list of messages whose contents may be of several types, as JSON; anything
+    else as it is."""
+    first = value[0] if isinstance(value, list) and value else None
+    if isinstance(first, dict) and first.keys() >= MESSAGE:
+        return json.dumps(value, ensure_ascii=False)
+    return value
+
+
+def with_chats(frame: pl.DataFrame) -> pl.DataFrame:
+    """Return a frame whose columns of chats, lists of messages, are JSON."""
+    chats = []
+    for name, dtype in frame.schema.items():
+        inner: Any = getattr(dtype, "inner", None)
+        if isinstance(inner, pl.Struct) and {part.name for part in inner.fields} >= MESSAGE:
+            texts = [_plain(value) for value in frame[name].to_list()]
+            chats.append(pl.Series(name, texts, pl.String, strict=False))
+    return frame.with_columns(chats)
 
 
 def _check_row(row: Any) -> None:

@@ -73,7 +73,8 @@ def join_tables(
         time=TIME,
         notes=[*notes, *notes_on_parts],
     )
-    return replace(joined, features=_features(tables, missing_blocks), columns=_columns(tables))
+    features = _features(tables, missing_blocks)
+    return replace(joined, features=features, columns=_columns(tables), texts=_texts(tables))
 
 
 def with_dataset_input(table: ProfileTable, names: Sequence[str] = ()) -> ProfileTable:
@@ -130,6 +131,18 @@ def _features(tables: Sequence[ProfileTable], missing_blocks: bool) -> dict[str,
                 )
             parts[block].append(values)
     return {block: torch.cat(blocks) for block, blocks in parts.items()}
+
+
+def _texts(tables: Sequence[ProfileTable]) -> dict[str, list[str]]:
+    """Return the texts of all tables. Raises InputError if tables have others."""
+    if len({tuple(sorted(table.texts)) for table in tables}) > 1:
+        names = " and ".join(", ".join(table.texts) or "no text" for table in tables)
+        raise InputError(f"features: joined profiles have {names}; give all of them the same")
+    texts: dict[str, list[str]] = {}
+    for table in tables:
+        for name, values in table.texts.items():
+            texts.setdefault(name, []).extend(values)
+    return texts
 
 
 def _columns(tables: Sequence[ProfileTable]) -> tuple[Column, ...]:

@@ -29,6 +29,7 @@ from knobwise.envs.readers.frames import (
     name_column,
     number_column,
     read_frame,
+    with_chats,
 )
 from knobwise.envs.readers.layouts import CONFIGURATION, Layout, long_form
 from knobwise.envs.readers.outcome_columns import failures, listed
@@ -175,7 +176,7 @@ def table_from_frame(
     notes = list(notes)
     described = Layout(**layout)
     with naming(source or name):
-        frame = long_form(frame, described, accuracy, latency, notes)
+        frame = long_form(with_chats(frame), described, accuracy, latency, notes)
         if described.wide is not None and (knobs or not _varies_in_rows(frame)):
             # what else a row of a wide table holds belongs to its sample
             knobs = [*dict.fromkeys([*(knobs or ()), CONFIGURATION])]

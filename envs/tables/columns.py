@@ -18,7 +18,8 @@ class Column(NamedTuple):
 
     name: str
     categories: tuple[str, ...] | None
-    """The values of a text that have a place; "" is a missing text. None for a number."""
+    """The values of a text that have a place; "" is a missing text. None for a number. () for free
+    text, see `ProfileTable.texts`, which no block of the table holds as it is."""
     gaps: bool
     """Whether it is missing in some samples. Only then may it be missing in a request."""
 

@@ -63,6 +63,7 @@ class ProfileTable:
         "configurations": "CK",
         "repeats_ms": "NCR",
         "features": "N_",
+        "texts": "N",
     }
     """A letter for each axis of a field."""
     name: str
@@ -85,6 +86,9 @@ class ProfileTable:
     budget."""
     columns: tuple[Column, ...] = ()
     """What the block `features` holds, if its columns have names. Not part of the digest."""
+    texts: dict[str, list[str]] = field(default_factory=dict)
+    """Columns of free text, or of chats as JSON, N each: features once they are encoded by what was
+    fitted on training samples."""
     datasets: tuple[str, ...] = ()
     """N data set names; empty means one data set with the table's name."""
     image_ids: tuple[str, ...] = ()
@@ -169,9 +173,7 @@ class ProfileTable:
     def __repr__(self) -> str:
         blocks = ", ".join(f"{name} {block.shape[1]} wide" for name, block in self.features.items())
         knobs = ", ".join(knob.name for knob in self.knobs)
-        times = ""
-        if self.num_repeats > 1:
-            times = f", up to {self.num_repeats} times"
+        times = f", up to {self.num_repeats} times" * (self.num_repeats > 1)
         return (
             f"ProfileTable {self.name!r}: {self.num_samples} samples × {self.num_configurations} "
             f"configurations of {knobs}; {self.mask.double().mean():.1%} profiled{times}; "
@@ -264,16 +266,17 @@ class ProfileTable:
             list(self.features),
         ]
         # newer parts count only where they exist, so that older digests stay as they were
-        if self.question_types:
-            text.append(self.question_types)
-        if self.clusters:
-            text.append(["clusters", self.clusters])
+        text += filter(
+            None,
+            (self.question_types, self.clusters and ["clusters", self.clusters], self.texts),
+        )
         if self.repeats_ms is not None:
             text.append(self.num_repeats)
         sha.update(json.dumps(text).encode())
         tensors = [self.configurations, self.mask, self.accuracy, self.latency_ms]
         tensors += [getattr(self, name) for name in self.OPTIONAL]
-        for tensor in (*tensors, *self.features.values()):
+        tensors += self.features.values()
+        for tensor in tensors:
             if tensor is not None:
                 sha.update(np.ascontiguousarray(tensor.numpy()).data)
         return f"sha256:{sha.hexdigest()}"
@@ -309,7 +312,7 @@ class ProfileTable:
         if not self.features:
             datasets = self.datasets or ("",) * self.num_samples
             return [f"{datasets[row]}/{self.sample_ids[row]}" for row in rows.tolist()]
-        joined = torch.cat([*self.blocks(rows).values()], 1).contiguous()
+        joined = torch.cat([*self.blocks(rows).values()], 1)
         hashes = [hashlib.sha1(row.tobytes()).hexdigest()[:16] for row in joined.numpy()]
         if self.columns:
             return [f"{hashes[i]}/{self.sample_ids[row]}" for i, row in enumerate(rows.tolist())]

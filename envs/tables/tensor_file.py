@@ -114,11 +114,12 @@ def load_table(
                 content[field] = tensor
         values = {}
         for name in {f.name for f in fields(kind)} & content.keys():
-            values[name] = content[name]
+            value = content[name]
             if name in changes:
-                values[name] = changes[name](content[name])
-            elif isinstance(content[name], list):
-                values[name] = tuple(content[name])
+                value = changes[name](value)
+            elif isinstance(value, list):
+                value = tuple(value)
+            values[name] = value
         return kind(**values)
     except Damaged:
         raise

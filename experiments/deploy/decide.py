@@ -15,7 +15,7 @@ from knobwise.common.errors import InputError, naming
 from knobwise.common.files import written_whole
 from knobwise.common.progress import say
 from knobwise.envs.readers.feature_columns import encode, number
-from knobwise.envs.readers.frames import Lines, read_frame, refuse_lost_digits
+from knobwise.envs.readers.frames import Lines, read_frame, refuse_lost_digits, with_chats
 from knobwise.envs.tables.columns import FEATURES, Column, columns_of
 from knobwise.experiments.evidence.run_folder import checkpoint_at
 from knobwise.experiments.settings.options import DecideRun
@@ -57,9 +57,11 @@ def run(config: DecideRun) -> int:
     if not total:
         raise InputError(f"{path}: holds no requests")
     untried = 0
+    unlike = 0
     with written_whole(out) as temporary, temporary.open("wb") as file, naming(path):
         for first in range(0, max(len(frame), 1), AT_ONCE):
-            ids, chosen, faults = _decided(controller, frame.slice(first, AT_ONCE), config)
+            ids, chosen, faults, odd = _decided(controller, frame.slice(first, AT_ONCE), config)
+            unlike += odd
             ids.insert_column(0, pl.Series("line", lines.numbers[first : first + AT_ONCE]))
             good = faults.is_null()
             decided = pl.concat([ids.filter(good), settings[chosen]], how="horizontal")
@@ -76,6 +78,9 @@ def run(config: DecideRun) -> int:
             f"{controller.unit}, the range that this controller was tested on; do not rely on the "
             "decisions there"
         )
+    if unlike:
+        words = "without its text" if controller.static is None else "by budget-aware static"
+        say(f"{counted(unlike, 'request')} with a text unlike those of training: decided {words}")
     return SOME_REFUSED if refused else 0
 
 
@@ -98,12 +103,12 @@ def _controller_at(path: str) -> NumpyController:
 
 def _decided(
     controller: NumpyController, frame: pl.DataFrame, config: DecideRun
-) -> tuple[pl.DataFrame, Array, pl.Series]:
+) -> tuple[pl.DataFrame, Array, pl.Series, int]:
     """Decide for the rows of a frame.
 
     Returns:
-        What identifies each row, the configurations of those that are not refused, and for each
-        row why it is refused, null for nothing.
+        What identifies each row, the configurations of those that are not refused, for each row why
+        it is refused, null for nothing; and how many have a text unlike those of training.
 
     Raises:
         InputError: a column is missing, or ids have lost digits.
@@ -128,7 +133,10 @@ def _decided(
     names = [frame[name] for name in ("sample_id",) if name in frame.columns]
     for ids in names:
         refuse_lost_digits(ids)
-    return pl.DataFrame([*names, limits]), chosen, fault
+    odd = np.zeros(int(good.sum()), bool)
+    for name in controller.texts:
+        odd |= np.isnan(features[name][:, 0])
+    return pl.DataFrame([*names, limits]), chosen, fault, int(odd.sum())
 
 
 def _limits(frame: pl.DataFrame, config: DecideRun) -> pl.Series:
@@ -151,6 +159,11 @@ def _block(controller: NumpyController, frame: pl.DataFrame, name: str) -> tuple
     """
     width = controller.feature_sizes[name]
     columns: Sequence[Column] = [Column(f"{name}[{i}]", None, True) for i in range(width)]
+    frame = with_chats(frame)
+    if name in controller.texts and not frame.schema.get(name, pl.List).is_nested():
+        texts = frame[name].cast(pl.String).to_list()
+        rows = [controller.texts[name](text) for text in texts]
+        return np.reshape(rows, (len(rows), width)), pl.repeat(None, len(rows), eager=True)
     if name in frame.columns and frame.schema[name].is_nested():
         try:
             lists = frame[name].cast(pl.Array(pl.Float64, width))
@@ -164,9 +177,10 @@ def _block(controller: NumpyController, frame: pl.DataFrame, name: str) -> tuple
         # one that training did not see has a place beyond the block
         columns = [Column(name, tuple(controller.datasets), True)]
     elif columns[0].name not in frame.columns:
+        text = f"a column {name} of text, or " * (name in controller.texts)
         raise InputError(
-            f"features {name} are missing. Add columns {name}[0] … {name}[{width - 1}], or one "
-            "column of lists (Parquet)"
+            f"features {name} are missing. Add {text}columns {name}[0] … {name}[{width - 1}], or "
+            "one column of lists (Parquet)"
         )
     block, faults = encode(frame, columns)
     return block[:, :width], faults

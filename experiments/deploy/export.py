@@ -23,6 +23,7 @@ from knobwise.agents.serving.onnx_graph import (
     write_onnx,
 )
 from knobwise.agents.training.checkpoint import load_checkpoint
+from knobwise.common.errors import InputError
 from knobwise.common.files import write_json, written_whole
 from knobwise.envs.bandit.budgets import default_budgets
 from knobwise.envs.tables.profile_table import ProfileTable
@@ -118,6 +119,11 @@ def _make(
 ) -> dict[str, Any]:
     """Write the controller's files; return how graphs decide beside it, and decision times."""
     # graphs come first, since some controllers have none
+    if (config.onnx or config.int8) and agent.decider.texts:
+        raise InputError(
+            f"onnx=true, int8=true: no graph reads a text ({', '.join(agent.decider.texts)}); "
+            "leave them out, and use controller.npz"
+        )
     if config.onnx or config.int8:
         write_onnx(Deployed(agent), folder / GRAPH)
     if config.int8:

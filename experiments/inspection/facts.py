@@ -19,6 +19,7 @@ from torch import Tensor
 
 from knobwise.agents.evaluation.baselines import Oracle, fit_static
 from knobwise.agents.evaluation.evaluation import evaluate_policy
+from knobwise.agents.evaluation.texts import with_texts_encoded
 from knobwise.envs.bandit.budgets import default_budgets, log_moments
 from knobwise.envs.tables.cost_words import in_words
 from knobwise.envs.tables.profile_table import ProfileTable, median_of
@@ -73,6 +74,9 @@ def inspect_table(table: ProfileTable, curve: bool = False) -> dict[str, Any]:
         - `findings`: what the checks notice, refused ones first, see `_findings`; `faults` and
           `warnings`: the same in sentences
     """
+    if table.texts:
+        # as training encodes them
+        table = with_texts_encoded(table, table.split())
     # digest and policies are those of the whole profile, which may have a first look
     whole = table
     table = whole.without_first_look

@@ -26,8 +26,8 @@ def inspect_log(folder: str) -> dict[str, Any]:
     Returns:
         `requests`: their number. `on_time`, `labelled`, `explored`: shares of them, the last of
         those that were not answered by the best choice. `accuracy`: mean over the labelled.
-        `configurations`: label → requests. `controllers`: digest → requests. `set_aside`: reason →
-        rows.
+        `configurations`: label → requests. `controllers`: digest → requests. `unlike`: requests
+        whose text is unlike those of training. `set_aside`: reason → rows.
 
     Raises:
         InputError: there is no log in the folder.
@@ -48,6 +48,7 @@ def inspect_log(folder: str) -> dict[str, Any]:
         "accuracy": rows["accuracy"].mean(),
         "configurations": dict(Counter(setting(row["knobs"]) for row in log.rows).most_common()),
         "controllers": dict(Counter(rows["controller"])),
+        "unlike": sum(bool(row.get("unlike")) for row in log.rows),
         "set_aside": dict(log.aside),
     }
 
@@ -61,6 +62,11 @@ def print_log(facts: Facts, console: Console) -> None:
         f"{facts['on_time']:.1%} on time, {facts['labelled']:.1%} labelled, of which "
         f"{number(facts['accuracy'], '.1%')} are right, {facts['explored']:.1%} explored",
     ]
+    if facts["unlike"]:
+        lines.append(
+            f"{counted(facts['unlike'], 'request')} with a text unlike those of training, decided "
+            "by static"
+        )
     for reason, count in sorted(facts["set_aside"].items()):
         lines.append(f"{count:,} skipped: {reason}")
     for label, count in facts["configurations"].items():

@@ -130,6 +130,10 @@ class LongTables:
     group: str | None = None
     """Column that says which samples belong together, such as those of a document or a user: they
     stay in one part of the split. None where each sample stands alone."""
+    features_from: Any = None
+    """`module:function` that turns the texts among the features into numbers, such as an embedding
+    model: a list of n texts → [n, d]. It is called once for each text, and its time is charged.
+    None: words and short runs of characters, see docs/profiles.md."""
     time: str | None = None
     """Timestamp column, as numbers or as dates and times. Samples are ordered by it, so that drift
     over time can be detected. None: order of the ids."""
@@ -248,20 +252,39 @@ def read_profile(
     features_ms = settings.pop("features_ms", 0.0)
     if not 0 <= features_ms < math.inf:
         raise InputError(f"profile.features_ms={features_ms}: must be a time in ms")
+    features_from = settings.pop("features_from", None)
     if some_cells and isinstance(config, LongTables):
         settings["some_cells"] = True
     network = None
+    encoders: Mapping[str, Any] = {}
     if loaded is not None:
+        from knobwise.envs.tables.columns import FEATURES, Column
+
         network = loaded.network
-        if network.normaliser.columns and isinstance(config, LongTables):
-            settings["columns"] = network.normaliser.columns
+        encoders = loaded.controller.decider.texts
+        if isinstance(config, LongTables):
+            texts = list(encoders)
+            if features_from is not None:
+                texts = [
+                    name for name in network.normaliser.sizes if name not in (FEATURES, "dataset")
+                ]
+            known = [Column(name, (), True) for name in texts]
+            settings["columns"] = [*network.normaliser.columns, *known]
     table = _read(config, settings)
+    if features_from is not None:
+        from knobwise.envs.readers.embeddings import embedded
+
+        table = embedded(table, features_from)
+    if encoders:
+        from knobwise.agents.evaluation.texts import encoded_by
+
+        table = encoded_by(table, encoders)
     if network is not None and not network.normaliser.columns:
         # the checkpoint knows its features by position alone
         table = replace(table, columns=())
     # no reader knows what features cost
     if features_ms:
-        table = replace(table, features_ms=features_ms)
+        table = replace(table, features_ms=table.features_ms + features_ms)
     if network is not None and network.normaliser.datasets:
         from knobwise.envs.readers.joint import with_dataset_input
 

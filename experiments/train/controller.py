@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import cached_property
 from pathlib import Path
@@ -20,8 +20,10 @@ from knobwise.agents.calibration.deployed_controller import DeployedController
 from knobwise.agents.calibration.training import distillation_trainer
 from knobwise.agents.controller.features import FeatureNormaliser
 from knobwise.agents.controller.settings import hidden_for
+from knobwise.agents.deployed.text import TextEncoder
 from knobwise.agents.evaluation.budgets import few_budgets
 from knobwise.agents.evaluation.own_cost import expected_cost_ms
+from knobwise.agents.evaluation.texts import as_read, with_texts_encoded
 from knobwise.agents.teacher.completed import CompletedTable, measured_of, table_for
 from knobwise.agents.teacher.experts import Experts
 from knobwise.agents.teacher.regressors import FAMILIES
@@ -76,6 +78,8 @@ class ControllerExperiment(Experiment):
         if config.policy.dataset_input and not number:
             table = with_dataset_input(table)
         self.number = number
+        self.split = divide(table, **asdict(config.split), number=number)
+        table = with_texts_encoded(table, self.split, config.messages, self._encoders())
         self.notes = [f"{table.name}: {note}" for note in table.notes]
         self.warnings: list[str] = []
         if not number:
@@ -86,7 +90,6 @@ class ControllerExperiment(Experiment):
                     f"budgets are in {table.unit}, not a time, so decisions and features "
                     "(profile.features_ms) are not charged"
                 )
-        self.split = divide(table, **asdict(config.split), number=number)
         # folds differ from split to split
         self.fold_seed = config.seeds[0] + number
         self.table = table_for(config.unprofiled, table, self.split)
@@ -141,12 +144,20 @@ class ControllerExperiment(Experiment):
             **settings,
         )
 
+    def _encoders(self) -> Mapping[str, TextEncoder] | None:
+        """Return what encodes texts for the weights to start from; None if there are none, so that
+        it is fitted."""
+        if not self.config.init_from:
+            return None
+        start = load_checkpoint(checkpoint_at(self.config.init_from))
+        return start.controller.decider.texts or None
+
     def _on_split(self, number: int) -> ControllerExperiment:
         """Return the experiment on another split, at the same budgets, so that rows can be
         averaged."""
         tracking = TrackingSettings(mode="disabled", tensorboard=False)
         config = replace(self.config, budgets_ms=self.budgets_ms.tolist(), tracking=tracking)
-        return ControllerExperiment(config, measured_of(self.table), number)
+        return ControllerExperiment(config, as_read(measured_of(self.table)), number)
 
     def train(self, folder: Path) -> None:
         """Train every seed that is not finished, on one split after the other. Splits after the

@@ -60,6 +60,7 @@ class ByFeatures:
     unit = "ms"
     configurations = GRID
     feature_sizes = {"image_features": 32, "language_features": 16}
+    texts = {}
     columns = ()
 
     def __init__(self):

@@ -174,6 +174,7 @@ def controller_of(names):
         digest="in turn",
         unit="ms",
         feature_sizes={"x": 1},
+        texts={},
         columns=(),
         header={"limit": "budget_ms"},
         fall_back=lambda limit, drift: None,
