@@ -48,6 +48,8 @@ def calibrate_controller(setup: ControllerSetup, budgets_ms: Tensor) -> Deployed
     calibration = Calibration(
         latency=fit_latency_model(measured_of(setup.table), setup.fitted, controller.normaliser)
     )
+    if setup.table.limits is not None:
+        calibration.limits = setup.table.limits._asdict()
     if setup.priced:
         _calibrate_mean_budgets(calibration, setup, budgets_ms)
     elif setup.policy.guard and setup.judged_by == "utility":
