@@ -44,7 +44,7 @@ def read(data: Any, features: Features = None, **options: Any) -> ProfileTable:
             names of columns of `data`, "auto" for all that are constant inside each sample; None
             for a policy that sees the budget only. Columns may be free text, such as prompts.
         options: the other options of `profile=table`: id, repeat, knobs, accuracy, right, latency,
-            unit, wide, wide_latency, name, group, time, features_from.
+            unit, costs, wide, wide_latency, name, group, time, features_from.
 
     Raises:
         InputError: no such file, or wrong content, see `table_from_frame` and `read_features`.

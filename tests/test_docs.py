@@ -5,7 +5,7 @@ import functools
 import itertools
 import re
 import shlex
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import UnionType
 from typing import get_args, get_origin, get_type_hints, is_typeddict
@@ -27,7 +27,7 @@ from knobwise.envs.readers.exp_files import write_exp5_exp6
 from knobwise.envs.readers.feature_files import write_features
 from knobwise.envs.readers.long_table import long_frame, write_long_table
 from knobwise.experiments.evidence.results import read_results
-from knobwise.experiments.evidence.schema import RunResults
+from knobwise.experiments.evidence.schema import DatasetRow, PolicyRow, RunResults
 from knobwise.experiments.settings.options import WorkspaceRun
 from knobwise.experiments.tracking.tracker import THROUGHPUT
 from knobwise.experiments.tracking.workspace import view_of
@@ -61,6 +61,7 @@ ALONE = "policy=independent policy.fold_networks=1 loss=sampled baselines=false 
 
 JOINT = "profile=joint profile.paths=[one.safetensors,two.safetensors]"
 MEASURED = words_of("profile=table profile.path=measured.csv profile.features=features.npz")
+PRICED = words_of("profile.costs=[usd] budget.limits={usd:0.01}")
 
 
 SELECTOR = words_of("""
@@ -68,7 +69,7 @@ SELECTOR = words_of("""
     sft.queries=64 jobs=1
 """)
 RUNS = {
-    "guarded": words_of(SHORT, MEASURED, "policy=utility seeds=[0,1]"),
+    "guarded": words_of(SHORT, MEASURED, PRICED, "policy=utility seeds=[0,1]"),
     "sampled": words_of(SHORT, MEASURED, ALONE),
     "ppo": words_of(SHORT, MEASURED, "experiment=ppo policy.fold_networks=1 baselines=false"),
     "data_sets": words_of(SHORT, JOINT, "policy=utility"),
@@ -122,7 +123,7 @@ def runs(tmp_path_factory):
         few_demonstrations(patch, 240, 80)
         forget_wandb(patch, home)
         table = small_table(80)
-        write_long_table(table, "measured.csv")
+        write_long_table(replace(table, costs={"usd": 0.001 * table.latency_ms}), "measured.csv")
         write_features(table, "features.npz")
         table.save("one.safetensors")
         small_table(80, seed=1, name="other").save("two.safetensors")
@@ -217,7 +218,8 @@ def test_every_logged_name_is_explained_and_no_other(names):
     columns = {name.removeprefix("rows.") for name in names_in(section("results.json"))}
     for name in names["results"]:
         if name.startswith("Test/") and name.count("/") == 2:
-            assert re.sub(r"_(low|high)$", "", name.split("/")[2]) in columns, name
+            column = re.sub(r"_(low|high)$", "", name.split("/")[2])
+            assert any(re.fullmatch(pattern_of(line), column) for line in columns), name
 
 
 def test_the_workspace_shows_every_logged_curve_and_no_name_that_is_not_logged(runs, names):
@@ -280,6 +282,10 @@ def check_type(value, hint, where):
         hint = int | float
     if is_typeddict(hint):
         hints = get_type_hints(hint, localns=NAMES)
+        if hint in (PolicyRow, DatasetRow):
+            # named after columns of the profile
+            costs = [key for key in value if re.fullmatch(r"cost_\w+_(mean|over)", key)]
+            hints |= dict.fromkeys(costs, float | None)
         assert value.keys() <= hints.keys(), where
         for key, part in value.items():
             check_type(part, hints[key], f"{where}.{key}")
@@ -355,7 +361,9 @@ def folder(home, monkeypatch):
     write_wide_and_arff()
     # two samples of each user
     number = pl.col("sample_id").str.slice(1).cast(pl.Int64)
-    pl.read_csv("log.csv").with_columns(user=number // 2).write_csv("visits.csv")
+    log = pl.read_csv("log.csv")
+    log.with_columns(user=number // 2).write_csv("visits.csv")
+    log.with_columns(usd=pl.col("latency_ms") / 1e5).write_csv("evaluations.csv")
     beams, _ = small_beams(30)
     write_rl_data(beams, "beams.json")
     np.savez("embeddings.npz", embeddings=beams.candidates.numpy())

@@ -50,6 +50,8 @@ def calibrate_controller(setup: ControllerSetup, budgets_ms: Tensor) -> Deployed
         latency=fit_latency_model(measured_of(setup.table), setup.fitted, controller.normaliser),
         texts={name: {**encoder.arrays} for name, encoder in encoders_of(setup.table).items()},
     )
+    if setup.table.limits is not None:
+        calibration.limits = setup.table.limits._asdict()
     if setup.priced:
         _calibrate_mean_budgets(calibration, setup, budgets_ms)
     elif setup.policy.guard and setup.judged_by == "utility":

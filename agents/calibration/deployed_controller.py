@@ -45,6 +45,8 @@ class Calibration:
         latency: the latency that the tracker expects: `bias` and `spread` [C], and perhaps `weight`
             [width, C].
         mean: the mean budgets, see `policy.calibrated.MeanBudgets`.
+        limits: the limits on further costs that held in training, by the names of
+            `agents.evaluation.limits.Limits`; {} for none.
         judged: where not every cell was measured, the choices that the guard is about, for n
             validation samples, by policies that were not fitted on them: `rows` [n], `chosen` and
             `static` [n, B], and `cost_ms`, what a decision is charged.
@@ -60,6 +62,7 @@ class Calibration:
     mean: Arrays = field(default_factory=dict)
     judged: Arrays = field(default_factory=dict)
     texts: dict[str, Arrays] = field(default_factory=dict)
+    limits: dict[str, Any] = field(default_factory=dict)
 
     def scale_static(self, times: Array, accuracies: Array) -> None:
         """Multiply times and accuracies that static knows by factors [C] of the configurations."""

@@ -8,6 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from knobwise.agents.evaluation.limits import judged_by_limits
 from knobwise.agents.evaluation.policy import Policy, choices_of, reads_features, requests_of
 from knobwise.agents.teacher.completed import CompletedTable, estimated
 from knobwise.envs.bandit.budgets import MIN_LATENCY_MS
@@ -28,7 +29,7 @@ def evaluate_policy(
     """Let a policy decide for every sample under every deadline, and look up the outcomes.
 
     The policy sees the features, each deadline minus its own `cost_ms`, and the mask of profiled
-    configurations.
+    configurations. What costs more than a limit of the table is late.
 
     Args:
         rows: int64 [n].
@@ -44,7 +45,7 @@ def evaluate_policy(
     about = rows, chosen, budgets_ms, rewards, cost_ms, reads
     if isinstance(table, CompletedTable) and not getattr(policy, "hindsight", False):
         return _estimated_outcomes(table, *about)
-    return outcomes_of(table, *about)
+    return judged_by_limits(outcomes_of(table, *about), table, rows, budgets_ms)
 
 
 def _estimated_outcomes(
@@ -62,7 +63,8 @@ def _estimated_outcomes(
     @functools.cache
     def outcomes_in(version: ProfileTable) -> DeadlineOutcomes:
         by = RewardTable(version, config)
-        return outcomes_of(version, rows, chosen, budgets_ms, by, cost_ms, reads)
+        outcomes = outcomes_of(version, rows, chosen, budgets_ms, by, cost_ms, reads)
+        return judged_by_limits(outcomes, version, rows, budgets_ms)
 
     def estimate(name: str) -> Tensor:
         cells = rows.unsqueeze(1), chosen

@@ -20,7 +20,6 @@ from torch.nn import functional
 from knobwise.agents.controller.features import FeatureNormaliser
 from knobwise.agents.teacher.completion import Completion
 from knobwise.agents.teacher.experts import MeasuredRows, padded
-from knobwise.common.checks import one_of
 from knobwise.envs.bandit.budgets import log_measured, subsample
 from knobwise.envs.tables.profile_table import ProfileTable, Split, median_of
 from knobwise.envs.tables.splits import FOLDS, folds_of
@@ -45,17 +44,6 @@ class CompletedTable(ProfileTable):
     def digest(self) -> str:
         """That of the measured profile."""
         return self.measured.digest
-
-
-def table_for(unprofiled: str, table: ProfileTable, split: Split) -> ProfileTable:
-    """Return the table that policies learn from and are judged by: completed, or under `forbid` as
-    it is, where what was not measured may not be chosen.
-
-    Raises:
-        InputError: `unprofiled` is another word.
-    """
-    one_of("unprofiled", unprofiled, ("predict", "forbid"))
-    return table if unprofiled == "forbid" else completed(table, split)
 
 
 def measured_of(table: ProfileTable) -> ProfileTable:
@@ -119,9 +107,13 @@ def completed(table: ProfileTable, split: Split, seed: int = 0, folds: int = FOL
     # a configuration that no sample to fit on has is never right, and as slow as the slowest
     seen = table.mask[fitted].any(0)
     slowest = logs[fitted].nanmean(0)[seen].amax()
+    outcomes: list[tuple[Tensor, Any]] = [(table.accuracy.double(), 0.0), (logs, slowest)]
+    for cost in table.costs.values():
+        log_cost = log_measured(cost.double())
+        outcomes.append((log_cost, log_cost[fitted].nan_to_num(-torch.inf).amax()))
     filled = []
     cross_fitted = []
-    for values, never_seen in ((table.accuracy.double(), 0.0), (logs, slowest)):
+    for values, never_seen in outcomes:
         known = values.where(usable, torch.nan)
         of_all = completion.complete(known)
         predicted = of_all.clone()
@@ -140,6 +132,10 @@ def completed(table: ProfileTable, split: Split, seed: int = 0, folds: int = FOL
     if table.first_look_ms is not None:
         first_look_ms = table.first_look_ms.where(table.mask, changed["first_look_ms"])
         changed["first_look_ms"] = first_look_ms
+    changed["costs"] = {
+        name: cost.where(~cost.isnan(), changed["costs"][name])
+        for name, cost in table.costs.items()
+    }
     fields_of = {f.name: getattr(table, f.name) for f in fields(ProfileTable)}
     return CompletedTable(
         **fields_of | changed,
@@ -164,15 +160,19 @@ def _error_quantiles(table: ProfileTable, rows: Tensor, log_latency: Tensor) -> 
 
 
 def _values(table: ProfileTable, outcomes: Sequence[Tensor], offsets: Tensor) -> dict[str, Any]:
-    """Return the fields of a table with these outcomes in all cells: accuracy and ln ms [N, C], and
-    the offsets [C, DRAWS] of ln ms that stand for single measurements."""
-    accuracy, log_latency = outcomes
+    """Return the fields of a table with these outcomes in all cells: accuracy, ln ms and ln of each
+    further cost [N, C], and the offsets [C, DRAWS] of ln ms that stand for single measurements."""
+    accuracy, log_latency, *log_costs = outcomes
     repeats_ms = _padded((log_latency.unsqueeze(-1) + offsets).exp().float(), table)
     changed: dict[str, Any] = {
         "accuracy": accuracy.clamp(0, 1).float(),
         "latency_ms": median_of(repeats_ms),
         "repeats_ms": repeats_ms,
         "mask": torch.ones_like(table.mask),
+        "costs": {
+            name: log_cost.exp().float()
+            for name, log_cost in zip(table.costs, log_costs, strict=True)
+        },
     }
     if table.first_look_ms is not None:
         looked_ms = table.first_look_ms.where(table.mask, torch.nan).nanmean(0).nan_to_num(0.0)

@@ -243,17 +243,16 @@ class Fixed(Strategy):
         return self.numbers[drawn]
 
 
-class Relative(Strategy):
+class Relative(Fixed):
     """A factor times the latency of a random profiled cell of the sample."""
 
     def prepared(self, config: BudgetConfig, latencies_ms: Tensor) -> Tensor:
         return torch.tensor(FACTORS)
 
     def __call__(self, rows: Tensor, generator: torch.Generator | None) -> Tensor:
-        drawn = torch.randint(len(self.numbers), (rows.shape[0],), generator=generator)
+        factor = super().__call__(rows, generator)
         cell = torch.multinomial(self.table.mask[rows].float(), 1, generator=generator)
-        latency_ms = self.table.latency_ms[rows].gather(1, cell).squeeze(1)
-        return self.numbers[drawn] * latency_ms
+        return factor * self.table.latency_ms[rows].gather(1, cell).squeeze(1)
 
 
 class AnswerValues(Strategy):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from typing import Any
 
 from knobwise.common.checks import one_of
 from knobwise.common.errors import InputError
@@ -26,6 +27,11 @@ class BudgetConfig:
     exceed it, by a Lagrangian relaxation: the policy is conditioned on 1/λ in ms. Training draws it
     evenly on a log scale, and rewards accuracy − λ·latency; λ is calibrated on held-out samples to
     meet the mean budget."""
+    limits: Any = None
+    """Limits on further costs of the profile beside a deadline, by name, such as {usd: 0.002}. An
+    answer above a limit counts as late."""
+    limit_probability: float = 0.9
+    """Only configurations may be chosen that keep each limit with this probability."""
 
 
 @dataclass

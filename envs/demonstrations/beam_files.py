@@ -30,7 +30,7 @@ from knobwise.envs.demonstrations.beam_records import (
 )
 from knobwise.envs.demonstrations.beam_table import BeamTable
 from knobwise.envs.demonstrations.settings import FIELDS, METHODS
-from knobwise.envs.tables.tensor_file import read_arrays
+from knobwise.envs.readers.feature_files import read_arrays
 
 Embeddings = str | Path | Tensor
 """A file that `read_embeddings` reads, or the matrix itself."""

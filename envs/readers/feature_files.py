@@ -17,8 +17,8 @@ import torch
 from numpy.typing import ArrayLike
 from torch import Tensor
 
-from knobwise.common.errors import InputError, naming
-from knobwise.common.files import written_whole
+from knobwise.common.errors import Damaged, InputError, naming
+from knobwise.common.files import is_damaged, written_whole
 from knobwise.envs.readers.feature_columns import (
     encode_samples,
     fit_column,
@@ -36,7 +36,7 @@ from knobwise.envs.readers.layouts import PLAIN, Layout, with_ids
 from knobwise.envs.readers.outcome_columns import INDEX, listed, named_like
 from knobwise.envs.tables.columns import FEATURES, Column
 from knobwise.envs.tables.profile_table import ProfileTable
-from knobwise.envs.tables.tensor_file import read_arrays, save_tensors, tensors_and_metadata
+from knobwise.envs.tables.tensor_file import save_tensors, tensors_and_metadata, tensors_of
 
 
 class Features(NamedTuple):
@@ -242,6 +242,36 @@ def _in_blocks(content: dict[Any, Any]) -> dict[str, Any]:
     for name in dict.fromkeys(chain.from_iterable(rows)):
         blocks[name] = torch.stack([torch.as_tensor(row[name]).flatten() for row in rows])
     return blocks
+
+
+def read_arrays(path: Path, kind: str) -> dict[str, Any]:
+    """Return the content of a `.safetensors`, `.npz`, `.npy` or `.pt` file by name.
+
+    An array without a name is `embeddings`. Raises InputError if the file cannot be read without
+    executing code in it.
+    """
+    try:
+        if path.suffix == ".safetensors":
+            return tensors_of(path)
+        if is_damaged(path):
+            raise Damaged(path)
+        # np.load would take anything else for a pickle
+        begin = {".npz": b"PK", ".npy": b"\x93NUMPY"}.get(path.suffix, b"")
+        with path.open("rb") as file:
+            if file.read(len(begin)) != begin:
+                raise InputError(f"{path}: is damaged, or no {path.suffix}; write it again")
+        # none of these runs code from the file
+        if path.suffix == ".pt":
+            content = torch.load(path, map_location="cpu", weights_only=True)
+        else:
+            content = np.load(path, allow_pickle=False)
+        return dict(content) if isinstance(content, Mapping) else {"embeddings": content}
+    except InputError:
+        raise
+    except Exception as error:
+        raise InputError(
+            f"{path}: cannot be read as {kind} without executing code in it ({error})"
+        ) from error
 
 
 def _read_arrays(path: Path, ids: str | None) -> dict[str, ArrayLike]:

@@ -30,8 +30,8 @@ def join_tables(
 
     Cells that were not profiled in their table stay so. The values of a knob may differ, and a data
     set may be spread over several tables. `missing_blocks` fills in feature blocks that a table
-    lacks as missing (NaN). Raises InputError if knobs, units, or the names or widths of feature
-    blocks differ, or a sample occurs twice.
+    lacks as missing (NaN). A further cost that a table lacks is unknown there. Raises InputError if
+    knobs, units, or the names or widths of feature blocks differ, or a sample occurs twice.
     """
     if not tables or any(table.first_look_ms is not None for table in tables):
         raise InputError(f"profile {name!r}: give tables to join, none of them with first_look_ms")
@@ -69,6 +69,7 @@ def join_tables(
         name=name,
         knobs=knobs,
         unit=tables[0].unit,
+        costs=[name for table in tables for name in table.costs],
         group=group,
         time=TIME,
         notes=[*notes, *notes_on_parts],

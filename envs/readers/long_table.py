@@ -49,6 +49,8 @@ TRAINING_COLUMNS = {
 """Other columns of training examples, with the names that we give them."""
 WEIGHT = "sampling_weight"
 """The column of how many cells a measured cell stands for."""
+COST = "cost "
+"""Further costs are kept under this and the name of their column."""
 CLUSTER = "cluster"
 """The column of clusters that `long_frame` writes; when read, `group` names one."""
 TIME = "measured_at"
@@ -133,6 +135,7 @@ def table_from_frame(
     accuracy_unit: str = "share",
     latency: str = "latency_ms",
     unit: str = MS,
+    costs: Sequence[str] | None = None,
     features: str | Path | Features | list[str] | None = None,
     columns: Sequence[Column] = (),
     group: str | None = None,
@@ -160,6 +163,8 @@ def table_from_frame(
         latency, unit: the column that the budget limits, and its unit. A unit of time, such as s or
             min, is converted: the table and all budgets are in ms. Any other, such as USD, is kept,
             and budgets are in it.
+        costs: the columns of further costs ≥ 0, such as `usd`, which keep their units. A cell has
+            the mean of its measurements.
         features: a feature file, its content, or columns of the frame that are constant inside each
             sample: their names, or `auto` for all columns that can be features and are not knobs.
         columns: what named columns hold, as a checkpoint knows it; by default it is fitted.
@@ -184,6 +189,8 @@ def table_from_frame(
             accuracy = "score"
         needed = [c for c in ("sample_id", accuracy, latency, group, time) if c is not None]
         _refuse_missing(needed, frame, described)
+        costs = list(dict.fromkeys(costs or ()))
+        _refuse_costs(costs, frame, needed, described)
         kept, factor = kept_as(unit)
         ids = described.id or "sample_id"
         frame, rows = _profiled_rows(
@@ -199,12 +206,14 @@ def table_from_frame(
             notes.append(f"keys that are not used: {', '.join(unused)}")
         other = {"dataset", "sample_id", "repeat", accuracy, latency, *filter(None, (group, time))}
         other |= described.names
+        other |= {*costs}
         if time is not None:
             rows = rows.with_columns(_times(frame[time]))
         keys = keys_of(rows)
         knobs, blocks = knobs_and_features(
             frame, keys, knobs, features, columns, other, latency, notes, some_cells
         )
+        rows = rows.with_columns(_costs(frame, rows, costs, notes))
         fields = _dense_fields(frame, rows, knobs, group, notes)
     table = ProfileTable(name=name, unit=kept, notes=tuple(notes), **fields)
     if blocks is None:
@@ -226,6 +235,45 @@ def _refuse_missing(needed: Sequence[str], frame: pl.DataFrame, layout: Layout) 
             + ". Values are parted by a comma, semicolon, tab or |"
             * (frame.width == 1)
         )
+
+
+def _refuse_costs(
+    costs: Sequence[str], frame: pl.DataFrame, used: Sequence[str], layout: Layout
+) -> None:
+    """Raise InputError if a further cost is no column of measurements, or has another role."""
+    if costs and layout.wide is not None:
+        raise InputError(
+            f"costs={', '.join(costs)}: a table with wide= has no rows for single configurations; "
+            "write one row for each sample and configuration"
+        )
+    wrong = [name for name in costs if name not in frame.columns or name in (*used, "repeat")]
+    if wrong:
+        raise InputError(
+            f"costs={', '.join(wrong)}: no column with a further cost in each row; its columns are "
+            f"{listed(frame.columns)} (of these {', '.join(used)} are in use)"
+        )
+
+
+def _costs(
+    frame: pl.DataFrame, rows: pl.DataFrame, costs: Sequence[str], notes: list[str]
+) -> list[pl.Series]:
+    """Return further costs as numbers, float64, null where unknown.
+
+    Args:
+        frame, rows: what `_profiled_rows` returns.
+        costs: columns of the frame.
+        notes: what is noticed.
+    """
+    columns = []
+    for name in costs:
+        values = number_column(frame[name], False).alias(f"{COST}{name}")
+        check_range(rows.with_columns(values), values.name, name)
+        if values.null_count() == len(values):
+            raise InputError(f"costs={name}: no row has a value in this column; leave it out")
+        if unknown := values.null_count():
+            notes.append(f"{name}: unknown in {unknown} rows, which its means leave out")
+        columns.append(values)
+    return columns
 
 
 def _varies_in_rows(frame: pl.DataFrame) -> bool:
@@ -290,6 +338,11 @@ def _dense_fields(
         fields[WEIGHT] = weight.view(shape).nan_to_num(0.0)
     if first_look_ms.any():
         fields["first_look_ms"] = first_look_ms
+    for name in (name for name in rows.columns if name.startswith(COST)):
+        known = rows[name].is_not_null().to_numpy()
+        known_times = np.bincount(cell[known], minlength=count.size)
+        means = _means(rows[name].drop_nulls(), cell[known], known_times).view(shape)
+        fields.setdefault("costs", {})[name.removeprefix(COST)] = means
     if count.max() > 1:
         fields["repeats_ms"] = repeats_ms + first_look_ms.unsqueeze(-1)
     return fields
@@ -319,6 +372,8 @@ def long_frame(table: ProfileTable) -> pl.DataFrame:
     columns.append(pl.Series("latency_ms", table.measurements_ms.numpy()[row, column, repeat]))
     if first_look_ms is not None:
         columns.append(pl.Series("first_look_ms", first_look_ms.numpy()[row, column]))
+    for name, values in table.costs.items():
+        columns.append(pl.Series(name, values.numpy()[row, column]).fill_nan(None))
     if table.sampling_weight is not None:
         columns.append(pl.Series(WEIGHT, table.sampling_weight.numpy()[row, column]))
     return pl.DataFrame(columns)

@@ -75,9 +75,10 @@ def copies_of(
         seed: of the drift.
 
     Returns:
-        the table with its copies, without features: row i + k·N is sample i in copy k; and the
-        offsets of latencies, in ln ms, float [N·(1 + copies), C], None without drift. The table
-        itself if there are no copies: without drift and noise, or if it is too large.
+        the table with its copies, without features and further costs: row i + k·N is sample i in
+        copy k; and the offsets of latencies, in ln ms, float [N·(1 + copies), C], None without
+        drift. The table itself if there are no copies: without drift and noise, or if it is too
+        large.
     """
     count = min(COPIES, MAX_CELLS // table.latency_ms.numel() - 1)
     if not (drift or noisy) or count < 1:
@@ -96,7 +97,7 @@ def copies_of(
 def _repeated(table: ProfileTable, factors: Tensor, copies: int) -> ProfileTable:
     """Return copies of a table below each other, latencies times factors, [N·copies, C]
     or [1]."""
-    changed: dict[str, Any] = {"features": {}}
+    changed: dict[str, Any] = {"features": {}, "costs": {}}
     for name in ("accuracy", "latency_ms", "mask", *ProfileTable.OPTIONAL):
         values = getattr(table, name)
         if values is not None:

@@ -64,6 +64,7 @@ class ProfileTable:
         "repeats_ms": "NCR",
         "features": "N_",
         "texts": "N",
+        "costs": "NC",
     }
     """A letter for each axis of a field."""
     name: str
@@ -119,6 +120,11 @@ class ProfileTable:
     """float32 [N, C], how many cells a measured cell stands for: 1 / the probability with which it
     was drawn, 0 if it was chosen by what was measured before. None where nothing was drawn, or
     nobody knows."""
+    costs: dict[str, Tensor] = field(default_factory=dict)
+    """Further costs by name, such as `usd`, float32 [N, C] ≥ 0: means over the measurements of a
+    cell, NaN where unknown."""
+    limits: Any = None
+    """What choices are limited to beside the budget, see `knobwise.agents.evaluation.limits`."""
 
     def __post_init__(self) -> None:
         name = f"profile {self.name!r}"
@@ -272,11 +278,12 @@ class ProfileTable:
         )
         if self.repeats_ms is not None:
             text.append(self.num_repeats)
+        if self.costs:
+            text.append(["costs", *self.costs])
         sha.update(json.dumps(text).encode())
         tensors = [self.configurations, self.mask, self.accuracy, self.latency_ms]
         tensors += [getattr(self, name) for name in self.OPTIONAL]
-        tensors += self.features.values()
-        for tensor in tensors:
+        for tensor in (*tensors, *self.features.values(), *self.costs.values()):
             if tensor is not None:
                 sha.update(np.ascontiguousarray(tensor.numpy()).data)
         return f"sha256:{sha.hexdigest()}"

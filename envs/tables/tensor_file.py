@@ -12,7 +12,6 @@ from dataclasses import astuple, fields
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
@@ -145,36 +144,6 @@ def digest_of(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> str
         sha.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
         sha.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
     return sha.hexdigest()
-
-
-def read_arrays(path: Path, kind: str) -> dict[str, Any]:
-    """Return the content of a `.safetensors`, `.npz`, `.npy` or `.pt` file by name.
-
-    An array without a name is `embeddings`. Raises InputError if the file cannot be read without
-    executing code in it.
-    """
-    try:
-        if path.suffix == ".safetensors":
-            return tensors_of(path)
-        if is_damaged(path):
-            raise Damaged(path)
-        # np.load would take anything else for a pickle
-        begin = {".npz": b"PK", ".npy": b"\x93NUMPY"}.get(path.suffix, b"")
-        with path.open("rb") as file:
-            if file.read(len(begin)) != begin:
-                raise InputError(f"{path}: is damaged, or no {path.suffix}; write it again")
-        # none of these runs code from the file
-        if path.suffix == ".pt":
-            content = torch.load(path, map_location="cpu", weights_only=True)
-        else:
-            content = np.load(path, allow_pickle=False)
-        return dict(content) if isinstance(content, Mapping) else {"embeddings": content}
-    except InputError:
-        raise
-    except Exception as error:
-        raise InputError(
-            f"{path}: cannot be read as {kind} without executing code in it ({error})"
-        ) from error
 
 
 def tensors_of(path: str | Path) -> dict[str, Tensor]:

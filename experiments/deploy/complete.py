@@ -16,7 +16,7 @@ from typing import Any
 from torch import Tensor
 
 from knobwise.agents.calibration.calibrate import calibrated_again, cells_to_judge
-from knobwise.agents.teacher.completed import completed
+from knobwise.agents.evaluation.limits import budget_with, table_for
 from knobwise.agents.training.checkpoint import Loaded, load_checkpoint
 from knobwise.common.errors import InputError, naming
 from knobwise.common.json_text import decoded
@@ -58,7 +58,8 @@ def complete(config: ProfileRun, measure: Callable[[ProfileRun, Any], Path]) -> 
     folder = measure(replace(config, knobs=_settings_of(Path(config.out))), needed)
     table = _profile(folder)
     rows = (loaded.extra[part] for part in ("train_rows", "validation_rows", "test_rows"))
-    whole = completed(table, Split(*rows))
+    budget = budget_with(loaded.controller.calibration.limits)
+    whole = table_for("predict", table, Split(*rows), budget)
     again = calibrated_again(agent, whole)
     Loaded(again, loaded.profile_name, table.digest, loaded.extra).save(path)
     exported = path.parent.parent / CONTROLLER

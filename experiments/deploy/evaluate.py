@@ -12,9 +12,9 @@ from rich.console import Console
 from threadpoolctl import threadpool_limits
 
 from knobwise.agents.evaluation.baselines import FittedStatic
+from knobwise.agents.evaluation.limits import budget_with, table_for
 from knobwise.agents.selector.clip_encoder import as_read
 from knobwise.agents.selector.selector import Selector
-from knobwise.agents.teacher.completed import table_for
 from knobwise.agents.training.checkpoint import Loaded, load_checkpoint
 from knobwise.common.checks import a_device
 from knobwise.common.errors import InputError, naming
@@ -93,7 +93,9 @@ def evaluate_controller(loaded: Loaded, config: EvaluateRun) -> tuple[RunResults
     split = _split_for(loaded, table, config)
     evaluator = EVALUATORS[policy.constraint]
     budgets_ms = evaluator.budgets_for(policy, table, split, config.budgets_ms)
-    table = table_for(config.unprofiled, table, split)
+    table = table_for(
+        config.unprofiled, table, split, budget_with(loaded.controller.calibration.limits)
+    )
     judged = evaluator(table, split, budgets_ms, RewardTable(table, config.reward))
     # choices that were measured for judging (`profile complete=`) are those of this static policy
     by_choice = policy.calibration.judged and loaded.profile_digest == table.digest

@@ -15,6 +15,7 @@ from knobwise.agents.evaluation.own_cost import OwnCost, own_costs
 from knobwise.agents.training.checkpoint import Loaded
 from knobwise.envs.bandit.reward import expected_utility
 from knobwise.envs.demonstrations.beam_table import BeamTable
+from knobwise.envs.tables.cost_words import unit_in
 from knobwise.envs.tables.profile_table import ProfileTable
 from knobwise.experiments.evidence.decisions import BEFORE, IF_FREE, SAMPLE
 from knobwise.experiments.evidence.evaluate import Deadlines, Policies, alone, evaluate
@@ -23,6 +24,7 @@ from knobwise.experiments.evidence.results import value_of
 from knobwise.experiments.evidence.schema import (
     Chosen,
     ConfigurationRow,
+    CostFacts,
     DatasetRow,
     GrpoGain,
     PolicyRow,
@@ -36,7 +38,7 @@ from knobwise.experiments.evidence.summarise import (
     usage,
     with_score_of,
 )
-from knobwise.experiments.evidence.task import Metric, Task
+from knobwise.experiments.evidence.task import Metric, Task, with_costs
 
 LEARNED = "controller"
 EVALUATORS: dict[str, type[Deadlines] | type[MeanBudgets]] = {
@@ -112,8 +114,9 @@ def controller_results(
     evaluator: Deadlines | MeanBudgets, decisions: pl.DataFrame, seeds: Sequence[int]
 ) -> RunResults:
     """Return what `results.json` says of decisions, for all kinds of controllers."""
-    task = evaluator.task
     table = evaluator.table
+    costs = costs_of(table)
+    task = with_costs(evaluator.task, costs)
     clusters = None
     if table.clusters:
         clusters = len({table.clusters[row] for row in evaluator.rows.tolist()})
@@ -131,6 +134,8 @@ def controller_results(
         "configurations": configurations_of(table, evaluator.rows, evaluator.utility_budgets),
         "knob_usage": usage(decisions, (LEARNED, task.low, task.high), settings, knobs),
     }
+    if costs:
+        results["costs"] = costs
     if bins := reliability(decisions, LEARNED):
         results["reliability"] = bins
     # the means once more, for each of several data sets
@@ -180,6 +185,18 @@ def _most_important(task: Task, means: list[PolicyRow]) -> list[PolicyRow]:
     others = sorted(rows.keys() - {*first, last})
     best = sorted(others, key=lambda policy: -value_of(rows[policy], task.ranked_by))[:1]
     return [rows[policy] for policy in (*first, *best, last) if policy in rows]
+
+
+def costs_of(table: ProfileTable) -> dict[str, CostFacts]:
+    """Return what is known of a table's further costs, by name."""
+    costs: dict[str, CostFacts] = {}
+    for name in table.costs:
+        costs[name] = {}
+        if unit := unit_in(name):
+            costs[name]["unit"] = unit
+        if table.limits is not None and name in table.limits.values:
+            costs[name]["limit"] = table.limits.values[name]
+    return costs
 
 
 def profile_of(table: ProfileTable | BeamTable) -> ProfileFacts:

@@ -51,8 +51,8 @@ SCHEMA: dict[str, type[pl.DataType]] = {
     "overhead_ms": pl.Float32,
 }
 """The columns that every `decisions.parquet` has, with a row for each policy, seed, sample and
-condition. Others may follow, such as further costs. A column is null where it is unknown or means
-nothing.
+condition. Others may follow: further costs, as `cost_usd`, and `over_usd`, the share above the
+limit. A column is null where it is unknown or means nothing.
 
 The keys:
 

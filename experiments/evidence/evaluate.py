@@ -23,6 +23,7 @@ from knobwise.agents.evaluation.baselines import (
 )
 from knobwise.agents.evaluation.budgets import judged_budgets
 from knobwise.agents.evaluation.evaluation import evaluate_policy
+from knobwise.agents.evaluation.limits import further_costs
 from knobwise.agents.evaluation.own_cost import OwnCost
 from knobwise.agents.evaluation.policy import Policy
 from knobwise.agents.teacher.completed import CompletedTable
@@ -197,6 +198,8 @@ class Deadlines(OnTable):
         if getattr(policy, "teacher", None) is not None:
             left_ms = self.budgets_ms - cost_ms
             columns["expected_on_time"] = self._expected(policy, judged.chosen, left_ms)
+        hindsight = getattr(policy, "hindsight", False)
+        columns |= further_costs(self.table, self.rows, judged.chosen, hindsight)
         columns["choice"] = self.chosen(columns.pop("chosen"))
         return columns
 

@@ -27,6 +27,7 @@ from knobwise.agents.calibration.mean_policies import (
 )
 from knobwise.agents.calibration.prices import mean_budgets, oracle_at_mean, static_hull
 from knobwise.agents.evaluation.baselines import LookupTable, averages
+from knobwise.agents.evaluation.limits import further_costs
 from knobwise.agents.evaluation.policy import Policy
 from knobwise.agents.teacher.completed import CompletedTable, as_if_measured
 from knobwise.agents.teacher.experts import Experts
@@ -194,7 +195,14 @@ class MeanBudgets(OnTable):
         columns = {}
         if isinstance(table, CompletedTable):
             columns["sampling_weight"] = mixture.weight(table.weight[self.rows])
+        # a further cost is the mean of both sides
+        costs = further_costs(table, self.rows, mixture.first)
+        of_second = further_costs(table, self.rows, mixture.second.where(drawn, mixture.first))
+        share = mixture.share.nan_to_num(0.0)
+        for name, cost in costs.items():
+            costs[name] = torch.lerp(cost.to(share), of_second[name].to(share), share)
         return columns | {
+            **costs,
             "choice": self.chosen(mixture.first),
             "second_choice": self.chosen(second).set(
                 pl.Series((second < 0).flatten().numpy()), None

@@ -29,8 +29,16 @@ class ProfileFacts(TypedDict, total=False):
     candidates: int
 
 
+class CostFacts(TypedDict, total=False):
+    """What is known of a further cost of the profile."""
+
+    unit: str
+    limit: float
+
+
 class PolicyRow(TypedDict, total=False):
-    """A policy at a budget or number of shots, or with its means over the budgets."""
+    """A policy at a budget or number of shots, or with its means over the budgets. For each further
+    cost, such as usd, it also has `cost_usd_mean`, and with a limit `cost_usd_over`."""
 
     policy: str
     budget_ms: float | None
@@ -371,6 +379,7 @@ class RunResults(TypedDict, total=False):
     test_candidates: int
     seeds: list[int]
     unit: str
+    costs: dict[str, CostFacts]
     budgets_ms: list[float]
     shots: list[int]
     trained_shots: int

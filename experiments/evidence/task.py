@@ -7,12 +7,12 @@ This module imports no torch, which is slow to load.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import polars as pl
 
-from knobwise.experiments.evidence.schema import PolicyRow, RunResults
+from knobwise.experiments.evidence.schema import CostFacts, PolicyRow, RunResults
 
 Row = Mapping[str, Any]
 """A row of numbers whose names are not fixed."""
@@ -254,6 +254,26 @@ DEMONSTRATIONS = Task(
 )
 
 
+def with_costs(task: Task, costs: Mapping[str, CostFacts]) -> Task:
+    """Return a task whose tables also have the mean of each further cost, and with a limit the
+    share above it."""
+    added = []
+    for name, facts in costs.items():
+        unit = facts.get("unit", "")
+        mean = Metric(
+            f"cost_{name}_mean", f"mean {name}", ".3g", unit, aggregate=pl.mean(f"cost_{name}")
+        )
+        added.append(mean)
+        if "limit" in facts:
+            title = f"over {facts['limit']:g} {unit or name}"
+            over = pl.mean(f"over_{name}")
+            added.append(Metric(f"cost_{name}_over", title, ".1%", aggregate=over))
+    if not added:
+        return task
+    # the time of a decision stays last
+    return replace(task, metrics=(*task.metrics[:-1], *added, task.metrics[-1]))
+
+
 TASKS = {task.name: task for task in (DEADLINE, MEAN_BUDGET, DEMONSTRATIONS)}
 
 
@@ -266,7 +286,8 @@ def condition_of(condition: Any) -> Any:
 def task_of(results: RunResults) -> Task:
     """Return the task that the content of a `results.json` is about."""
     # runs under deadlines say neither
-    return TASKS.get(str(results.get("system") or results.get("sense")), DEADLINE)
+    task = TASKS.get(str(results.get("system") or results.get("sense")), DEADLINE)
+    return with_costs(task, results.get("costs", {}))
 
 
 def shown_at(results: RunResults) -> int:

@@ -152,7 +152,7 @@ def _gains(comparison: Comparison) -> pl.DataFrame | None:
     of several to the first run; None without any."""
     task = comparison.task
     rows = None
-    if comparison.single and task is DEADLINE:
+    if comparison.single and task.name == DEADLINE.name:
         others = [each for each in comparison.lines() if each.policy not in (task.low, task.high)]
         rows = _at_conditions(comparison, "over_static", *others)
         if rows is not None:

@@ -127,6 +127,9 @@ class LongTables:
     unit: str = "ms"
     """Unit of that column. Times in ns, us, s, min or h are converted: budgets, results and all
     options are in ms. Any other unit, such as USD, is kept, and budgets are in it."""
+    costs: list[str] | None = None
+    """Columns of further costs, such as usd or energy_j, each in a unit of its own. Results show
+    their means, and budget.limits may limit them."""
     group: str | None = None
     """Column that says which samples belong together, such as those of a document or a user: they
     stay in one part of the split. None where each sample stands alone."""
@@ -371,7 +374,7 @@ def _read_table(path: str, **settings: Any) -> ProfileTable:
         )
     if not path.endswith(".safetensors"):
         return read_long_table(path, **settings)
-    of_columns = ["group", "time", "right", "wide", "wide_latency"]
+    of_columns = ["costs", "group", "time", "right", "wide", "wide_latency"]
     of_files = ["id", "repeat"]
     if features is None:
         of_columns += of_files

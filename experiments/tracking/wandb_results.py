@@ -227,10 +227,11 @@ def _rows(results: RunResults) -> list[dict[str, Any]]:
 
 
 def _flat(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a row of results.json with each interval as two columns; other lists are left out."""
+    """Return a row of results.json with each known interval as two columns; other lists are left
+    out."""
     flat = {name: value for name, value in row.items() if not isinstance(value, list)}
     for name, interval in row.items():
-        if name.endswith("ci95"):
+        if name.endswith("ci95") and interval is not None:
             flat |= dict(zip((f"{name}_low", f"{name}_high"), interval, strict=True))
     return flat
 

@@ -22,9 +22,10 @@ from knobwise.agents.controller.features import FeatureNormaliser
 from knobwise.agents.controller.settings import hidden_for
 from knobwise.agents.deployed.text import TextEncoder
 from knobwise.agents.evaluation.budgets import few_budgets
+from knobwise.agents.evaluation.limits import table_for
 from knobwise.agents.evaluation.own_cost import expected_cost_ms
 from knobwise.agents.evaluation.texts import as_read, with_texts_encoded
-from knobwise.agents.teacher.completed import CompletedTable, measured_of, table_for
+from knobwise.agents.teacher.completed import CompletedTable, measured_of
 from knobwise.agents.teacher.experts import Experts
 from knobwise.agents.teacher.regressors import FAMILIES
 from knobwise.agents.training.checkpoint import Loaded, load_checkpoint
@@ -92,7 +93,7 @@ class ControllerExperiment(Experiment):
                 )
         # folds differ from split to split
         self.fold_seed = config.seeds[0] + number
-        self.table = table_for(config.unprofiled, table, self.split)
+        self.table = table_for(config.unprofiled, table, self.split, config.budget)
         # what everything but the trainers is fitted on
         self.fitted = self.split.fitted
         self.evaluator = EVALUATORS[config.budget.constraint]

@@ -52,7 +52,7 @@ def on_difficulty(results: RunResults) -> list[str]:
             f"{span(hard['setting_ci95'], '+.2f')} of difficulty with the configuration's mean "
             f"latency, at {quantity(hard['budget_ms'], unit_of(results))}."
         )
-        if sign < 0 and task_of(results) is DEADLINE:
+        if sign < 0 and task_of(results).name == DEADLINE.name:
             line += " They are often slow anyway: a costlier one would miss the deadline, and "
             line += "unused time earns nothing."
         lines.append(line)

@@ -218,4 +218,5 @@ def with_cells(table: ProfileTable, cells: Tensor) -> ProfileTable:
         latency_ms=table.latency_ms.where(kept, torch.nan),
         repeats_ms=repeats_ms,
         first_look_ms=first_look_ms,
+        costs={name: cost.where(kept, torch.nan) for name, cost in table.costs.items()},
     )

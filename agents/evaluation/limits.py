@@ -1,0 +1,158 @@
+"""Limits on further costs, such as a price of 0.002 USD, beside the budget of each request.
+
+An answer that costs more than a limit counts as late, whoever chose it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
+from numbers import Real
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from knobwise.agents.teacher.completed import CompletedTable, completed, estimated
+from knobwise.common.checks import one_of
+from knobwise.common.errors import InputError
+from knobwise.envs.bandit.outcomes import DeadlineOutcomes
+from knobwise.envs.bandit.settings import BudgetConfig
+from knobwise.envs.tables.profile_table import ProfileTable, Split
+
+
+class Limits(NamedTuple):
+    """The limits that a table is judged by, `ProfileTable.limits`."""
+
+    values: dict[str, float]
+    """By the name of the cost."""
+    probability: float
+    """How surely a choice is to keep each of them."""
+
+
+def budget_with(limits: Mapping[str, Any]) -> BudgetConfig:
+    """Return a budget with the limits of a training, as `Calibration.limits` has them."""
+    if not limits:
+        return BudgetConfig()
+    return BudgetConfig(limits=limits["values"], limit_probability=limits["probability"])
+
+
+def table_for(
+    unprofiled: str, table: ProfileTable, split: Split, budget: BudgetConfig | None = None
+) -> ProfileTable:
+    """Return the table that policies learn from and are judged by: completed, or under `forbid` as
+    it is, where what was not measured may not be chosen; with the limits of the budget, if any.
+
+    Raises:
+        InputError: `unprofiled` is another word, or see `check_limits`.
+    """
+    one_of("unprofiled", unprofiled, ("predict", "forbid"))
+    if budget is not None:
+        check_limits(table, budget)
+    if unprofiled != "forbid":
+        table = completed(table, split)
+    if budget is None or not budget.limits:
+        return table
+    limits = Limits(dict(budget.limits), budget.limit_probability)
+    if isinstance(table, CompletedTable):
+        measured = replace(table.measured, limits=limits)
+        predicted = replace(table.predicted, limits=limits)
+        return replace(table, limits=limits, measured=measured, predicted=predicted)
+    return replace(table, limits=limits)
+
+
+def check_limits(table: ProfileTable, budget: BudgetConfig) -> None:
+    """Raise InputError for a limit on a cost that the table lacks, one that is not positive, one
+    beside a mean budget, or a probability outside 0 … 1."""
+    if not isinstance(budget.limits or {}, Mapping):
+        raise InputError(f"budget.limits={budget.limits}: must be like {{usd: 0.002}}")
+    known = ", ".join(table.costs) or "none; profile.costs=[…] names the columns that are"
+    for name, limit in (budget.limits or {}).items():
+        if name not in table.costs:
+            raise InputError(
+                f"budget.limits: {name}: profile {table.name!r} has no such cost; its further "
+                f"costs are {known}"
+            )
+        number = isinstance(limit, Real) and not isinstance(limit, bool)
+        if not (number and 0 < limit < math.inf):
+            raise InputError(f"budget.limits: {name}={limit}: must be a positive number")
+    if budget.limits and budget.constraint != "deadline":
+        raise InputError(
+            f"budget.limits: are for deadlines; budget={budget.constraint} has none, so leave them "
+            "out"
+        )
+    if not 0 < budget.limit_probability < 1:
+        raise InputError(
+            f"budget.limit_probability={budget.limit_probability}: must lie between 0 and 1"
+        )
+
+
+def share_over(cost: Tensor, limit: float) -> Tensor:
+    """Return 1 where a cost, float32 [*], is above its limit, else 0; NaN where it is unknown."""
+    # as float32 as the costs, of which one may equal the limit
+    over = cost > torch.tensor(limit, dtype=torch.float32)
+    return over.float().where(~cost.isnan(), torch.nan)
+
+
+def over_limits(table: ProfileTable) -> Tensor:
+    """Return where a cell costs more than one of the table's limits, bool [N, C]; an unknown cost
+    does not."""
+    over = torch.zeros_like(table.mask)
+    for name, limit in table.limits.values.items():
+        over |= share_over(table.costs[name], limit) > 0
+    return over
+
+
+def further_costs(
+    table: ProfileTable, rows: Tensor, chosen: Tensor, hindsight: bool = False
+) -> dict[str, Tensor]:
+    """Return the further costs of choices int64 [n, B] for rows int64 [n], by column.
+
+    Args:
+        hindsight: the outcomes were known to whoever chose, so that they need no estimates.
+
+    Returns:
+        `cost_usd` and, with a limit on it, `over_usd`, the share above it: float [n, B], NaN where
+        unknown.
+    """
+    cells = rows.unsqueeze(1), chosen
+
+    def look_up(values_in: Callable[[ProfileTable], Tensor]) -> Tensor:
+        return values_in(table) if hindsight else estimated(table, cells, values_in)
+
+    def cost_in(version: ProfileTable, name: str) -> Tensor:
+        return version.costs[name][cells]
+
+    def over_in(version: ProfileTable, name: str) -> Tensor:
+        return share_over(cost_in(version, name), version.limits.values[name])
+
+    columns = {}
+    for name in table.costs:
+        columns[f"cost_{name}"] = look_up(partial(cost_in, name=name))
+        if table.limits is not None and name in table.limits.values:
+            columns[f"over_{name}"] = look_up(partial(over_in, name=name))
+    return columns
+
+
+def judged_by_limits(
+    outcomes: DeadlineOutcomes, table: ProfileTable, rows: Tensor, budgets_ms: Tensor
+) -> DeadlineOutcomes:
+    """Return outcomes for rows int64 [n] under deadlines [B], with those above a limit as late;
+    without limits as they are.
+
+    A request is feasible if some profiled configuration keeps both its deadline and all limits.
+    """
+    if table.limits is None:
+        return outcomes
+    over = over_limits(table)[rows]
+    within = ~over.gather(1, outcomes.chosen)
+    quick = table.without_first_look.latency_ms[rows]
+    fastest = quick.masked_fill(over | ~table.mask[rows], torch.inf).amin(1)
+    return replace(
+        outcomes,
+        on_time=outcomes.on_time * within,
+        utility=outcomes.utility * within,
+        feasible=fastest.unsqueeze(1) <= budgets_ms,
+    )
