@@ -32,6 +32,8 @@ class PendingRequest(NamedTuple):
     """What was left of the budget for the answer then, if the guard was asked."""
     static: Expected | None
     """The decision where the guard falls back, which needs no features; else None."""
+    about: Mapping[str, Any] | None = None
+    """What else its row in the log says, such as the `id` that it is to have."""
 
     @property
     def needs_features(self) -> bool:
@@ -190,4 +192,4 @@ def row_of(result: Result, chances: Mapping[int, float]) -> dict[str, Any]:
         row["limits"] = dict(request.limits)
     if features is None:
         row["failed"] = True
-    return row
+    return {**row, **(request.about or {})}
