@@ -96,20 +96,25 @@ class KnobFields:
             allowed = within
         return Freedom(None if allowed.all() else allowed, capped)
 
+    def sent(self, body: Mapping[str, Any], knobs: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the knobs as they are sent: no longer than the client wants an answer."""
+        cap = None if self._override else self._cap(body)
+        values = dict(knobs)
+        for name in LENGTHS:
+            if cap is not None and name in values and _number(values[name]) > cap:
+                values[name] = cap
+        return values
+
     def set(self, body: Mapping[str, Any], knobs: Mapping[str, Any]) -> dict[str, Any]:
         """Return the body with these knobs."""
         changed = dict(body)
         for name in self._names:
-            value = knobs[name]
             field = name
             if name in LENGTHS:
                 # in the words of the client, since servers may know one of the two only
                 field = next((known for known in LENGTHS if known in body), name)
-                cap = None if self._override else self._cap(body)
-                if cap is not None and _number(value) > cap:
-                    value = cap
-            changed[field] = value
-            if value is None:
+            changed[field] = knobs[name]
+            if knobs[name] is None:
                 del changed[field]
         if len(self._names) < len(knobs) and self._messages is not None:
             index, question = last_question(body)

@@ -8,7 +8,7 @@ import re
 from collections.abc import AsyncIterator, Callable
 from typing import Any, NamedTuple
 
-import httpx
+import aiohttp
 from starlette.requests import Request
 from starlette.types import Receive, Scope, Send
 
@@ -17,7 +17,7 @@ from knobwise.experiments.serve.chat import ChatRequest, parse
 from knobwise.experiments.serve.guards import Guards, refusal
 from knobwise.experiments.serve.metrics import ServerMetrics, label_of
 from knobwise.experiments.serve.under_way import UnderWay
-from knobwise.experiments.serve.upstream import Pairs, Upstream, media_type, passed_back
+from knobwise.experiments.serve.upstream import FAULTS, Pairs, Upstream, media_type, passed_back
 from knobwise.experiments.serve.walk import Choice, Walk
 
 PATH = "/chat/completions"
@@ -36,7 +36,7 @@ class FaultyAnswer(Exception):
 class Answer(NamedTuple):
     """An answer that has begun."""
 
-    response: httpx.Response
+    response: aiohttp.ClientResponse
     first: bytes
     """All of it; or the first chunk of one that is streamed."""
     rest: AsyncIterator[bytes] | None = None
@@ -147,7 +147,7 @@ class Exchange:
             try:
                 answer = await self._asked()
                 fault = FaultyAnswer(answer.fault)
-            except (httpx.HTTPError, httpx.StreamError) as error:
+            except FAULTS as error:
                 fault = error
             if self._choice is None or (answer is not None and not answer.fault):
                 break
@@ -156,7 +156,7 @@ class Exchange:
                 break
             self._walk.runtime.abandon("the endpoint", fault)
             if answer is not None:
-                await answer.response.aclose()
+                answer.response.close()
             self._choice = other
         if answer is None:
             await self._refuse(fault)
@@ -167,28 +167,28 @@ class Exchange:
             else:
                 await self._pass_chunks(answer.response, answer.first, answer.rest)
         finally:
-            await answer.response.aclose()
+            answer.response.close()
 
     async def _asked(self) -> Answer:
         """Return the answer to the present choice, once it has begun or is whole."""
         headers = self._scope["headers"]
         response = await self._proxy.upstream.send("POST", PATH, headers, self._content())
         try:
-            status = response.status_code
+            status = response.status
             kind = media_type(response.headers)
-            chunks = response.aiter_raw()
+            chunks = response.content.iter_any()
             fault = ""
             if status in RETRIED or status >= 500:
                 fault = f"status {status}"
             elif status < 400 and kind == EVENTS:
                 first = await anext(chunks, b"")
                 return Answer(response, first, chunks, "" if first else "no event")
-            content = b"".join([chunk async for chunk in chunks])
+            content = await response.read()
             if status < 400 and kind == "application/json" and not _is_json(content):
                 fault = "no JSON"
             return Answer(response, content, None, fault)
         except BaseException:
-            await response.aclose()
+            response.close()
             raise
 
     def _content(self) -> bytes:
@@ -206,21 +206,21 @@ class Exchange:
     async def _pass_whole(self, answer: Answer) -> None:
         """Log a whole answer, then pass it back."""
         self._first = self._walk.runtime.now()
-        if answer.fault or answer.response.status_code >= 400:
-            reason = answer.fault or f"status {answer.response.status_code}"
+        if answer.fault or answer.response.status >= 400:
+            reason = answer.fault or f"status {answer.response.status}"
             self.end("endpoint_error", FaultyAnswer(reason))
         else:
             self._finish()
-        await self._begin(answer.response.status_code, passed_back(answer.response))
+        await self._begin(answer.response.status, passed_back(answer.response))
         await self._send({"type": "http.response.body", "body": answer.first})
 
     async def _pass_chunks(
-        self, response: httpx.Response, chunk: bytes, rest: AsyncIterator[bytes]
+        self, response: aiohttp.ClientResponse, chunk: bytes, rest: AsyncIterator[bytes]
     ) -> None:
         """Pass chunks back as they come. The row is in the log before the last of them is sent, so
         that whoever has a whole answer finds it there."""
         self._first = self._walk.runtime.now()
-        await self._begin(response.status_code, passed_back(response))
+        await self._begin(response.status, passed_back(response))
         kept = b""
         try:
             while chunk:
@@ -229,7 +229,7 @@ class Exchange:
                 kept = chunk[-OVERLAP:]
                 await self._send({"type": "http.response.body", "body": chunk, "more_body": True})
                 chunk = await anext(rest, b"")
-        except (httpx.HTTPError, httpx.StreamError) as error:
+        except FAULTS as error:
             # without an end, the server closes the connection, so the client sees the cut too
             self.end("cut", error)
             return
@@ -239,7 +239,7 @@ class Exchange:
     async def _refuse(self, fault: Exception) -> None:
         """Say that the endpoint gave no answer."""
         self.end("endpoint_error", fault)
-        status = 504 if isinstance(fault, httpx.TimeoutException) else 502
+        status = 504 if isinstance(fault, TimeoutError) else 502
         what = f"the endpoint gave no whole answer ({type(fault).__name__})"
         response = refusal(status, what)
         await self._begin(status, response.raw_headers)
@@ -258,7 +258,7 @@ class Exchange:
         about = decision.request.about or {}
         said = {
             "request-id": about["id"],
-            "knobs": label_of(decision.configuration),
+            "knobs": label_of(self._choice.knobs),
             "fell-back": str(decision.fell_back).lower(),
             "budget-ms": f"{decision.request.budget_ms:g}",
             "attempts": str(self._choice.attempts),

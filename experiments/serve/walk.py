@@ -27,6 +27,8 @@ class Choice(NamedTuple):
     decision: Decision
     knobs: dict[str, Any]
     """The knobs that are sent."""
+    body: dict[str, Any]
+    """The client's, without the fields that are ours."""
     allowed: Allowed | None
     """The configurations that may still be chosen; None for all."""
     learns: bool
@@ -111,7 +113,8 @@ class Walk:
         elif freedom.capped:
             decision = decision._replace(features=None)
         learns = not freedom.capped
-        return Choice(decision, decision.configuration, freedom.allowed, learns)
+        knobs = self.fields.sent(chat.body, decision.configuration)
+        return Choice(decision, knobs, chat.body, freedom.allowed, learns)
 
     def again(self, choice: Choice) -> Choice | None:
         """Return another setting after a fault of the endpoint, the one that is now best; None if
@@ -155,7 +158,8 @@ class Walk:
             decision = self.runtime.fail(request)
         # drawn by no policy, so no update learns from the row
         decision = decision._replace(features=None)
-        return Choice(decision, decision.configuration, allowed, choice.learns, attempts)
+        knobs = self.fields.sent(choice.body, decision.configuration)
+        return Choice(decision, knobs, choice.body, allowed, choice.learns, attempts)
 
     def finish(self, choice: Choice, ended: float | None = None) -> Result:
         """Learn from an answer that is whole, and log it; see `Runtime.finish`."""
