@@ -286,7 +286,8 @@ class Exchange:
         self.ended = True
         self._metrics.requests.labels(outcome).inc()
         if error is not None:
-            self._walk.runtime.abandon("the endpoint or the client", error)
+            who = "the client" if outcome == "client_left" else "the endpoint"
+            self._walk.runtime.abandon(who, error)
             return
         now = self._walk.runtime.now()
         self._metrics.answer.observe(now - self._arrived)

@@ -223,7 +223,7 @@ class Walk:
 
 
 def checked_default(
-    fields: KnobFields, runtime: Runtime, shadow: bool, default: dict[str, Any]
+    fields: KnobFields, runtime: Runtime, shadow: bool, default: dict[str, Any] | None
 ) -> int | None:
     """Return the configuration that is sent with `shadow`, see `Walk`. Raises InputError if there
     is none."""

@@ -63,8 +63,8 @@ class ServeRun:
     values that it gives are kept."""
     shadow: bool = False
     """Log what would be chosen, and send each request as the client wrote it, with `default`."""
-    default: dict[str, Any] = field(default_factory=dict)
-    """With `shadow`: the configuration that is sent, a value for each knob; {} for the choice of
+    default: Any = None
+    """With `shadow`: the configuration that is sent, a value for each knob; None for the choice of
     static."""
     timed: str = "answer"
     """What must come before the deadline: the whole answer, or the first_chunk of one that is
@@ -90,5 +90,7 @@ class ServeRun:
             raise InputError(f"endpoint={self.endpoint}: must begin with http:// or https://")
         if self.shadow and self.explore:
             raise InputError("shadow=true: sends nothing that is drawn; leave out explore")
-        if self.default and not self.shadow:
+        if self.default is not None and not self.shadow:
             raise InputError("default: is for shadow=true")
+        if not isinstance(self.default, dict | None):
+            raise InputError("default: must be a value for each knob, {name: value, …}")
