@@ -73,9 +73,13 @@ class RequestLog:
         """Rows that could not be written, such as on a full disk, or that were in a file when it
         was removed. The requests were answered all the same."""
 
+    def new_id(self) -> str:
+        """Return an id that no other request has."""
+        return f"{self._process}-{next(self._requests)}"
+
     def add(self, row: Mapping[str, Any]) -> str:
         """Write a row, in plain values. Return its id; a row without an id gets a new one."""
-        request_id = row.get("id") or f"{self._process}-{next(self._requests)}"
+        request_id = row.get("id") or self.new_id()
         self._write(REQUESTS, {"time": time.time(), **row, "id": request_id})
         return request_id
 

@@ -265,6 +265,7 @@ class Runtime:
         decision: Decision,
         answer: Any = None,
         ended: float | None = None,
+        learns: bool = True,
     ) -> Result:
         """Learn from the time of an answer since its decision, and log the request.
 
@@ -273,11 +274,13 @@ class Runtime:
             answer: anything, which the result holds.
             ended: the reading of `now` at which the time that counts ended, such as at the first
                 token of an answer that comes in parts; None for now.
+            learns: False for an answer with other knobs than were decided.
         """
         request = decision.request
         answered = self.now() if ended is None else ended
         answer_ms = (answered - decision.made) * 1e3
-        self.learn(decision, answer_ms)
+        if learns:
+            self.learn(decision, answer_ms)
         done = self.now() if ended is None else ended
         total_ms = request.waited_ms + (done - request.begun) * 1e3
         overhead_ms = total_ms - request.waited_ms - answer_ms

@@ -42,6 +42,9 @@ COMMON = {
         model data out checkpoint knobs.samples knobs.values importance device endpoint prices
         max_usd concurrency vlm.data vlm.embeddings""",
     "export": "checkpoint profile profile.path profile.features out onnx int8",
+    "serve": """
+        checkpoint endpoint host port workers budget_ms model messages features log explore watch
+        override shadow""",
     "update": """
         checkpoint log out accept rollback profile profile.path trained_on trained_on.path""",
 }

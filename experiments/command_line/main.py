@@ -30,6 +30,7 @@ VERBS = {
     "export": "deploy.export:run",
     "decide": "deploy.decide:run",
     "update": "deploy.update:run",
+    "serve": "serve.command:run",
     "workspace": "tracking.workspace:workspace",
 }
 """The function of each verb, as module:name. It is imported only when it runs: an import takes
@@ -158,7 +159,7 @@ def _run(arguments: list[str]) -> int:
         arguments = _with_runs(arguments)
     config = compose.read_settings(schema, arguments)
     check_written(config, verb)
-    if verb != "decide":  # which needs no torch for an exported controller
+    if verb not in ("decide", "serve"):  # which need no torch for an exported controller
         check_address_space()
     # what runs may need torch, which takes seconds to import
     module, _, name = VERBS[verb].partition(":")

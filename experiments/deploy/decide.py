@@ -39,7 +39,7 @@ def run(config: DecideRun) -> int:
     out = Path(config.out)
     if out.suffix != ".csv" or out.resolve() == path.resolve():
         raise InputError(f"out={out}: must be a .csv file, and not that of the requests")
-    controller = _controller_at(config.checkpoint)
+    controller = controller_at(config.checkpoint)
     if config.budget_ms is not None:
         limit_of(config.budget_ms, controller.unit)
     knobs = [controller.configuration(i) for i in range(len(controller.configurations))]
@@ -84,7 +84,7 @@ def run(config: DecideRun) -> int:
     return SOME_REFUSED if refused else 0
 
 
-def _controller_at(path: str) -> NumpyController:
+def controller_at(path: str) -> NumpyController:
     """Load an exported `.npz` or the folder that holds it, which needs no torch; or what a
     checkpoint or a run deploys."""
     exported = Path(path, "controller.npz")

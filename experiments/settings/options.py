@@ -21,6 +21,7 @@ from knobwise.envs.bandit.settings import (
 )
 from knobwise.experiments.settings.choices import AUTO, DISTILLED_OPTIMISER, SAMPLED
 from knobwise.experiments.settings.selector_options import SelectorRun
+from knobwise.experiments.settings.serving import ServeRun
 from knobwise.experiments.settings.tracking import Training
 from knobwise.losses.settings import LossConfig
 from knobwise.profiling.demonstrations.settings import (
@@ -417,6 +418,7 @@ VERBS: dict[str, type[Any]] = {
     "export": ExportRun,
     "decide": DecideRun,
     "update": UpdateRun,
+    "serve": ServeRun,
     "compare": CompareRun,
     "workspace": WorkspaceRun,
 }

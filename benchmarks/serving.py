@@ -1,0 +1,287 @@
+"""What `knobwise serve` adds to streams: 50 requests a second, some 32 of them under way.
+
+An upstream that does nothing else answers each request after 300 ms, in 40 chunks. Requests come at
+random moments, whether or not others were answered (an open loop), straight to the upstream and
+through the proxy in turn. Every chunk says when the upstream got the request and sent the chunk, by
+the clock that all processes of a machine share, so what is on the way is known without the times
+that the upstream sleeps. What the proxy adds is the time on the way through it, less the median
+straight.
+
+    python benchmarks/serving.py
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import multiprocessing
+import os
+import random
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import polars as pl
+
+RATE = 50
+"""Requests a second."""
+FIRST_S = 0.3
+"""Until the first chunk."""
+CHUNKS = 40
+CHUNK_S = 0.0085
+"""Between two chunks: an answer takes 0.64 s, so that 32 are under way."""
+SECONDS = 20.0
+ROUNDS = 3
+TARGETS = {"first p50": 3.0, "first p99": 15.0, "chunk p99": 5.0}
+"""In ms."""
+TEXT = "word " * 30
+TICK = os.sysconf("SC_CLK_TCK")
+
+
+class Sender(asyncio.Protocol):
+    """The upstream's side of a connection: answers one request after another."""
+
+    def connection_made(self, transport: Any) -> None:
+        """Begin."""
+        self._transport = transport
+        self._content = b""
+
+    def data_received(self, data: bytes) -> None:
+        """Answer once a request is there."""
+        self._content += data
+        head, end, body = self._content.partition(b"\r\n\r\n")
+        length = 0
+        for line in head.lower().split(b"\r\n"):
+            if line.startswith(b"content-length:"):
+                length = int(line.partition(b":")[2])
+        if not end or len(body) < length:
+            return
+        self._content = b""
+        if head.startswith(b"GET"):
+            self._transport.write(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{}")
+            return
+        asyncio.get_running_loop().create_task(self._stream(time.monotonic()))
+
+    async def _stream(self, got: float) -> None:
+        await asyncio.sleep(FIRST_S)
+        begin = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\n"
+        self._transport.write(begin + b"Transfer-Encoding: chunked\r\n\r\n")
+        for number in range(CHUNKS):
+            if number:
+                await asyncio.sleep(CHUNK_S)
+            times = {"got": got, "sent": time.monotonic()}
+            event = b"data: " + json.dumps({**times, "delta": {"content": "word"}}).encode()
+            self._chunk(event + b"\n\n")
+        self._chunk(b"data: [DONE]\n\n")
+        self._transport.write(b"0\r\n\r\n")
+
+    def _chunk(self, content: bytes) -> None:
+        self._transport.write(b"%x\r\n%s\r\n" % (len(content), content))
+
+
+def upstream(listening: socket.socket) -> None:
+    """Answer until killed."""
+
+    async def answer() -> None:
+        server = await asyncio.get_running_loop().create_server(Sender, sock=listening)
+        await server.serve_forever()
+
+    asyncio.run(answer())
+
+
+@dataclass
+class Times:
+    """What was on the way, in ms.
+
+    Attributes:
+        first: of each request, there and back with the first chunk.
+        chunk: of each later chunk.
+        open: how many requests were under way when each began.
+        failed: how many requests had no whole answer.
+    """
+
+    first: list[float] = field(default_factory=list)
+    chunk: list[float] = field(default_factory=list)
+    open: list[int] = field(default_factory=list)
+    failed: int = 0
+
+
+class Load:
+    """Clients of one address, in an open loop."""
+
+    def __init__(self, port: int) -> None:
+        self._port = port
+        self._idle: list[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = []
+        self._open = 0
+        self.times = Times()
+        body = {"model": "auto", "stream": True, "budget_ms": 1000}
+        content = json.dumps({**body, "messages": [{"role": "user", "content": TEXT}]}).encode()
+        head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: 127.0.0.1:{port}\r\n"
+        head += f"Content-Type: application/json\r\nContent-Length: {len(content)}\r\n\r\n"
+        self._request = head.encode() + content
+
+    async def run(self, seconds: float, seed: int) -> None:
+        """Ask at random moments for so many seconds."""
+        draw = random.Random(seed)
+        moment = time.monotonic()
+        last = moment + seconds
+        tasks = []
+        while (moment := moment + draw.expovariate(RATE)) < last:
+            await asyncio.sleep(moment - time.monotonic())
+            tasks.append(asyncio.create_task(self._ask()))
+        await asyncio.gather(*tasks)
+        for _, writer in self._idle:
+            writer.close()
+
+    async def _ask(self) -> None:
+        self._open += 1
+        self.times.open.append(self._open)
+        if self._idle:
+            reader, writer = self._idle.pop()
+        else:
+            reader, writer = await asyncio.open_connection("127.0.0.1", self._port)
+        sent = time.monotonic()
+        writer.write(self._request)
+        first = True
+        whole = False
+        try:
+            while line := await reader.readline():
+                if line == b"0\r\n":
+                    await reader.readline()
+                    break
+                if line.startswith(b"data: [DONE]"):
+                    whole = True
+                elif line.startswith(b"data: "):
+                    now = time.monotonic()
+                    event = json.loads(line[6:])
+                    way = now - event["sent"]
+                    if first:
+                        self.times.first.append((way + event["got"] - sent) * 1e3)
+                        first = False
+                    else:
+                        self.times.chunk.append(way * 1e3)
+            self._idle.append((reader, writer))
+        except OSError:
+            pass
+        self.times.failed += not whole
+        self._open -= 1
+
+
+def cpu_s(process: int) -> float:
+    """Return the CPU time of a process and of those of its children that live, in s."""
+    total = 0.0
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            number, _, rest = path.read_text().partition(" (")
+            fields = rest.rpartition(") ")[2].split()
+            if int(number) == process or int(fields[1]) == process:
+                total += (int(fields[11]) + int(fields[12])) / TICK
+    return total
+
+
+def export(path: Path) -> None:
+    """Write a controller for two models, which reads the number of words of a prompt."""
+    import knobwise
+
+    draw = np.random.default_rng(0)
+    rows = []
+    for sample in range(60):
+        words = int(draw.integers(1, 60))
+        for model, slow, skill in (("small", 640, 0.5), ("large", 900, 0.8)):
+            known = {"sample_id": f"q{sample}", "prompt_words": words, "model": model}
+            latency = slow * draw.uniform(0.9, 1.1)
+            rows.append({**known, "accuracy": draw.random() < skill, "latency_ms": latency})
+    few = {"teacher_iterations": 5, "pretrain_iterations": 5, "iterations": 5}
+    options = {"policy.hidden": 16, "policy.fold_networks": 2, "optimiser": few}
+    policy = knobwise.fit(pl.DataFrame(rows), ["prompt_words"], policy="utility", **options)
+    policy.agent.export(path)
+
+
+@contextlib.contextmanager
+def served(folder: Path, port: int) -> Iterator[tuple[int, int]]:
+    """Yield the port and the process of a server in front of a port."""
+    words = ["checkpoint=controller.npz", f"endpoint=http://127.0.0.1:{port}/v1", "port=0"]
+    command = [sys.executable, "-m", "knobwise", "serve", *words]
+    pipe = subprocess.PIPE
+    process = subprocess.Popen(command, cwd=folder, stderr=pipe, text=True)
+    assert process.stderr is not None
+    try:
+        line = process.stderr.readline()
+        yield int(line.partition("/v1")[0].rpartition(":")[2]), process.pid
+    finally:
+        process.terminate()
+        process.wait()
+
+
+def main(seconds: float = SECONDS, rounds: int = ROUNDS) -> dict[str, float]:
+    """Print a row for each figure, and return the added times in ms."""
+    listening = socket.create_server(("127.0.0.1", 0), backlog=1024)
+    # or a chunk would wait for the acknowledgement of the one before
+    listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    port = listening.getsockname()[1]
+    forked = multiprocessing.get_context("fork").Process(target=upstream, args=(listening,))
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        export(folder / "controller.npz")
+        forked.start()
+        try:
+            with served(folder, port) as (proxy, process):
+                ways = {"straight": (port, 0), "through": (proxy, process)}
+                return _compared(ways, forked.pid or 0, seconds, rounds)
+        finally:
+            forked.kill()
+            forked.join()
+
+
+def _compared(
+    ways: dict[str, tuple[int, int]], answering: int, seconds: float, rounds: int
+) -> dict[str, float]:
+    """Send load both ways in turn, and print what was seen."""
+    loads: dict[str, list[Times]] = {name: [] for name in ways}
+    shares = dict.fromkeys(("proxy", "upstream", "load"), 0.0)
+    for number in range(rounds):
+        for name, (port, process) in ways.items():
+            load = Load(port)
+            asyncio.run(load.run(2, -1))  # warm
+            load = Load(port)
+            before = cpu_s(process), cpu_s(answering), time.process_time(), time.monotonic()
+            asyncio.run(load.run(seconds, number))
+            after = cpu_s(process), cpu_s(answering), time.process_time(), time.monotonic()
+            took = after[3] - before[3]
+            if name == "through":
+                for i, part in enumerate(shares):
+                    shares[part] += (after[i] - before[i]) / took / rounds
+            loads[name].append(load.times)
+    added = {}
+    names = {"first": "the first chunk", "chunk": "a later chunk"}
+    for what, quantile in (("first", 50), ("first", 99), ("chunk", 50), ("chunk", 99)):
+        straight = np.concatenate([getattr(times, what) for times in loads["straight"]])
+        through = [np.array(getattr(times, what)) for times in loads["through"]]
+        each = [np.percentile(times, quantile) - np.median(straight) for times in through]
+        label = f"{what} p{quantile}"
+        added[label] = float(np.percentile(np.concatenate(through), quantile) - np.median(straight))
+        target = f"≤ {TARGETS[label]:g} ms" if label in TARGETS else ""
+        alone = np.percentile(straight, quantile) - np.median(straight)
+        print(
+            f"| added to {names[what]}, p{quantile} | {added[label]:.2f} ms | rounds "
+            f"{', '.join(f'{value:.2f}' for value in each)}; straight {alone:.2f} | {target} |"
+        )
+    times = loads["through"]
+    under_way = np.mean(np.concatenate([each.open for each in times]))
+    print(f"| requests under way, mean | {under_way:.1f} | | |")
+    print(f"| requests without a whole answer | {sum(each.failed for each in times)} | | 0 |")
+    for part, share in shares.items():
+        print(f"| CPU of the {part} | {share:.0%} of a core | | |")
+    return added
+
+
+if __name__ == "__main__":
+    main(*map(float, sys.argv[1:2]))

@@ -1,0 +1,26 @@
+"""`knobwise serve`."""
+
+from __future__ import annotations
+
+from threadpoolctl import threadpool_limits
+
+from knobwise.common.errors import InputError
+from knobwise.experiments.deploy.decide import controller_at
+from knobwise.experiments.settings.serving import ServeRun
+
+
+def run(config: ServeRun) -> None:
+    """Serve until interrupted.
+
+    Raises:
+        InputError: a mistake in the settings, no such checkpoint, an endpoint that cannot be
+            reached, a port that is taken, or packages that are missing.
+    """
+    try:
+        from knobwise.experiments.serve.server import serve
+    except ModuleNotFoundError as error:
+        raise InputError(
+            f"serve: {error.name} is not installed; pip install 'knobwise[serve]'"
+        ) from error
+    with threadpool_limits(1):
+        serve(config, controller_at(config.checkpoint))

@@ -1,0 +1,150 @@
+"""Knobs as fields of a request, and what a client has set there itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from knobwise.common.errors import InputError
+from knobwise.experiments.serve.chat import last_question
+from knobwise.experiments.serve.restricted import Allowed
+
+OPEN_MODELS = (None, "", "auto", "knobwise")
+"""What a client gives as `model` to leave it to us."""
+LENGTHS = ("max_tokens", "max_completion_tokens")
+"""Two names of one limit: a value is a cap."""
+FIELDS = frozenset((
+    "model", "max_tokens", "max_completion_tokens", "reasoning_effort", "verbosity", "service_tier",
+    "temperature", "top_p", "n", "seed", "stop", "presence_penalty", "frequency_penalty",
+    "logprobs", "top_logprobs", "logit_bias", "parallel_tool_calls", "tool_choice",
+    "response_format", "prediction", "modalities", "top_k", "min_p", "repetition_penalty",
+    "length_penalty", "min_tokens", "best_of", "use_beam_search", "thinking", "enable_thinking",
+    "chat_template_kwargs",
+))  # fmt: skip
+"""Knobs of these names are fields of a request: those of the OpenAI protocol, and some of vLLM and
+others."""
+
+
+class Freedom(NamedTuple):
+    """What a client leaves open."""
+
+    allowed: Allowed | None
+    """The configurations that may be chosen; None for all."""
+    capped: bool = False
+    """True if none is as short as the client wants it: the shortest are allowed, and cut."""
+
+
+class KnobFields:
+    """Sets the knobs of a controller in requests.
+
+    Args:
+        configurations: the knob values of each configuration.
+        messages: `messages(question, knobs)` returns the messages that stand for the user's last
+            one; None if every knob is a field.
+        model: the model of requests that leave it open, if no knob sets it.
+        override: True to set knobs whatever the client has set.
+
+    Raises:
+        InputError: a knob is no field, and there is no function for it.
+    """
+
+    def __init__(
+        self,
+        configurations: Sequence[Mapping[str, Any]],
+        messages: Callable[..., Any] | None = None,
+        model: str | None = None,
+        override: bool = False,
+    ) -> None:
+        self._configurations = configurations
+        self._messages = messages
+        self._model = model
+        self._override = override
+        self._names = [name for name in configurations[0] if name in FIELDS]
+        others = [name for name in configurations[0] if name not in FIELDS]
+        if others and messages is None:
+            raise InputError(
+                f"messages: knob {others[0]} is no field of a request; give messages="
+                "module:function(question, knobs), as when the profile was measured"
+            )
+
+    def freedom(self, body: Mapping[str, Any]) -> Freedom | None:
+        """Return which configurations are within what a client has set itself; None if it gave a
+        knob a value that no configuration has, so that nothing can be expected of any."""
+        if self._override:
+            return Freedom(None)
+        allowed = np.ones(len(self._configurations), bool)
+        for name in self._names:
+            given = body.get(name)
+            if name in LENGTHS or given is None or (name == "model" and given in OPEN_MODELS):
+                continue
+            allowed &= [values[name] == given for values in self._configurations]
+        if not allowed.any():
+            return None
+        capped = False
+        for name in self._names:
+            cap = self._cap(body)
+            if name not in LENGTHS or cap is None:
+                continue
+            # None is a length without an end
+            lengths = np.array([_number(values[name]) for values in self._configurations])
+            within = allowed & (lengths <= cap)
+            if not within.any():
+                capped = True
+                within = allowed & (lengths == lengths[allowed].min())
+            allowed = within
+        return Freedom(None if allowed.all() else allowed, capped)
+
+    def sent(self, body: Mapping[str, Any], knobs: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the knobs as they are sent: no longer than the client wants an answer."""
+        cap = None if self._override else self._cap(body)
+        values = dict(knobs)
+        for name in LENGTHS:
+            if cap is not None and name in values and _number(values[name]) > cap:
+                values[name] = cap
+        return values
+
+    def set(self, body: Mapping[str, Any], knobs: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the body with these knobs."""
+        changed = dict(body)
+        for name in self._names:
+            field = name
+            if name in LENGTHS:
+                # in the words of the client, since servers may know one of the two only
+                field = next((known for known in LENGTHS if known in body), name)
+            changed[field] = knobs[name]
+            if knobs[name] is None:
+                del changed[field]
+        if len(self._names) < len(knobs) and self._messages is not None:
+            index, question = last_question(body)
+            messages = list(body.get("messages") or [])
+            index = len(messages) if index < 0 else index
+            said = self._messages(question, dict(knobs))
+            changed["messages"] = [*messages[:index], *said, *messages[index + 1 :]]
+        return self.with_model(changed)
+
+    def with_model(self, body: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the body with a model, if the client leaves it open and one was named for this."""
+        if self._model is not None and body.get("model") in OPEN_MODELS:
+            return {**body, "model": self._model}
+        return dict(body)
+
+    def index_of(self, knobs: Mapping[str, Any]) -> int:
+        """Return the configuration with these knobs. Raises InputError if there is none."""
+        for index, values in enumerate(self._configurations):
+            if values == knobs:
+                return index
+        raise InputError(
+            f"default={dict(knobs)}: is no configuration; one is {dict(self._configurations[0])}"
+        )
+
+    def _cap(self, body: Mapping[str, Any]) -> int | None:
+        """Return the client's own limit of tokens; None for none, or for what is no number."""
+        caps = [body[name] for name in LENGTHS if type(body.get(name)) is int]
+        return min(caps, default=None)
+
+
+def _number(value: Any) -> float:
+    """Return a knob's value as a length."""
+    return float(value) if isinstance(value, int | float) else np.inf

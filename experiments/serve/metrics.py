@@ -1,0 +1,72 @@
+"""What is counted, for Prometheus: over all worker processes, those that died included."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
+"""Bounds of the times of answers."""
+OWN_SECONDS = (0.0005, 0.001, 0.002, 0.003, 0.005, 0.01, 0.015, 0.03, 0.1, 1)
+"""Bounds of the time that this server adds."""
+
+
+class ServerMetrics:
+    """Counters and histograms, each process its own, which are read together.
+
+    Made once, before processes are forked.
+
+    Args:
+        folder: where processes keep them, for as long as the server runs.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        # read by the library when it opens a file
+        os.environ["PROMETHEUS_MULTIPROC_DIR"] = str(folder)
+        import prometheus_client as library
+        from prometheus_client import values
+        from prometheus_client.multiprocess import MultiProcessCollector
+
+        # it may have been imported before the folder was known
+        values.ValueClass = values.MultiProcessValue()
+        registry = library.CollectorRegistry()
+
+        def counter(name: str, meaning: str, *labels: str) -> Any:
+            return library.Counter(f"knobwise_{name}", meaning, labels, registry=registry)
+
+        def histogram(name: str, meaning: str, buckets: tuple[float, ...] = SECONDS) -> Any:
+            full = f"knobwise_{name}_seconds"
+            return library.Histogram(full, meaning, registry=registry, buckets=buckets)
+
+        self.requests = counter("requests", "Requests by how they ended", "outcome")
+        self.choices = counter("choices", "Answered requests by configuration", "knobs")
+        self.fallbacks = counter("fallbacks", "Decisions without features, and why", "reason")
+        self.late = counter("late", "Answered requests that missed their deadline")
+        self.retries = counter("retries", "Further settings that were tried after a fault")
+        self.broken = counter("broken", "Requests under way in processes that were killed")
+        self.lost = counter("lost_rows", "Rows that could not be written into the log")
+        self.answer = histogram("answer", "From the arrival of a request to its last byte")
+        self.first = histogram("first_chunk", "From the arrival of a request to the first chunk")
+        self.own = histogram("overhead", "From the arrival of a request until it is sent on",
+                             OWN_SECONDS)  # fmt: skip
+        self.level = library.Gauge(
+            "knobwise_latency_level",
+            "Latencies here by those in the profile, as the tracker follows them",
+            registry=registry,
+            multiprocess_mode="mostrecent",
+        )
+        self._generate: Callable[[Any], bytes] = library.generate_latest
+        self._registry = library.CollectorRegistry()
+        MultiProcessCollector(self._registry, str(folder))
+
+    def text(self) -> bytes:
+        """Return everything in Prometheus' text format."""
+        return self._generate(self._registry)
+
+
+def label_of(knobs: Mapping[str, Any]) -> str:
+    """Return a configuration in plain ASCII, for a label or a header."""
+    return json.dumps(knobs, separators=(",", ":"))

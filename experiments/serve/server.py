@@ -1,0 +1,135 @@
+"""Puts the server together from its settings, checks everything, and serves."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+
+from knobwise.agents.deployed.controller import NumpyController
+from knobwise.agents.serving.inputs import limit_of
+from knobwise.agents.serving.request_log import RequestLog
+from knobwise.agents.serving.runtime import Runtime
+from knobwise.common.errors import InputError
+from knobwise.common.imports import imported
+from knobwise.common.progress import say
+from knobwise.experiments.serve.features import RequestFeatures
+from knobwise.experiments.serve.guards import LOOPBACK, Guards, hosts_of
+from knobwise.experiments.serve.knob_fields import KnobFields
+from knobwise.experiments.serve.metrics import ServerMetrics
+from knobwise.experiments.serve.proxy import ChatProxy
+from knobwise.experiments.serve.routes import Routes, application
+from knobwise.experiments.serve.under_way import UnderWay, cut_off, running
+from knobwise.experiments.serve.upstream import Upstream
+from knobwise.experiments.serve.walk import Walk, checked_default
+from knobwise.experiments.serve.workers import Worker, listen, serve_in_workers
+from knobwise.experiments.settings.serving import ServeRun
+from knobwise.experiments.wording.words import counted
+
+TOKEN = "KNOBWISE_TOKEN"
+"""The variable with the token that clients must bring."""
+KEY = "OPENAI_API_KEY"
+"""The variable with the key of the endpoint."""
+
+
+def serve(config: ServeRun, controller: NumpyController) -> None:
+    """Serve a controller until interrupted. Raises InputError as `knobwise serve`; nothing is
+    written then."""
+    runtime = Runtime(
+        controller,
+        tracker=config.tracker,
+        explore=config.explore,
+        explore_loss=config.explore_loss,
+    )
+    if config.watch is not None:
+        runtime.watch(config.watch)
+    budget_ms = _default_budget(config, controller)
+    token = os.environ.get(TOKEN) or None
+    upstream = None
+    fields = None
+    shadow = None
+    if config.endpoint is not None:
+        key = os.environ.get(KEY) or None
+        upstream = Upstream(config.endpoint, key, token is not None, config.timeout_s)
+        messages = _function("messages", config.messages, "prompts:messages")
+        known = runtime.configurations
+        fields = KnobFields(known, messages, config.model, config.override)
+        shadow = checked_default(fields, runtime, config.shadow, config.default)
+        upstream.check()
+    features = RequestFeatures(
+        _function("features", config.features, "embedding:features"),
+        config.prompt,
+        frozenset({*controller.feature_sizes, *(column[0] for column in controller.columns)}),
+    )
+    hosts = hosts_of(config.host, config.names)
+    guards = Guards(hosts, token, round(config.max_body_mb * 1e6))
+    with listen(config.host, config.port) as listening:
+        runtime.log = RequestLog(config.log)
+        with running(Path(config.log)) as (folder, broken):
+            metrics = ServerMetrics(folder)
+            chats = None
+            if upstream is not None and fields is not None:
+                walk = Walk(
+                    runtime, fields, features, metrics, budget_ms, config.log_prompts, shadow
+                )
+                first_counts = config.timed == "first_chunk"
+                chats = ChatProxy(guards, walk, upstream, metrics, first_counts)
+            routes = Routes(guards, runtime, metrics, upstream, broken)
+            app = application(routes, chats, _connected(upstream))
+
+            def began(server: uvicorn.Server) -> None:
+                if chats is not None:
+                    chats.under_way = UnderWay(folder)
+                    chats.stopping = lambda: server.should_exit
+
+            def gone(process: int) -> None:
+                metrics.broken.inc(cut_off(folder, str(process)))
+
+            metrics.broken.inc(broken)
+            worker = Worker(app, began, listening, config.drain_s)
+            _say(config, listening.getsockname()[1], broken, token)
+            serve_in_workers(worker, config.workers, config.drain_s, gone)
+
+
+def _say(config: ServeRun, port: int, broken: int, token: str | None) -> None:
+    """Say where the server listens, and what its operator should know."""
+    host = f"[{config.host}]" if ":" in config.host else config.host
+    behind = f"/v1 in front of {config.endpoint}" if config.endpoint else ", decisions only"
+    say(f"http://{host}:{port}{behind}; the log is in {config.log}")
+    if broken:
+        say(f"{counted(broken, 'request')} broke off when the server before this one was killed")
+    if config.host not in LOOPBACK and token is None:
+        say(f"whoever can reach this port can use it; set {TOKEN} in the environment")
+
+
+@asynccontextmanager
+async def _connected(upstream: Upstream | None) -> AsyncIterator[None]:
+    """Keep connections to the endpoint while a process serves."""
+    if upstream is None:
+        yield
+        return
+    async with upstream.connected():
+        yield
+
+
+def _function(key: str, name: str | None, example: str) -> Callable[..., Any] | None:
+    """Return a function of the user's own; None if none is named."""
+    if name is None:
+        return None
+    return imported(key, name, "function", example)
+
+
+def _default_budget(config: ServeRun, controller: NumpyController) -> float:
+    """Return the deadline of requests without one, in ms. Raises InputError if there is none."""
+    if config.budget_ms is not None:
+        return limit_of(config.budget_ms)
+    if controller.calibrated is None:
+        raise InputError(
+            "budget_ms: the controller was calibrated for no deadline; give the one of requests "
+            "that bring none"
+        )
+    return float(controller.calibrated.budgets_ms.max())

@@ -1,0 +1,156 @@
+"""The endpoint that answers: requests go out and answers come back byte for byte.
+
+aiohttp reads streams with half of httpx's CPU time; its errors are those of `FAULTS`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+from collections.abc import AsyncIterator, Iterable, Mapping
+from contextlib import asynccontextmanager
+from urllib.parse import urlsplit
+
+import aiohttp
+
+from knobwise.common.errors import InputError
+from knobwise.common.imports import in_a_line
+
+CONNECT_S = 10.0
+"""Seconds until an endpoint that cannot be reached is given up."""
+FIRST_CONNECT_S = 5.0
+"""The same when the server starts."""
+HOP_BY_HOP = frozenset((
+    "connection", "keep-alive", "proxy-authenticate", "proxy-authorization", "te", "trailer",
+    "trailers", "transfer-encoding", "upgrade",
+))  # fmt: skip
+"""Headers that end at each connection (RFC 9110, section 7.6.1)."""
+NOT_SENT = HOP_BY_HOP | {"host", "content-length", "accept-encoding", "expect", "origin", "cookie"}
+Pairs = list[tuple[bytes, bytes]]
+
+
+FAULTS = (aiohttp.ClientError, TimeoutError, ValueError)
+"""What an endpoint that gives no whole answer raises; a ValueError for an address that is none."""
+
+
+class Upstream:
+    """An endpoint of the OpenAI protocol.
+
+    Args:
+        endpoint: its address, with /v1.
+        key: its key, which takes the place of the client's; None to pass on the client's.
+        own_token: True if clients send the token of this server, which stays here.
+        timeout_s: how long it may keep silent.
+    """
+
+    def __init__(self, endpoint: str, key: str | None, own_token: bool, timeout_s: float) -> None:
+        self._address = endpoint.rstrip("/")
+        self._key = key
+        self._own_token = own_token
+        self._timeout_s = timeout_s
+        self._session: aiohttp.ClientSession | None = None
+
+    @asynccontextmanager
+    async def connected(self) -> AsyncIterator[None]:
+        """Keep connections within the block, in the process and the loop that it runs in."""
+        async with self._new_session(CONNECT_S, self._timeout_s) as session:
+            self._session = session
+            yield
+
+    def _new_session(self, connect_s: float, silent_s: float) -> aiohttp.ClientSession:
+        timeout = aiohttp.ClientTimeout(
+            total=None, sock_connect=min(connect_s, silent_s), sock_read=silent_s
+        )
+        return aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0),
+            timeout=timeout,
+            auto_decompress=False,
+            skip_auto_headers=("user-agent", "accept", "content-type"),
+            cookie_jar=aiohttp.DummyCookieJar(),
+            # a proxy of the environment is for what is not on this machine
+            trust_env=not _is_local(self._address),
+        )
+
+    async def send(
+        self, method: str, path: str, headers: Iterable[tuple[bytes, bytes]], content: bytes
+    ) -> aiohttp.ClientResponse:
+        """Send a request, and return the answer when its headers are there; close it.
+
+        Args:
+            path: below the endpoint's address, such as /models.
+            headers: of the client.
+
+        Raises:
+            aiohttp.ClientError, TimeoutError: it cannot be reached, or breaks off.
+        """
+        assert self._session is not None
+        return await self._session.request(
+            method,
+            self._address + path,
+            headers=self._headers(headers),
+            data=content or None,
+            allow_redirects=False,
+        )
+
+    def check(self) -> None:
+        """Raise an InputError if the endpoint cannot be reached."""
+
+        async def ask() -> None:
+            async with self._new_session(FIRST_CONNECT_S, FIRST_CONNECT_S) as session:
+                await session.get(f"{self._address}/models", headers=self._headers([]))
+
+        try:
+            asyncio.run(ask())
+        except aiohttp.ServerTimeoutError as error:
+            # one that is there may be slow
+            if isinstance(error, aiohttp.ConnectionTimeoutError):
+                raise self._unreachable(error) from error
+        except FAULTS as error:
+            raise self._unreachable(error) from error
+
+    def _unreachable(self, error: Exception) -> InputError:
+        return InputError(
+            f"endpoint={self._address}: cannot be reached ({in_a_line(error)}); start it, or "
+            "give another address"
+        )
+
+    def _headers(self, headers: Iterable[tuple[bytes, bytes]]) -> list[tuple[str, str]]:
+        """Return a client's headers as the endpoint gets them."""
+        sent = []
+        for name, value in headers:
+            text = name.lower().decode("latin-1")
+            ours = text.startswith("x-knobwise-") or text in ("x-budget-ms", "x-limits")
+            replaced = text == "authorization" and (self._own_token or self._key is not None)
+            if text not in NOT_SENT and not ours and not replaced:
+                sent.append((text, value.decode("latin-1")))
+        if self._key is not None:
+            sent.append(("authorization", f"Bearer {self._key}"))
+        # what is compressed could not be read here, where an answer ends
+        sent.append(("accept-encoding", "identity"))
+        return sent
+
+
+def passed_back(response: aiohttp.ClientResponse) -> Pairs:
+    """Return the headers of an answer for the client."""
+    pairs = []
+    for name, value in response.raw_headers:
+        lower = name.lower()
+        if lower.decode("latin-1") not in HOP_BY_HOP:
+            pairs.append((lower, value))
+    return pairs
+
+
+def media_type(headers: Mapping[str, str]) -> str:
+    """Return the kind of content, in lower case, without parameters."""
+    return headers.get("content-type", "").partition(";")[0].strip().lower()
+
+
+def _is_local(address: str) -> bool:
+    """Return True for an address on this machine."""
+    host = urlsplit(address).hostname or ""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False

@@ -1,0 +1,134 @@
+"""Processes that serve at one port: forked once everything is loaded, and replaced when they
+die."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import logging
+import multiprocessing
+import os
+import socket
+import time
+from collections.abc import Callable
+from typing import Any
+
+import uvicorn
+
+from knobwise.common.errors import InputError
+from knobwise.common.interruption import end_with
+
+PORT_S = 1.5
+"""Seconds to wait for a port: the workers of a server that was killed end within half a second."""
+LOOK_S = 0.05
+"""Seconds between two looks at the workers."""
+AGAIN_S = 1.0
+"""Seconds before a worker is replaced that died within as many seconds of its start."""
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """Listen at a port. Raises InputError if another process does, or there is no such address."""
+    last = time.monotonic() + PORT_S
+    while True:
+        try:
+            family = socket.AF_INET6 if ":" in host else socket.AF_INET
+            listening = socket.create_server((host, port), family=family, backlog=1024)
+        except OSError as error:
+            if time.monotonic() > last or not _is_taken(error):
+                raise InputError(
+                    f"port={port}: cannot listen at {host} ({error.strerror}); stop what listens "
+                    "there, or choose another port=, or host="
+                ) from error
+        else:
+            # connections inherit it; asyncio sets it only where a socket names its protocol, and
+            # without it a chunk may wait 40 ms for the acknowledgement of the one before
+            listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            return listening
+        time.sleep(0.05)
+
+
+def _is_taken(error: OSError) -> bool:
+    import errno
+
+    return error.errno == errno.EADDRINUSE
+
+
+class Worker:
+    """Serves in a process of its own.
+
+    Args:
+        app: the application.
+        began: called with the server, in the process, before it serves.
+        listening: the socket.
+        drain_s: seconds that requests under way have to end.
+    """
+
+    def __init__(
+        self, app: Any, began: Callable[[uvicorn.Server], None], listening: socket.socket,
+        drain_s: float,
+    ) -> None:  # fmt: skip
+        self._app = app
+        self._began = began
+        self._listening = listening
+        self._drain_s = drain_s
+
+    def __call__(self, parent: int) -> None:
+        """Serve until a signal comes, or until the parent process is gone."""
+        end_with(parent)
+        # what is loaded stays, and the garbage collector need not walk through it in each pause
+        gc.freeze()
+        logging.getLogger("uvicorn.error").addFilter(_is_no_cut)
+        config = uvicorn.Config(
+            self._app,
+            http="h11",
+            ws="none",
+            loop="asyncio",
+            log_level="warning",
+            access_log=False,
+            server_header=False,
+            date_header=False,
+            timeout_keep_alive=75,
+            timeout_graceful_shutdown=max(1, round(self._drain_s)),
+        )
+        server = uvicorn.Server(config)
+        self._began(server)
+        with contextlib.suppress(KeyboardInterrupt):
+            server.run([self._listening])
+
+
+def _is_no_cut(record: logging.LogRecord) -> bool:
+    """Return False for what uvicorn says where an answer is cut because the endpoint cut it."""
+    return "without completing response" not in str(record.msg)
+
+
+def serve_in_workers(
+    worker: Worker, count: int, drain_s: float, gone: Callable[[int], None]
+) -> None:
+    """Keep as many workers as there should be, until this process is interrupted; then let them
+    end.
+
+    Args:
+        gone: called with the process id of a worker that died.
+    """
+    forked = multiprocessing.get_context("fork")
+    workers: dict[Any, float] = {}
+    try:
+        while True:
+            for process in [process for process in workers if not process.is_alive()]:
+                gone(process.pid)
+                # one that cannot start must not take all the time there is
+                time.sleep(max(0.0, workers.pop(process) + AGAIN_S - time.monotonic()))
+            while len(workers) < count:
+                # daemons: they are stopped when this process ends
+                process = forked.Process(target=worker, args=(os.getpid(),), daemon=True)
+                process.start()
+                workers[process] = time.monotonic()
+            time.sleep(LOOK_S)
+    except KeyboardInterrupt:
+        pass
+    finally:
+        for process in workers:
+            process.terminate()
+        last = time.monotonic() + drain_s + 1
+        for process in workers:
+            process.join(max(0.0, last - time.monotonic()))

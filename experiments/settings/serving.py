@@ -1,0 +1,96 @@
+"""The settings of `knobwise serve`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from knobwise.common.checks import at_least, one_of, positive
+from knobwise.common.errors import InputError
+
+TIMED = ("answer", "first_chunk")
+
+
+@dataclass
+class ServeRun:
+    """knobwise serve: a controller in front of language models that speak the OpenAI protocol. It
+    sets the knobs of each request to /v1/chat/completions, and passes it on."""
+
+    checkpoint: str = "runs/latest"
+    """The controller: an exported controller.npz or the folder of one, such as updated/current; a
+    run folder (its deployed policy), or a checkpoint file."""
+    endpoint: str | None = None
+    """Where the models answer, such as http://127.0.0.1:8001/v1. Its key is read from the
+    environment, OPENAI_API_KEY. None: nothing is passed on, and /decide alone decides."""
+    host: str = "127.0.0.1"
+    """The address to listen at; 0.0.0.0 for all of this machine. If KNOBWISE_TOKEN is set in the
+    environment, every request must bring it as its bearer token."""
+    port: int = 8000
+    """The port to listen at; 0 for any that is free."""
+    workers: int = 1
+    """Number of processes that serve. One that dies is replaced."""
+    budget_ms: float | None = None
+    """The deadline of requests that bring none, in ms; None for the longest that the controller was
+    calibrated for."""
+    model: str | None = None
+    """The model that is asked where a client leaves it open (`knobwise` or `auto`) and no knob sets
+    it."""
+    messages: str | None = None
+    """module:function(question, knobs), which returns the messages that stand for the user's last
+    one. Knobs that are no field of a request need it; give the same as when the profile was
+    measured."""
+    features: str | None = None
+    """module:function(body), plain or async, which returns the features of a request by name. What
+    a request brings itself, as `features`, goes before."""
+    prompt: str = "prompt"
+    """The name of the feature that is the text of the user's last message."""
+    log: str = "served"
+    """The folder of the log of requests, which `knobwise update` reads."""
+    log_prompts: bool = False
+    """Write the user's last message into the log too. Feature blocks are in it in any case."""
+    explore: float = 0.0
+    """The share of requests that get a random configuration instead of the best; without any, no
+    update can replace the controller."""
+    explore_loss: float = 0.05
+    """The utility that these are expected to lose at most, in units of accuracy."""
+    tracker: bool = True
+    """Follow the drift of latencies by the times of answers."""
+    watch: str | None = None
+    """A controller.npz, or the folder of one such as updated/current, to switch to whenever it is
+    replaced."""
+    override: bool = False
+    """Set the knobs whatever a client sets itself. Otherwise its `max_tokens` is a cap, and other
+    values that it gives are kept."""
+    shadow: bool = False
+    """Log what would be chosen, and send each request as the client wrote it, with `default`."""
+    default: Any = None
+    """With `shadow`: the configuration that is sent, a value for each knob; None for the choice of
+    static."""
+    timed: str = "answer"
+    """What must come before the deadline: the whole answer, or the first_chunk of one that is
+    streamed; as in the profile."""
+    timeout_s: float = 600.0
+    """Seconds that the endpoint may keep silent."""
+    drain_s: float = 10.0
+    """Seconds that requests under way have to end when the server is stopped."""
+    max_body_mb: float = 20.0
+    """The largest request, in MB."""
+    names: list[str] = field(default_factory=list)
+    """Further host names under which clients ask, such as that of a proxy before this server."""
+
+    def __post_init__(self) -> None:
+        one_of("timed", self.timed, TIMED)
+        at_least("workers", self.workers, 1)
+        at_least("drain_s", self.drain_s, 0)
+        for name in ("timeout_s", "max_body_mb"):
+            positive(name, getattr(self, name))
+        if not 0 <= self.port < 65536:
+            raise InputError(f"port={self.port}: must be 0 to 65535")
+        if self.endpoint is not None and not self.endpoint.startswith(("http://", "https://")):
+            raise InputError(f"endpoint={self.endpoint}: must begin with http:// or https://")
+        if self.shadow and self.explore:
+            raise InputError("shadow=true: sends nothing that is drawn; leave out explore")
+        if self.default is not None and not self.shadow:
+            raise InputError("default: is for shadow=true")
+        if not isinstance(self.default, dict | None):
+            raise InputError("default: must be a value for each knob, {name: value, …}")
