@@ -17,7 +17,7 @@ from knobwise.agents.serving.runtime import Runtime
 from knobwise.common.errors import InputError
 from knobwise.common.imports import imported
 from knobwise.common.progress import say
-from knobwise.experiments.serve.features import RequestFeatures
+from knobwise.experiments.serve.chat import RequestFeatures
 from knobwise.experiments.serve.guards import LOOPBACK, Guards, hosts_of
 from knobwise.experiments.serve.knob_fields import KnobFields
 from knobwise.experiments.serve.metrics import ServerMetrics
@@ -39,6 +39,7 @@ KEY = "OPENAI_API_KEY"
 def serve(config: ServeRun, controller: NumpyController) -> None:
     """Serve a controller until interrupted. Raises InputError as `knobwise serve`; nothing is
     written then."""
+    # first everything that may be refused; the log, which writes, comes later
     runtime = Runtime(
         controller,
         tracker=config.tracker,
@@ -67,6 +68,7 @@ def serve(config: ServeRun, controller: NumpyController) -> None:
     )
     hosts = hosts_of(config.host, config.names)
     guards = Guards(hosts, token, round(config.max_body_mb * 1e6))
+    # once the port is there, the workers of a server that was killed are gone
     with listen(config.host, config.port) as listening:
         runtime.log = RequestLog(config.log)
         with running(Path(config.log)) as (folder, broken):
