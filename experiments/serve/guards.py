@@ -79,5 +79,7 @@ def hosts_of(host: str, names: Collection[str]) -> frozenset[str] | None:
 def refusal(status: int, message: str, param: str | None = None) -> JSONResponse:
     """Return an error as the protocol has it."""
     kind = KINDS.get(status, "server_error" if status >= 500 else "invalid_request_error")
+    # half of a character, as a client may have sent it, could not be sent back
+    message = message.encode(errors="backslashreplace").decode()
     error = {"message": message, "type": kind, "param": param, "code": None}
     return JSONResponse({"error": error}, status)

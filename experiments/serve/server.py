@@ -28,7 +28,6 @@ from knobwise.experiments.serve.upstream import Upstream
 from knobwise.experiments.serve.walk import Walk, checked_default
 from knobwise.experiments.serve.workers import Worker, listen, serve_in_workers
 from knobwise.experiments.settings.serving import ServeRun
-from knobwise.experiments.wording.words import counted
 
 TOKEN = "KNOBWISE_TOKEN"
 """The variable with the token that clients must bring."""
@@ -103,7 +102,7 @@ def _say(config: ServeRun, port: int, broken: int, token: str | None) -> None:
     behind = f"/v1 in front of {config.endpoint}" if config.endpoint else ", decisions only"
     say(f"http://{host}:{port}{behind}; the log is in {config.log}")
     if broken:
-        say(f"{counted(broken, 'request')} broke off when the server before this one was killed")
+        say(f"requests that broke off when the server before this one was killed: {broken}")
     if config.host not in LOOPBACK and token is None:
         say(f"whoever can reach this port can use it; set {TOKEN} in the environment")
 
