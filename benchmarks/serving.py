@@ -12,6 +12,7 @@ straight.
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import contextlib
 import json
@@ -287,4 +288,7 @@ def _compared(
 
 
 if __name__ == "__main__":
-    main(*map(float, sys.argv[1:2]))
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--seconds", type=float, default=SECONDS)
+    parser.add_argument("--rounds", type=int, default=ROUNDS)
+    main(**vars(parser.parse_args()))

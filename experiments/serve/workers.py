@@ -35,8 +35,10 @@ def listen(host: str, port: int) -> socket.socket:
             listening = socket.create_server((host, port), family=family, backlog=1024)
         except OSError as error:
             if time.monotonic() > last or not _is_taken(error):
+                # asyncio and socket say the address once more
+                reason = str(error.strerror).partition(" (")[0]
                 raise InputError(
-                    f"port={port}: cannot listen at {host} ({error.strerror}); stop what listens "
+                    f"port={port}: cannot listen at {host} ({reason}); stop what listens "
                     "there, or choose another port=, or host="
                 ) from error
         else:
