@@ -12,6 +12,7 @@ straight.
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import contextlib
 import json
@@ -56,6 +57,7 @@ class Sender(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         """Answer once a request is there."""
+        # a request may come in parts
         self._content += data
         head, end, body = self._content.partition(b"\r\n\r\n")
         length = 0
@@ -144,6 +146,7 @@ class Load:
     async def _ask(self) -> None:
         self._open += 1
         self.times.open.append(self._open)
+        # connections are kept, as every client does
         if self._idle:
             reader, writer = self._idle.pop()
         else:
@@ -249,8 +252,8 @@ def _compared(
     shares = dict.fromkeys(("proxy", "upstream", "load"), 0.0)
     for number in range(rounds):
         for name, (port, process) in ways.items():
-            load = Load(port)
-            asyncio.run(load.run(2, -1))  # warm
+            # connections and code are warm first
+            asyncio.run(Load(port).run(2, -1))
             load = Load(port)
             before = cpu_s(process), cpu_s(answering), time.process_time(), time.monotonic()
             asyncio.run(load.run(seconds, number))
@@ -265,6 +268,7 @@ def _compared(
     for what, quantile in (("first", 50), ("first", 99), ("chunk", 50), ("chunk", 99)):
         straight = np.concatenate([getattr(times, what) for times in loads["straight"]])
         through = [np.array(getattr(times, what)) for times in loads["through"]]
+        # each round beside the median straight, to see how they scatter
         each = [np.percentile(times, quantile) - np.median(straight) for times in through]
         label = f"{what} p{quantile}"
         added[label] = float(np.percentile(np.concatenate(through), quantile) - np.median(straight))
@@ -284,4 +288,7 @@ def _compared(
 
 
 if __name__ == "__main__":
-    main(*map(float, sys.argv[1:2]))
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--seconds", type=float, default=SECONDS)
+    parser.add_argument("--rounds", type=int, default=ROUNDS)
+    main(**vars(parser.parse_args()))

@@ -30,7 +30,7 @@ VERBS = {
     "export": "deploy.export:run",
     "decide": "deploy.decide:run",
     "update": "deploy.update:run",
-    "serve": "serve.command:run",
+    "serve": "deploy.serve:run",
     "workspace": "tracking.workspace:workspace",
 }
 """The function of each verb, as module:name. It is imported only when it runs: an import takes

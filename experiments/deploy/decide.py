@@ -17,7 +17,7 @@ from knobwise.common.progress import say
 from knobwise.envs.readers.feature_columns import encode, number
 from knobwise.envs.readers.frames import Lines, read_frame, refuse_lost_digits, with_chats
 from knobwise.envs.tables.columns import FEATURES, Column, columns_of
-from knobwise.experiments.evidence.run_folder import checkpoint_at
+from knobwise.experiments.evidence.run_folder import controller_at
 from knobwise.experiments.settings.options import DecideRun
 from knobwise.experiments.wording.words import counted
 
@@ -82,23 +82,6 @@ def run(config: DecideRun) -> int:
         words = "without its text" if controller.static is None else "by budget-aware static"
         say(f"{counted(unlike, 'request')} with a text unlike those of training: decided {words}")
     return SOME_REFUSED if refused else 0
-
-
-def controller_at(path: str) -> NumpyController:
-    """Load an exported `.npz` or the folder that holds it, which needs no torch; or what a
-    checkpoint or a run deploys."""
-    exported = Path(path, "controller.npz")
-    if exported.exists() and not Path(path, "checkpoints").exists():
-        path = str(exported)
-    if not path.endswith(".npz"):
-        from knobwise.agents.serving.knob_policy import KnobPolicy
-        from knobwise.agents.training.checkpoint import load_checkpoint
-
-        return KnobPolicy(load_checkpoint(checkpoint_at(path))).agent.decider
-    try:
-        return NumpyController.load(path)
-    except (OSError, ValueError) as error:
-        raise InputError(f"checkpoint={path}: {error}") from error
 
 
 def _decided(

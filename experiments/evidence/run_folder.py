@@ -1,5 +1,5 @@
-"""The folder of a run: its name, its lock, how a stopped run resumes, and the link to the latest
-run."""
+"""The folder of a run: its name, its lock, how a stopped run resumes, the link to the latest run,
+and the controller that it deploys."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from typing import Any, TextIO
 
 from filelock import lock_descriptor
 
+from knobwise.agents.deployed.controller import NumpyController
 from knobwise.common.checks import folder_name
 from knobwise.common.errors import InputError
 from knobwise.common.files import FULL, is_damaged, locked, replace_link, sync, write_text
@@ -47,6 +48,23 @@ def checkpoint_at(path: str | Path) -> Path:
     if (path / UNFINISHED).exists():
         raise InputError(f"{path}: the run is not finished; repeat its command to resume it")
     return path / "checkpoints" / "best.pt"
+
+
+def controller_at(path: str) -> NumpyController:
+    """Load an exported `.npz` or the folder that holds it, which needs no torch; or what a
+    checkpoint or a run deploys."""
+    exported = Path(path, "controller.npz")
+    if exported.exists() and not Path(path, "checkpoints").exists():
+        path = str(exported)
+    if not path.endswith(".npz"):
+        from knobwise.agents.serving.knob_policy import KnobPolicy
+        from knobwise.agents.training.checkpoint import load_checkpoint
+
+        return KnobPolicy(load_checkpoint(checkpoint_at(path))).agent.decider
+    try:
+        return NumpyController.load(path)
+    except (OSError, ValueError) as error:
+        raise InputError(f"checkpoint={path}: {error}") from error
 
 
 @contextlib.contextmanager

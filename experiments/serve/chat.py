@@ -1,10 +1,13 @@
-"""A request to /v1/chat/completions: what is ours in it, and what the client has set itself."""
+"""A request to /v1/chat/completions: what is ours in it, and its features."""
 
 from __future__ import annotations
 
+import inspect
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
+
+from starlette.concurrency import run_in_threadpool
 
 from knobwise.common.errors import InputError
 
@@ -41,9 +44,11 @@ def parse(content: bytes, headers: Mapping[str, str]) -> ChatRequest:
         InputError: no JSON object, a header that is none, features that have no names.
     """
     body = json_object(content)
+    # the official client puts what it is given as `extra_body` beside the other fields
     ours = {name: body.pop(name) for name in OURS if name in body}
     budget_ms = ours.get("budget_ms")
     limits = ours.get("limits")
+    # a gateway may add headers where it cannot change bodies
     if budget_ms is None and BUDGET_HEADER in headers:
         try:
             budget_ms = float(headers[BUDGET_HEADER])
@@ -67,6 +72,7 @@ def json_object(content: bytes, name: str = "the body") -> dict[str, Any]:
             raise TypeError(f"{name} must be a JSON object")
         return body
     except (OverflowError, RecursionError, TypeError, ValueError) as error:
+        # also half of a character, or brackets without an end
         raise InputError(f"{name}: {error}") from error
 
 
@@ -74,6 +80,7 @@ def last_question(body: Mapping[str, Any]) -> tuple[int, str]:
     """Return the index of the user's last message, and its text, parts joined by line breaks; −1
     and "" without one."""
     messages = body.get("messages")
+    # what is malformed is left to the endpoint, which says so
     if isinstance(messages, list):
         for index in range(len(messages) - 1, -1, -1):
             message = messages[index]
@@ -89,3 +96,65 @@ def text_of(content: Any) -> str:
     parts = content if isinstance(content, list) else []
     texts = [part.get("text") for part in parts if isinstance(part, dict)]
     return "\n".join(text for text in texts if isinstance(text, str))
+
+
+def counts_of(body: Mapping[str, Any], question: str) -> dict[str, float]:
+    """Return what can be counted in a request: characters and words of the user's last message,
+    messages, images and tools."""
+    messages = body.get("messages")
+    messages = messages if isinstance(messages, list) else []
+    images = 0
+    for message in messages:
+        content = message.get("content") if isinstance(message, dict) else None
+        parts = content if isinstance(content, list) else []
+        kinds = [part.get("type") for part in parts if isinstance(part, dict)]
+        images += kinds.count("image_url")
+    tools = body.get("tools")
+    return {
+        "prompt_characters": len(question),
+        "prompt_words": len(question.split()),
+        "messages": len(messages),
+        "images": images,
+        "tools": len(tools) if isinstance(tools, list) else 0,
+    }
+
+
+class RequestFeatures:
+    """Computes the features of requests.
+
+    Args:
+        compute: `compute(body)` returns features by name, or awaits them; None for no such
+            function. A plain one works in a thread, so that other requests go on.
+        prompt: the name of the user's last message as a feature.
+        names: what the controller reads; nothing else is computed.
+    """
+
+    def __init__(
+        self, compute: Callable[..., Any] | None, prompt: str, names: frozenset[str]
+    ) -> None:
+        self._compute = compute
+        self._awaits = inspect.iscoroutinefunction(compute)
+        self._prompt = prompt
+        self._names = names
+
+    async def computed(self, chat: ChatRequest) -> dict[str, Any]:
+        """Return the features of a request by name.
+
+        Raises:
+            Exception: what the user's function raises.
+            InputError: it returned no features by name.
+        """
+        features: dict[str, Any] = {}
+        # nothing is counted in vain
+        if not self._names <= chat.features.keys():
+            _, question = last_question(chat.body)
+            features = {self._prompt: question, **counts_of(chat.body, question)}
+        if self._compute is not None:
+            if self._awaits:
+                values = await self._compute(chat.body)
+            else:
+                values = await run_in_threadpool(self._compute, chat.body)
+            if not isinstance(values, Mapping):
+                raise InputError(f"features: returned {type(values).__name__}, not a dict")
+            features |= values
+        return {**features, **chat.features}

@@ -37,6 +37,7 @@ class Guards:
         """Return the host that a request was sent to; refuse names by which nobody asks this
         server, which somebody may have pointed at it."""
         host = headers.get("host", "")
+        # without the port, which an IPv6 address in brackets may lack
         name = host.rpartition(":")[0] if host.rpartition(":")[2].isdecimal() else host
         if self._hosts is not None and name.lower() not in self._hosts:
             raise HTTPException(403, f"Host {host}: is not one of {', '.join(sorted(self._hosts))}")
@@ -49,8 +50,8 @@ class Guards:
         if origin not in (None, f"http://{host}", f"https://{host}"):
             raise HTTPException(403, f"Origin {origin}: pages from elsewhere are not served")
         if self._token is not None:
-            given = headers.get("authorization", "").encode()
-            if not hmac.compare_digest(given, f"Bearer {self._token}".encode()):
+            sent = headers.get("authorization", "").encode()
+            if not hmac.compare_digest(sent, f"Bearer {self._token}".encode()):
                 raise HTTPException(401, "give the token of this server, KNOBWISE_TOKEN")
 
     async def read(self, request: Request) -> bytes:
@@ -58,6 +59,7 @@ class Guards:
         self.check(request.headers)
         if media_type(request.headers) != "application/json":
             raise HTTPException(415, "give Content-Type: application/json")
+        # what the header says of the length may be wrong, so it is counted
         content = bytearray()
         async for chunk in request.stream():
             content += chunk
@@ -68,6 +70,7 @@ class Guards:
 
 def hosts_of(host: str, names: Collection[str]) -> frozenset[str] | None:
     """Return the names under which a server that listens at a host is asked; None for any."""
+    # who listens for others has names that are not known here
     if host in LOOPBACK or names:
         return LOOPBACK | {host.lower()} | {name.lower() for name in names}
     return None
@@ -76,5 +79,7 @@ def hosts_of(host: str, names: Collection[str]) -> frozenset[str] | None:
 def refusal(status: int, message: str, param: str | None = None) -> JSONResponse:
     """Return an error as the protocol has it."""
     kind = KINDS.get(status, "server_error" if status >= 500 else "invalid_request_error")
+    # half of a character, as a client may have sent it, could not be sent back
+    message = message.encode(errors="backslashreplace").decode()
     error = {"message": message, "type": kind, "param": param, "code": None}
     return JSONResponse({"error": error}, status)

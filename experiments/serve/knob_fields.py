@@ -75,11 +75,12 @@ class KnobFields:
         if self._override:
             return Freedom(None)
         allowed = np.ones(len(self._configurations), bool)
+        # values first: they hold whatever the length
         for name in self._names:
-            given = body.get(name)
-            if name in LENGTHS or given is None or (name == "model" and given in OPEN_MODELS):
+            value = body.get(name)
+            if name in LENGTHS or value is None or (name == "model" and value in OPEN_MODELS):
                 continue
-            allowed &= [values[name] == given for values in self._configurations]
+            allowed &= [values[name] == value for values in self._configurations]
         if not allowed.any():
             return None
         capped = False
@@ -91,6 +92,7 @@ class KnobFields:
             lengths = np.array([_number(values[name]) for values in self._configurations])
             within = allowed & (lengths <= cap)
             if not within.any():
+                # the client must not get more than it asked for, so the answer is cut
                 capped = True
                 within = allowed & (lengths == lengths[allowed].min())
             allowed = within
@@ -105,8 +107,17 @@ class KnobFields:
                 values[name] = cap
         return values
 
-    def set(self, body: Mapping[str, Any], knobs: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the body with these knobs."""
+    def set(
+        self, body: Mapping[str, Any], knobs: Mapping[str, Any], with_messages: bool = True
+    ) -> dict[str, Any]:
+        """Return the body with these knobs.
+
+        Args:
+            with_messages: False to leave the messages as they are.
+
+        Raises:
+            Exception: what the user's function of the messages raises.
+        """
         changed = dict(body)
         for name in self._names:
             field = name
@@ -114,14 +125,16 @@ class KnobFields:
                 # in the words of the client, since servers may know one of the two only
                 field = next((known for known in LENGTHS if known in body), name)
             changed[field] = knobs[name]
+            # null stands for a field that is left out
             if knobs[name] is None:
                 del changed[field]
-        if len(self._names) < len(knobs) and self._messages is not None:
+        if with_messages and len(self._names) < len(knobs) and self._messages is not None:
+            # what came before the question stays before it
             index, question = last_question(body)
             messages = list(body.get("messages") or [])
             index = len(messages) if index < 0 else index
-            said = self._messages(question, dict(knobs))
-            changed["messages"] = [*messages[:index], *said, *messages[index + 1 :]]
+            replaced = self._messages(question, dict(knobs))
+            changed["messages"] = [*messages[:index], *replaced, *messages[index + 1 :]]
         return self.with_model(changed)
 
     def with_model(self, body: Mapping[str, Any]) -> dict[str, Any]:
@@ -132,6 +145,7 @@ class KnobFields:
 
     def index_of(self, knobs: Mapping[str, Any]) -> int:
         """Return the configuration with these knobs. Raises InputError if there is none."""
+        # one of few, once, when the server starts
         for index, values in enumerate(self._configurations):
             if values == knobs:
                 return index
@@ -141,6 +155,7 @@ class KnobFields:
 
     def _cap(self, body: Mapping[str, Any]) -> int | None:
         """Return the client's own limit of tokens; None for none, or for what is no number."""
+        # of both names, the smaller counts
         caps = [body[name] for name in LENGTHS if type(body.get(name)) is int]
         return min(caps, default=None)
 

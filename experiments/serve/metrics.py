@@ -50,7 +50,7 @@ class ServerMetrics:
         self.lost = counter("lost_rows", "Rows that could not be written into the log")
         self.answer = histogram("answer", "From the arrival of a request to its last byte")
         self.first = histogram("first_chunk", "From the arrival of a request to the first chunk")
-        self.own = histogram("overhead", "From the arrival of a request until it is sent on",
+        self.overhead = histogram("overhead", "From the arrival of a request until it is sent on",
                              OWN_SECONDS)  # fmt: skip
         self.level = library.Gauge(
             "knobwise_latency_level",
@@ -58,6 +58,7 @@ class ServerMetrics:
             registry=registry,
             multiprocess_mode="mostrecent",
         )
+        # what is read is the sum over processes, not the counts of this one
         self._generate: Callable[[Any], bytes] = library.generate_latest
         self._registry = library.CollectorRegistry()
         MultiProcessCollector(self._registry, str(folder))

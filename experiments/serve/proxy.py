@@ -33,7 +33,7 @@ class FaultyAnswer(Exception):
     """An answer of the endpoint that counts as none."""
 
 
-class Answer(NamedTuple):
+class EndpointAnswer(NamedTuple):
     """An answer that has begun."""
 
     response: aiohttp.ClientResponse
@@ -88,7 +88,9 @@ class ChatProxy:
             await refusal(400, str(error))(scope, receive, send)
             return
         exchange = Exchange(self, chat, choice, arrived, scope, send)
+        # counted in a file, so that it is known what a kill breaks off
         self.under_way.add(1)
+        # uvicorn says nothing to whoever sends to a client that has left
         watcher = asyncio.create_task(self._leaves(receive, exchange, asyncio.current_task()))
         try:
             await exchange.run()
@@ -104,6 +106,7 @@ class ChatProxy:
         """Cancel an exchange when its client has left, so that nothing is generated for nobody."""
         while (await receive())["type"] != "http.disconnect":
             pass
+        # at the end of an answer, and of the server, it says the same
         if not (exchange.ended or self.stopping()):
             exchange.left = True
             task.cancel()
@@ -140,15 +143,16 @@ class Exchange:
 
     async def run(self) -> None:
         """Send the request on, try other settings after faults, and pass the answer back."""
-        self._metrics.own.observe(self._walk.runtime.now() - self._arrived)
+        self._metrics.overhead.observe(self._walk.runtime.now() - self._arrived)
         while True:
             answer = None
             fault: Exception
             try:
-                answer = await self._asked()
+                answer = await self._answer()
                 fault = FaultyAnswer(answer.fault)
             except FAULTS as error:
                 fault = error
+            # nothing has been sent yet, so another answer can take its place
             if self._choice is None or (answer is not None and not answer.fault):
                 break
             other = self._walk.again(self._choice)
@@ -158,6 +162,7 @@ class Exchange:
             if answer is not None:
                 answer.response.close()
             self._choice = other
+        # the last of the settings that were tried has the word
         if answer is None:
             await self._refuse(fault)
             return
@@ -169,7 +174,7 @@ class Exchange:
         finally:
             answer.response.close()
 
-    async def _asked(self) -> Answer:
+    async def _answer(self) -> EndpointAnswer:
         """Return the answer to the present choice, once it has begun or is whole."""
         headers = self._scope["headers"]
         response = await self._proxy.upstream.send("POST", PATH, headers, self._content())
@@ -181,12 +186,13 @@ class Exchange:
             if status in RETRIED or status >= 500:
                 fault = f"status {status}"
             elif status < 400 and kind == EVENTS:
+                # a stream that breaks off before its first chunk is a fault like any other
                 first = await anext(chunks, b"")
-                return Answer(response, first, chunks, "" if first else "no event")
+                return EndpointAnswer(response, first, chunks, "" if first else "no event")
             content = await response.read()
             if status < 400 and kind == "application/json" and not _is_json(content):
                 fault = "no JSON"
-            return Answer(response, content, None, fault)
+            return EndpointAnswer(response, content, None, fault)
         except BaseException:
             response.close()
             raise
@@ -198,14 +204,21 @@ class Exchange:
         if self._choice is None:
             body = fields.with_model(chat.body)
         else:
-            body = fields.set(chat.body, self._choice.knobs)
+            try:
+                body = fields.set(chat.body, self._choice.knobs)
+            except Exception as error:
+                # the user's own function of the messages
+                self._walk.fell_back("messages", error)
+                body = fields.set(chat.body, self._choice.knobs, with_messages=False)
+        # unchanged to the byte, where nothing is to be changed
         if chat.is_plain and body == chat.body:
             return chat.content
         return json.dumps(body, separators=(",", ":")).encode()
 
-    async def _pass_whole(self, answer: Answer) -> None:
+    async def _pass_whole(self, answer: EndpointAnswer) -> None:
         """Log a whole answer, then pass it back."""
         self._first = self._walk.runtime.now()
+        # errors took no time that tells anything about an answer
         if answer.fault or answer.response.status >= 400:
             reason = answer.fault or f"status {answer.response.status}"
             self.end("endpoint_error", FaultyAnswer(reason))
@@ -227,12 +240,14 @@ class Exchange:
                 if not self.ended and LAST_EVENT.search(kept + chunk):
                     self._finish()
                 kept = chunk[-OVERLAP:]
+                # waits where the client reads more slowly than the endpoint writes
                 await self._send({"type": "http.response.body", "body": chunk, "more_body": True})
                 chunk = await anext(rest, b"")
         except FAULTS as error:
             # without an end, the server closes the connection, so the client sees the cut too
             self.end("cut", error)
             return
+        # not every server sends a last event
         self._finish()
         await self._send({"type": "http.response.body", "body": b""})
 
@@ -256,7 +271,7 @@ class Exchange:
             return [(b"x-knobwise-unchanged", b"true")]
         decision = self._choice.decision
         about = decision.request.about or {}
-        said = {
+        chosen = {
             "request-id": about["id"],
             "knobs": label_of(self._choice.knobs),
             "fell-back": str(decision.fell_back).lower(),
@@ -264,8 +279,8 @@ class Exchange:
             "attempts": str(self._choice.attempts),
         }
         if "shadow" in about:
-            said["shadow"] = label_of(about["shadow"])
-        return [(f"x-knobwise-{name}".encode(), text.encode()) for name, text in said.items()]
+            chosen["shadow"] = label_of(about["shadow"])
+        return [(f"x-knobwise-{name}".encode(), text.encode()) for name, text in chosen.items()]
 
     def _finish(self) -> None:
         """Log an answer that is whole, once."""

@@ -23,6 +23,7 @@ class RestrictedStatic(Static):
     """Budget-aware static among the configurations that are allowed."""
 
     def __init__(self, static: Static, allowed: Allowed) -> None:
+        # the arrays are shared: this is made for each request
         vars(self).update(vars(static))
         self._allowed = allowed
 
@@ -39,6 +40,7 @@ class RestrictedController(NumpyController):
     """A controller under deadlines, among the configurations that are allowed, at least one."""
 
     def __init__(self, controller: NumpyController, allowed: Allowed) -> None:
+        # its digest too, since its rows in the log are those of the controller
         vars(self).update(vars(controller))
         self._allowed = allowed
         if controller.static is not None:
@@ -55,6 +57,7 @@ class RestrictedController(NumpyController):
         fixed = self.fall_back(budget_ms, drift)
         if fixed is not None:
             return fixed
+        # the way for a single request knows no mask
         many = {name: np.asarray(block)[None] for name, block in features.items()}
         chosen = self.choose(many, np.array([budget_ms]), self._allowed[None], drift)
         return self.expected_of(features, budget_ms, drift, int(chosen[0]))

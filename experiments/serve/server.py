@@ -17,7 +17,7 @@ from knobwise.agents.serving.runtime import Runtime
 from knobwise.common.errors import InputError
 from knobwise.common.imports import imported
 from knobwise.common.progress import say
-from knobwise.experiments.serve.features import RequestFeatures
+from knobwise.experiments.serve.chat import RequestFeatures
 from knobwise.experiments.serve.guards import LOOPBACK, Guards, hosts_of
 from knobwise.experiments.serve.knob_fields import KnobFields
 from knobwise.experiments.serve.metrics import ServerMetrics
@@ -28,7 +28,6 @@ from knobwise.experiments.serve.upstream import Upstream
 from knobwise.experiments.serve.walk import Walk, checked_default
 from knobwise.experiments.serve.workers import Worker, listen, serve_in_workers
 from knobwise.experiments.settings.serving import ServeRun
-from knobwise.experiments.wording.words import counted
 
 TOKEN = "KNOBWISE_TOKEN"
 """The variable with the token that clients must bring."""
@@ -39,6 +38,7 @@ KEY = "OPENAI_API_KEY"
 def serve(config: ServeRun, controller: NumpyController) -> None:
     """Serve a controller until interrupted. Raises InputError as `knobwise serve`; nothing is
     written then."""
+    # first everything that may be refused; the log, which writes, comes later
     runtime = Runtime(
         controller,
         tracker=config.tracker,
@@ -67,6 +67,7 @@ def serve(config: ServeRun, controller: NumpyController) -> None:
     )
     hosts = hosts_of(config.host, config.names)
     guards = Guards(hosts, token, round(config.max_body_mb * 1e6))
+    # once the port is there, the workers of a server that was killed are gone
     with listen(config.host, config.port) as listening:
         runtime.log = RequestLog(config.log)
         with running(Path(config.log)) as (folder, broken):
@@ -101,7 +102,7 @@ def _say(config: ServeRun, port: int, broken: int, token: str | None) -> None:
     behind = f"/v1 in front of {config.endpoint}" if config.endpoint else ", decisions only"
     say(f"http://{host}:{port}{behind}; the log is in {config.log}")
     if broken:
-        say(f"{counted(broken, 'request')} broke off when the server before this one was killed")
+        say(f"requests that broke off when the server before this one was killed: {broken}")
     if config.host not in LOOPBACK and token is None:
         say(f"whoever can reach this port can use it; set {TOKEN} in the environment")
 

@@ -32,6 +32,7 @@ class UnderWay:
     def __init__(self, folder: Path) -> None:
         path = folder / f"open-{os.getpid()}-{os.urandom(4).hex()}.bin"
         path.write_bytes(COUNT.pack(0))
+        # a write to memory, not a call of the system
         with path.open("r+b") as file:
             self._memory = mmap.mmap(file.fileno(), COUNT.size)
         self._count = 0
@@ -52,6 +53,7 @@ def cut_off(folder: Path, process: str = "*") -> int:
     total = 0
     for path in folder.glob(f"open-{process}-*.bin"):
         content = path.read_bytes()
+        # a disk that was full may have left it empty
         if len(content) == COUNT.size:
             total += COUNT.unpack(content)[0]
         path.unlink()

@@ -62,6 +62,7 @@ class Upstream:
             total=None, sock_connect=min(connect_s, silent_s), sock_read=silent_s
         )
         return aiohttp.ClientSession(
+            # as many connections as there are requests: a queue here would hide in their times
             connector=aiohttp.TCPConnector(limit=0),
             timeout=timeout,
             auto_decompress=False,
@@ -119,6 +120,7 @@ class Upstream:
         sent = []
         for name, value in headers:
             text = name.lower().decode("latin-1")
+            # our own headers, and a token that is only for us, stay here
             ours = text.startswith("x-knobwise-") or text in ("x-budget-ms", "x-limits")
             replaced = text == "authorization" and (self._own_token or self._key is not None)
             if text not in NOT_SENT and not ours and not replaced:
@@ -133,6 +135,7 @@ class Upstream:
 def passed_back(response: aiohttp.ClientResponse) -> Pairs:
     """Return the headers of an answer for the client."""
     pairs = []
+    # in their order, and as often as they came
     for name, value in response.raw_headers:
         lower = name.lower()
         if lower.decode("latin-1") not in HOP_BY_HOP:
@@ -150,6 +153,7 @@ def _is_local(address: str) -> bool:
     host = urlsplit(address).hostname or ""
     if host == "localhost":
         return True
+    # a name that is no number may be anywhere
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:

@@ -12,8 +12,7 @@ import numpy as np
 from knobwise.agents.serving.requests import Decision, PendingRequest, Result
 from knobwise.agents.serving.runtime import Runtime
 from knobwise.common.errors import InputError
-from knobwise.experiments.serve.chat import ChatRequest, last_question
-from knobwise.experiments.serve.features import RequestFeatures
+from knobwise.experiments.serve.chat import ChatRequest, RequestFeatures, last_question
 from knobwise.experiments.serve.knob_fields import Freedom, KnobFields
 from knobwise.experiments.serve.metrics import ServerMetrics
 from knobwise.experiments.serve.restricted import Allowed, RestrictedController
@@ -68,7 +67,7 @@ class Walk:
         self._budget_ms = budget_ms
         self._log_prompts = log_prompts
         self._shadow = shadow
-        self._said: set[str] = set()
+        self._kinds: set[str] = set()
 
     async def decide(self, chat: ChatRequest, arrived: float) -> Choice | None:
         """Decide for a request that has arrived at this reading of the runtime's clock.
@@ -81,14 +80,16 @@ class Walk:
         """
         freedom = self.fields.freedom(chat.body)
         budget_ms = self._budget_ms if chat.budget_ms is None else chat.budget_ms
+        # the guard may choose what is not allowed, and is asked again
         open_to_all = freedom is not None and freedom.allowed is None
         request = self.runtime.begin(budget_ms, chat.limits, arrived=arrived, ask_guard=open_to_all)
         if freedom is None:
             return None
+        # whatever is wrong here, the request can still be answered as the client wrote it
         try:
             return await self._decided(chat, request._replace(about=self._about(chat)), freedom)
         except Exception as error:
-            self._fell_back("policy", error)
+            self.fell_back("policy", error)
             return None
 
     async def _decided(
@@ -101,9 +102,9 @@ class Walk:
         decision = None
         if request.needs_features:
             try:
-                decision = self.runtime.decide(request, await self._features.of(chat))
+                decision = self.runtime.decide(request, await self._features.computed(chat))
             except Exception as error:
-                self._fell_back("features", error)
+                self.fell_back("features", error)
                 decision = self.runtime.fail(request)
         else:
             self._metrics.fallbacks.labels("guard").inc()
@@ -111,6 +112,7 @@ class Walk:
         if self._shadow is not None:
             decision = self._shadowed(decision, self._shadow, freedom.allowed)
         elif freedom.capped:
+            # marked in the log as nothing to learn from
             decision = decision._replace(features=None)
         learns = not freedom.capped
         knobs = self.fields.sent(chat.body, decision.configuration)
@@ -134,6 +136,7 @@ class Walk:
         for index, values in enumerate(configurations):
             if values.get("model", index) == decision.configuration.get("model", decision.choice):
                 allowed[index] = False
+        # expectations are those of whoever decides: of the policy with features, or of static
         seen = decision.features is not None and not decision.fell_back
         offset = np.broadcast_to(0.0 if request.drift is None else request.drift[0], len(allowed))
         for index in np.flatnonzero(allowed).tolist():
@@ -211,13 +214,13 @@ class Walk:
             request=request._replace(about=about),
         )
 
-    def _fell_back(self, reason: str, error: Exception) -> None:
+    def fell_back(self, reason: str, error: Exception) -> None:
         """Count a failure of ours; the first of its kind is said, without what was in the
         request."""
         self._metrics.fallbacks.labels(reason).inc()
         kind = f"{reason}: {type(error).__name__}"
-        if kind not in self._said:
-            self._said.add(kind)
+        if kind not in self._kinds:
+            self._kinds.add(kind)
             what = str(error) if isinstance(error, NameError | AttributeError) else ""
             LOG.warning("%s %s; such requests get static, and are counted", kind, what)
 

@@ -35,8 +35,10 @@ def listen(host: str, port: int) -> socket.socket:
             listening = socket.create_server((host, port), family=family, backlog=1024)
         except OSError as error:
             if time.monotonic() > last or not _is_taken(error):
+                # asyncio and socket say the address once more
+                reason = str(error.strerror).partition(" (")[0]
                 raise InputError(
-                    f"port={port}: cannot listen at {host} ({error.strerror}); stop what listens "
+                    f"port={port}: cannot listen at {host} ({reason}); stop what listens "
                     "there, or choose another port=, or host="
                 ) from error
         else:
@@ -78,6 +80,7 @@ class Worker:
         # what is loaded stays, and the garbage collector need not walk through it in each pause
         gc.freeze()
         logging.getLogger("uvicorn.error").addFilter(_is_no_cut)
+        # date and server are those of the endpoint, which are passed back
         config = uvicorn.Config(
             self._app,
             http="h11",
@@ -125,10 +128,12 @@ def serve_in_workers(
                 workers[process] = time.monotonic()
             time.sleep(LOOK_S)
     except KeyboardInterrupt:
+        # the way to stop it, and no failure
         pass
     finally:
         for process in workers:
             process.terminate()
+        # a stream may take as long as it was promised
         last = time.monotonic() + drain_s + 1
         for process in workers:
             process.join(max(0.0, last - time.monotonic()))

@@ -268,30 +268,30 @@ def read_profile(
         if isinstance(config, LongTables):
             texts = list(encoders)
             if features_from is not None:
-                texts = [
-                    name for name in network.normaliser.sizes if name not in (FEATURES, "dataset")
-                ]
+                # blocks of numbers that were texts
+                sizes = network.normaliser.sizes
+                texts = [name for name in sizes if name not in (FEATURES, "dataset")]
             known = [Column(name, (), True) for name in texts]
             settings["columns"] = [*network.normaliser.columns, *known]
     table = _read(config, settings)
-    if features_from is not None:
-        from knobwise.envs.readers.embeddings import embedded
-
-        table = embedded(table, features_from)
-    if encoders:
-        from knobwise.agents.evaluation.texts import encoded_by
-
-        table = encoded_by(table, encoders)
     if network is not None and not network.normaliser.columns:
         # the checkpoint knows its features by position alone
         table = replace(table, columns=())
     # no reader knows what features cost
     if features_ms:
-        table = replace(table, features_ms=table.features_ms + features_ms)
+        table = replace(table, features_ms=features_ms)
+    if features_from is not None:
+        from knobwise.envs.readers.embeddings import embedded
+
+        table = embedded(table, features_from)
     if network is not None and network.normaliser.datasets:
         from knobwise.envs.readers.joint import with_dataset_input
 
         table = with_dataset_input(table, network.normaliser.datasets)
+    if encoders:
+        from knobwise.agents.evaluation.texts import encoded_by
+
+        table = encoded_by(table, encoders)
     return table
 
 

@@ -1,6 +1,6 @@
-"""`python -m tests.campaign.server 60 0`: examples/serve_http.py under load for 60 seconds, seed 0.
+"""`python -m tests.campaign.server 60 0`: `knobwise serve` under load for 60 seconds, seed 0.
 
-64 clients ask and label, and one of 4 workers is killed every second or two. The budget of a
+64 clients ask, every other one for a stream, and label, and one of 4 workers is killed every second or two. The budget of a
 request holds its number, and its features and label follow from it, so the log shows what belongs
 to what. The first worker is spared, so that its memory can be seen. At last the process that
 replaces workers is killed, and the workers must end by themselves.
@@ -19,13 +19,14 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from helpers import arrays, small_table
+from proxied import JSON
 from replayed import untrained
 
-from campaign import ROOT
 from campaign.children import kill, session
 from campaign.load import memory_mb
 from knobwise.agents.learning.logged import read_log
 from knobwise.agents.serving.request_log import packed
+from knobwise.testbeds.simulated_endpoint import WRONG, SimulatedEndpoint
 
 SAMPLES = 60
 BUDGETS_MS = (10, 25, 60)
@@ -36,6 +37,12 @@ BROKEN = "{", "[1]", '{"budget_ms": "soon"}', '{"budget_ms": 5}', '{"accuracy": 
 """Bodies that must be refused."""
 WAIT_S = 60
 """A request, or a start, that takes longer has failed."""
+CHAT = "/v1/chat/completions"
+MESSAGES = """
+def messages(question, knobs):
+    return [{"role": "user", "content": question}]
+"""
+"""Knobs that are no field of a request go nowhere."""
 GROWTH_MB = 4
 """What the memory of a worker may grow by after the first third of the time."""
 
@@ -48,6 +55,15 @@ def number_of(budget_ms):
 def label_of(number):
     """The accuracy of the answer to a request: no two have the same."""
     return number * 0.6180339887498949 % 1
+
+
+def text_in(content, streamed):
+    """The text of an answer; None if it is not whole."""
+    if not streamed:
+        return json.loads(content)["choices"][0]["message"]["content"]
+    *events, last, _ = content.decode().split("\n\n")
+    deltas = [json.loads(event.removeprefix("data: "))["choices"][0]["delta"] for event in events]
+    return "".join(delta.get("content", "") for delta in deltas) if "[DONE]" in last else None
 
 
 class Clients:
@@ -77,12 +93,16 @@ class Clients:
         while time.monotonic() < self.until:
             number = next(self.numbers)
             budget = draw.choice(BUDGETS_MS) + number * STEP_MS
-            body = self.features_of(number) | {"question": number, "budget_ms": budget}
-            if answer := self._ask(connection, "/answer", json.dumps(body)):
-                self.answered[number] = answer.get("id"), answer.get("knobs")
+            body = {"features": self.features_of(number), "budget_ms": budget, "model": "small"}
+            body["messages"] = [{"role": "user", "content": f"What is {number} + 0?"}]
+            body["stream"] = number % 2 == 0
+            if answer := self._ask(connection, CHAT, json.dumps(body)):
+                headers, content = answer
+                knobs = json.loads(headers["x-knobwise-knobs"])
+                self.answered[number] = headers["x-knobwise-request-id"], knobs
                 unlabelled.append(number)
-                if answer.get("answer") != f"the answer to {number}":
-                    self.wrong.append(f"{number}: {answer}")
+                if text_in(content, body["stream"]) not in (str(number), WRONG):
+                    self.wrong.append(f"{number}: {content}")
             # labels come later, in another order; what was not taken is sent again
             if unlabelled and draw.random() < 0.8:
                 number = unlabelled.pop(draw.randrange(len(unlabelled)))
@@ -96,7 +116,7 @@ class Clients:
                 else:
                     unlabelled.append(number)
             if draw.random() < 0.05:
-                path = draw.choice(("/decide", "/answer", "/label"))
+                path = draw.choice(("/decide", CHAT, "/label"))
                 self._ask(connection, path, draw.choice(BROKEN), 400)
             if draw.random() < 0.05:
                 # the next request may go to another worker
@@ -104,9 +124,9 @@ class Clients:
         connection.close()
 
     def _ask(self, connection, path, body, expected=200):
-        """Return the answer; None if the connection broke, or the answer is another status."""
+        """Return headers and content; None if the connection broke, or it is another status."""
         try:
-            connection.request("POST", path, body, {"Content-Type": "application/json"})
+            connection.request("POST", path, body, JSON)
             response = connection.getresponse()
             content = response.read()
         except (http.client.HTTPException, OSError) as error:
@@ -117,7 +137,7 @@ class Clients:
             self.wrong.append(f"{path}: {response.status} {content[:200]!r}")
             return None
         self.refused[path] += expected != 200
-        return json.loads(content)
+        return response.headers, content
 
     def compared(self, rows):
         """Compare what clients saw with the rows of the log: faults, each with its count."""
@@ -150,22 +170,24 @@ class Clients:
 
 
 class Server:
-    """The example in processes of its own, whose workers are killed and watched.
+    """The server in processes of its own, whose workers are killed and watched.
 
     Attributes:
         kills: how many workers were killed.
         memory: MB of the worker that is spared, four times a second.
     """
 
-    def __init__(self, folder, workers):
+    def __init__(self, folder, workers, endpoint):
         self.workers, self.kills, self.memory = workers, 0, []
         self.errors = folder / "errors.txt"
-        example = ROOT / "examples/serve_http.py"
-        words = sys.executable, example, folder / "controller.npz", 0, workers, folder / "log"
+        (folder / "own.py").write_text(MESSAGES)
+        words = f"checkpoint=controller.npz log=log port=0 workers={workers} endpoint={endpoint}"
+        words += " budget_ms=60 explore=0.1 messages=own:messages"
+        command = [sys.executable, "-m", "knobwise", "serve", *words.split()]
         with self.errors.open("w") as errors:
-            command = list(map(str, words))
-            self.process = subprocess.Popen(command, stderr=errors, start_new_session=True)
-        self.port = int(self._wait_for(self._address).rpartition(":")[2])
+            options = {"cwd": folder, "stderr": errors, "start_new_session": True}
+            self.process = subprocess.Popen(command, **options)
+        self.port = int(self._wait_for(self._address).partition("/v1")[0].rpartition(":")[2])
         self.spared = self._wait_for(lambda: len(self.living()) == workers and self.living()[0])
 
     def _address(self):
@@ -212,7 +234,12 @@ def load(folder, seconds=60, seed=0, workers=4, clients=64):
     """Serve, ask and kill in a folder. Return what was seen, by name, and the broken promises."""
     table = small_table(SAMPLES)
     controller = untrained(table).export(folder / "controller.npz")
-    server = Server(folder, workers)
+    with SimulatedEndpoint() as endpoint:
+        return _under_load(folder, endpoint.url, table, controller, seconds, seed, workers, clients)
+
+
+def _under_load(folder, endpoint, table, controller, seconds, seed, workers, clients):
+    server = Server(folder, workers, endpoint)
     try:
         until = time.monotonic() + seconds
         asking = Clients(server.port, table, until)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from threadpoolctl import threadpool_limits
 
 from knobwise.common.errors import InputError
-from knobwise.experiments.deploy.decide import controller_at
+from knobwise.experiments.evidence.run_folder import controller_at
 from knobwise.experiments.settings.serving import ServeRun
 
 
