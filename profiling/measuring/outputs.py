@@ -226,7 +226,9 @@ def knob_lines(profile: Mapping[str, Any]) -> list[str]:
     lines = []
     for knob in profile["knobs"]:
         text = f"{knob['name']}: {knob['sets']}"
-        if not knob["available"]:
+        if not knob["available"] and knob["values"]:
+            text += f"; {knob['values'][0]} is its only value"
+        elif not knob["available"]:
             text = f"{knob['name']}: this model lacks it"
         elif "saves" in knob:
             least, *_, greatest = knob["measured"]
