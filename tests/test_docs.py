@@ -32,6 +32,7 @@ from knobwise.experiments.settings.options import WorkspaceRun
 from knobwise.experiments.tracking.tracker import THROUGHPUT
 from knobwise.experiments.tracking.workspace import view_of
 from knobwise.testbeds.simulated_endpoint import SimulatedEndpoint
+from knobwise.testbeds.simulated_routing import evaluations
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = (ROOT / "docs/metrics.md").read_text()
@@ -354,6 +355,7 @@ def folder(home, monkeypatch):
         write_features(small_table(80, seed), f"{features}.npz")
     write_log("log.csv", "requests.csv")
     write_wide_and_arff()
+    evaluations(60).write_csv("evaluations.csv")
     # two samples of each user
     number = pl.col("sample_id").str.slice(1).cast(pl.Int64)
     pl.read_csv("log.csv").with_columns(user=number // 2).write_csv("visits.csv")
