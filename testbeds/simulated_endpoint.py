@@ -46,7 +46,7 @@ class SimulatedModel(NamedTuple):
     """A simulated model."""
 
     skill: float
-    """The share of questions that it answers without thinking."""
+    """The difficulty up to which it is right without thinking."""
     first_s: float
     """Seconds to its first token, without thinking."""
     token_s: float
@@ -54,9 +54,9 @@ class SimulatedModel(NamedTuple):
 
 
 MODELS = {
-    "small": SimulatedModel(0.45, 0.10, 0.004),
-    "medium": SimulatedModel(0.60, 0.20, 0.010),
-    "large": SimulatedModel(0.75, 0.40, 0.020),
+    "small": SimulatedModel(0.44, 0.10, 0.004),
+    "medium": SimulatedModel(0.50, 0.20, 0.010),
+    "large": SimulatedModel(0.58, 0.40, 0.020),
 }
 THINKING = {"none": 0, "minimal": 5, "low": 20, "medium": 60, "high": 150}
 """The tokens of thought on a question of middling difficulty, by `reasoning_effort`."""
@@ -161,13 +161,15 @@ def known_in(text: str) -> KnownQuestion | None:
 
 
 def difficulty_of(text: str, model: str) -> float:
-    """Return how difficult a question is for a model, 0 to 1: half of it follows from the kind of
-    question, or from the length of a sum, a quarter from the question, and a quarter from both."""
+    """Return how difficult a question is for a model, from 0 to 1. Most of it follows from the kind
+    of question (of a sum, from its length), and every model is better at some kinds."""
     known = known_in(text)
-    of_kind = min(sum(map(str.isdigit, text)) / 12, 1.0)
-    if known:
-        of_kind = hashed(known.kind)
-    return 0.5 * of_kind + 0.25 * hashed(text) + 0.25 * hashed(text, model)
+    digits = sum(map(str.isdigit, text))
+    kind = known.kind if known else f"{digits} digits"
+    of_kind = hashed(kind) if known else min(digits / 12, 1.0)
+    for_model = hashed(kind, model)
+    of_question = (hashed(text) + hashed(text, model)) / 2
+    return 0.2 * of_kind + 0.4 * for_model + 0.4 * of_question
 
 
 def right_answer(text: str) -> str:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import fields, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,13 +18,11 @@ from knobwise.experiments.settings.options import InspectRun, ProfileRun
 from knobwise.experiments.settings.profiles import TableProfile, read_profile
 from knobwise.experiments.settings.words import typed
 from knobwise.profiling.endpoint.settings import NAME as ENDPOINT
-from knobwise.profiling.endpoint.settings import EndpointOptions
+from knobwise.profiling.endpoint.settings import NAMES, options_in
 from knobwise.profiling.measuring.settings import BUILT_IN
 
 RECORDED = ("learner", "smollm2")
 """Models whose demonstrations are recorded, and that bring questions along."""
-ENDPOINT_NAMES = [field.name for field in fields(EndpointOptions)]
-"""The options of models behind an endpoint."""
 
 
 def profile(config: ProfileRun) -> None:
@@ -71,7 +69,7 @@ def measure(config: ProfileRun, needed: Callable[[Any], Any] | None = None) -> P
         importance=config.importance,
         dtype=config.dtype,
         device=config.device,
-        endpoint=EndpointOptions(**{name: getattr(config, name) for name in ENDPOINT_NAMES}),
+        endpoint=options_in(config),
     )
     usual = config.data or getattr(model, "dataset", model.name)
     knobs = replace(config.knobs, name=config.knobs.name or Path(str(usual)).name.split(".")[0])
@@ -123,7 +121,7 @@ def _check(config: ProfileRun, has_knobs: bool) -> None:
     if config.model == ENDPOINT and has_knobs:
         unread += ["importance", "dtype", "device"]
     else:
-        unread += ENDPOINT_NAMES
+        unread += NAMES
     for name in unread:
         if getattr(config, name) != getattr(ProfileRun(), name):
             raise InputError(

@@ -190,7 +190,7 @@ class LiveConfig:
 
 
 @dataclass
-class EvaluateRun:
+class EvaluateRun(EndpointOptions):
     """knobwise evaluate: evaluate a trained controller again, on the test samples of its profile or
     on another profile; or a trained selector, on held-out queries of its beams or on other
     beams."""

@@ -19,6 +19,7 @@ from urllib.parse import urlsplit
 import openai
 
 from knobwise.common.errors import InputError
+from knobwise.common.progress import duration, say
 
 T = TypeVar("T")
 KEY = "OPENAI_API_KEY"
@@ -28,6 +29,8 @@ ATTEMPTS = 5
 FIRST_WAIT_S = 0.5
 """The wait after a failure, twice as long after each further one."""
 LONGEST_WAIT_S = 60.0
+LONG_S = 10.0
+"""From here on a wait is told."""
 AGAIN = (408, 409, 429)
 """Statuses below 500 that say to come again."""
 EMPTY_PURSE = "insufficient_quota"
@@ -65,6 +68,7 @@ class EndpointClient:
     """
 
     def __init__(self, url: str | None, timeout_s: float) -> None:
+        # the address is noted in files
         parts = urlsplit(url or "")
         if url is None or parts.scheme not in ("http", "https") or not parts.hostname:
             raise InputError(
@@ -218,10 +222,13 @@ class EndpointClient:
                 break
             except (KeyError, ValueError):
                 continue
+        if wait_s >= LONG_S:
+            say(f"{self.url}: too many requests; waits for {duration(wait_s)}")
         self._not_before = max(self._not_before, time.monotonic() + wait_s)
 
     def close(self) -> None:
         """Give up what is being asked, and close the connections."""
+        # a second call does nothing
         if self._loop.is_closed():
             return
         self._in_loop(self._end())
@@ -230,6 +237,7 @@ class EndpointClient:
         self._loop.close()
 
     async def _end(self) -> None:
+        # whoever waits for them gets a CancelledError
         others = asyncio.all_tasks() - {asyncio.current_task()}
         for task in others:
             task.cancel()

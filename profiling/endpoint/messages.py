@@ -32,7 +32,7 @@ def message_function(name: str | None) -> MessageFunction:
         return lambda question, knobs: [{"role": "user", "content": question}]
     function = imported(f"messages={name}", name, "function", "my_module:messages")
 
-    def called(question: str, knobs: Mapping[str, Any]) -> list[Message]:
+    def checked(question: str, knobs: Mapping[str, Any]) -> list[Message]:
         try:
             messages = function(question, dict(knobs))
             # a copy, and it must be of what JSON holds
@@ -44,7 +44,7 @@ def message_function(name: str | None) -> MessageFunction:
             raise InputError(f"messages={name}: {in_a_line(error)}") from error
         return list(messages)
 
-    return called
+    return checked
 
 
 def with_image(messages: list[Message], image: Any) -> list[Message]:
@@ -52,9 +52,11 @@ def with_image(messages: list[Message], image: Any) -> list[Message]:
     as they are."""
     if image is None:
         return messages
+    # photographs would be several times as large as PNG
     encoded = io.BytesIO()
     image.convert("RGB").save(encoded, "JPEG", quality=95)
     url = "data:image/jpeg;base64," + base64.b64encode(encoded.getvalue()).decode()
+    # the last that is of the user
     users = [message for message in messages if message["role"] == "user"]
     if not users:
         raise InputError("messages: none of them is of the user, so that an image has no place")
@@ -92,6 +94,7 @@ def prompt_features(text: str, images: int = 0) -> dict[str, NDArray[np.float32]
     These are ln(1 + count) of its characters, words and lines; the shares of digits, capitals and
     characters outside ASCII; and the number of its images.
     """
+    # shares of an empty text are 0
     length = max(len(text), 1)
     values = [math.log1p(count) for count in (len(text), len(text.split()), text.count("\n"))]
     for kind in (str.isdigit, str.isupper):

@@ -78,6 +78,7 @@ class EndpointModel:
             raise InputError(
                 "knobs.values: must name the model or models, such as {model: [small, large]}"
             )
+        # everything that can be refused without the server comes first
         self.money = Money(options.max_usd or math.inf)
         self._prices: dict[str, Price] = {}
         if options.prices is not None:
@@ -168,6 +169,7 @@ class EndpointModel:
         if not self._prices:
             return 0.0
         price = self._prices[body["model"]]
+        # the lowest of several limits holds
         fields = {**body, **body.get("extra_body", {})}
         tokens_out = min(fields[name] for name in LIMITS if name in fields)
         images = images_in(body["messages"]) * price.image_tokens

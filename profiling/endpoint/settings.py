@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 from knobwise.common.checks import at_least
@@ -51,3 +51,12 @@ class EndpointOptions:
                 )
         if not isinstance(self.extra_body or {}, dict):
             raise InputError(f"extra_body={self.extra_body}: must be like {{temperature: 0}}")
+
+
+NAMES = tuple(field.name for field in fields(EndpointOptions))
+"""The names of these settings."""
+
+
+def options_in(config: EndpointOptions) -> EndpointOptions:
+    """Return these settings alone, of settings that have more."""
+    return EndpointOptions(**{name: getattr(config, name) for name in NAMES})

@@ -12,11 +12,12 @@ from __future__ import annotations
 import gc
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, TypeVar
 
 import numpy as np
 import orjson
@@ -26,7 +27,6 @@ from numpy.typing import NDArray
 
 from knobwise.common.errors import InputError
 from knobwise.common.progress import progress
-from knobwise.common.threads import as_they_end
 from knobwise.envs.readers.column_roles import MEASURES
 from knobwise.envs.readers.frames import KEYS
 from knobwise.profiling.design.cell_design import CellDesign
@@ -44,6 +44,8 @@ from knobwise.profiling.measuring.questions import VQAItem
 from knobwise.profiling.measuring.requests import Questions
 from knobwise.profiling.measuring.settings import REPEATS, VLMProfileConfig
 
+J = TypeVar("J")
+R = TypeVar("R")
 Bools = NDArray[np.bool_]
 SEED = 0
 """Seed of the samples, the configurations and the order of measuring."""
@@ -288,6 +290,50 @@ def missing(done: Bools, together: bool) -> Iterator[tuple[int, int, list[int]]]
                 groups.setdefault((i, 0 if together else j), []).append(j)
         for (i, _), columns in groups.items():
             yield repeat, i, columns
+
+
+def as_they_end(
+    work: Callable[[J], R], jobs: Iterable[J], at_once: int = 1
+) -> Iterator[tuple[J, R]]:
+    """Yield each job with its result, as they end.
+
+    A job is taken from `jobs` right before it begins. When one fails, no further one begins; those
+    at work are yielded, and then the first error is raised. One at a time runs in this thread.
+
+    Args:
+        at_once: how many jobs run at the same time, at most.
+    """
+    if at_once == 1:
+        for job in jobs:
+            yield job, work(job)
+        return
+    pool = ThreadPoolExecutor(at_once)
+    # job by what it will give
+    running: dict[Future[R], J] = {}
+    failed: BaseException | None = None
+    waiting = iter(jobs)
+    try:
+        while True:
+            # fill up
+            while failed is None and len(running) < at_once:
+                try:
+                    job = next(waiting)
+                except StopIteration:
+                    break
+                running[pool.submit(work, job)] = job
+            if not running:
+                break
+            for future in wait(running, return_when=FIRST_COMPLETED).done:
+                job = running.pop(future)
+                if error := future.exception():
+                    failed = failed or error
+                else:
+                    yield job, future.result()
+        if failed is not None:
+            raise failed
+    finally:
+        # after Ctrl-C nobody waits for what is at work
+        pool.shutdown(wait=False, cancel_futures=True)
 
 
 class _Runner:

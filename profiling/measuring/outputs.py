@@ -134,8 +134,8 @@ def write_vlm_profile(
     table = records.select(*keys, *times, *numbers, "pred", "dataset")
     if PROMPT in further:
         prompts = [(item.id, question_text(item, plan.requests.prompt)) for item in plan.items]
-        asked = pl.DataFrame(prompts, ["sample_id", PROMPT], orient="row")
-        table = table.join(asked, on="sample_id", maintain_order="left")
+        texts = pl.DataFrame(prompts, ["sample_id", PROMPT], orient="row")
+        table = table.join(texts, on="sample_id", maintain_order="left")
     write_table(out / "table.parquet", table)
     questions = [(item.id, item.question) for item in plan.items]
     samples = pl.DataFrame(questions, ["sample_id", "question"], orient="row")
@@ -226,7 +226,9 @@ def knob_lines(profile: Mapping[str, Any]) -> list[str]:
     lines = []
     for knob in profile["knobs"]:
         text = f"{knob['name']}: {knob['sets']}"
-        if not knob["available"]:
+        if not knob["available"] and knob["values"]:
+            text += f"; {knob['values'][0]} is its only value"
+        elif not knob["available"]:
             text = f"{knob['name']}: this model lacks it"
         elif "saves" in knob:
             least, *_, greatest = knob["measured"]

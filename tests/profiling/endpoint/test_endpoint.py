@@ -28,6 +28,10 @@ SUMS = {f"s{i}": (f"What is {3 + 7 * i % 90} + {i}?", str(3 + 7 * i % 90 + i)) f
 VALUES = (
     "knobs.values={model: [small, large], max_tokens: [64, 256], reasoning_effort: [low, high]}"
 )
+QUICK = """
+    policy=utility seeds=[0] optimiser.teacher_iterations=4 optimiser.pretrain_iterations=4
+    optimiser.iterations=2 own_cost=false tracking=disabled baselines=false policy.hidden=16
+"""
 KEY = "sk-nobody-may-read-this"
 
 
@@ -344,3 +348,26 @@ def test_a_request_that_the_server_finds_wrong_is_said_at_once(endpoint, capsys)
     line = mistake(words(endpoint, "knobs.values={model: [unknown]}"), capsys)
     assert "does not exist" in line
     assert asked(endpoint).total() == 0
+
+
+def test_a_controller_serves_models_behind_the_endpoint_live(endpoint, capsys):
+    names = [f"What is {n} + 1?" for n in range(60)]
+    write_questions({f"n{n}": (text, str(n + 1)) for n, text in enumerate(names)})
+    values = "knobs.values={model: [small, large], reasoning_effort: [low, high]}"
+    launch(words(endpoint, values, **{"knobs.max_new_tokens": 200, "concurrency": 4}))
+    table = ["profile=table", "profile.path=out/table.parquet"]
+    table.append("profile.features=out/features.safetensors")
+    launch("train", table, QUICK, "name=r")
+    behind = ["model=openai", f"endpoint={endpoint.url}", "data=sums.jsonl", "json=live.json"]
+    capsys.readouterr()
+    asked(endpoint)
+    settings = ["stream.requests=12", "knobs.max_new_tokens=200"]
+    launch("evaluate", "checkpoint=runs/controller/r", "live=true", table, behind, settings)
+    # the times were measured with more requests at once
+    assert "4 requests" in capsys.readouterr().err
+    assert asked(endpoint).total() > 12
+    live = read_json("live.json")
+    accuracy = {row["policy"]: row["accuracy"] for row in live["rows"]}
+    assert len(accuracy) > 2
+    assert 0 < max(accuracy.values()) <= 1
+    refused(["evaluate", "checkpoint=runs/controller/r", f"endpoint={endpoint.url}"], capsys)

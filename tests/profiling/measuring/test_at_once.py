@@ -1,10 +1,10 @@
-"""Several calls at once: each result with its job, and nothing lost when one fails."""
+"""Several requests at once: each result with its job, and nothing lost when one fails."""
 
 import threading
 
 import pytest
 
-from knobwise.common.threads import as_they_end
+from knobwise.profiling.measuring.measuring import as_they_end
 
 
 @pytest.mark.parametrize("at_once", [1, 3])
