@@ -7,7 +7,7 @@ the caches hold other things, as where a run is served.
 
 A request through `AdaptiveModel` is timed in front of a model that answers at once, so that all of
 its time is what the controller costs. In front of the built-in model, the time is that of pooling
-the features, as the model itself takes it.
+the features, as the model itself takes it. Texts are stretches of the guides in docs/.
 
     python benchmarks/decision.py
 """
@@ -19,12 +19,14 @@ import itertools
 import statistics
 import tempfile
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from sklearn.ensemble import RandomForestRegressor
+from sklearn.feature_extraction.text import HashingVectorizer
 from timing import Bench, Way
 from torch import nn
 
@@ -34,6 +36,7 @@ from knobwise.agents.controller.controller import Controller
 from knobwise.agents.controller.features import FeatureNormaliser
 from knobwise.agents.controller.settings import PolicyConfig, hidden_for
 from knobwise.agents.evaluation.baselines import fit_static
+from knobwise.agents.evaluation.texts import encoders_of, with_texts_encoded
 from knobwise.agents.serving.adaptive_model import AdaptiveModel
 from knobwise.agents.serving.onnx_graph import Deployed, OnnxController, write_onnx
 from knobwise.envs import builtin_profile
@@ -43,6 +46,7 @@ from knobwise.profiling.measuring.adaptive_model import Answer, FirstStage, Knob
 from knobwise.testbeds.elastic.adapter import ElasticAdaptive, ElasticRequests
 from knobwise.testbeds.simulated.calibrated import SimulatedConfig, simulate
 
+DOCS = Path(__file__).parents[1] / "docs"
 TABLE = builtin_profile()
 BUDGETS_MS = default_budgets(TABLE).tolist()
 FEATURES = torch.cat(list(TABLE.features.values()), 1).numpy()
@@ -113,6 +117,33 @@ def neighbours() -> Callable[[Any, float], object]:
         return best_within(weight / weight.sum() @ OUTCOMES, budget_ms)
 
     return decide
+
+
+def texts_of(words: int) -> list[str]:
+    """Return texts of so many words each, for the samples of the profile."""
+    guides = "".join(path.read_text() for path in sorted(DOCS.glob("*.md"))).split()
+    begins = np.random.default_rng(0).integers(len(guides) - words, size=TABLE.num_samples)
+    return [" ".join(guides[begin : begin + words]) for begin in begins.tolist()]
+
+
+def on_texts(words: int) -> tuple[Way, Callable[[], dict[str, Way]]]:
+    """Return the decision on a text of so many words; and scikit-learn's hash of one alone."""
+    texts = texts_of(words)
+    table = replace(TABLE, features={}, texts={"prompt": texts})
+    table = with_texts_encoded(table, table.split())
+    agent = deployed_on(table)
+    encoders = encoders_of(table)
+    agent.calibration.texts = {name: {**each.arrays} for name, each in encoders.items()}
+    requests = [{"prompt": text} for text in texts]
+    vectoriser = HashingVectorizer(analyzer="char_wb", ngram_range=(3, 3))
+
+    def peers() -> dict[str, Way]:
+        hashed = in_turn(
+            lambda request, budget_ms: vectoriser.transform([request["prompt"]]), requests
+        )
+        return {"scikit-learn's hash of the text alone": hashed}
+
+    return in_turn(agent.decider.decide_index, requests), peers
 
 
 def peers_of(agent: DeployedController, folder: Path) -> dict[str, Way]:
@@ -214,6 +245,21 @@ def main() -> None:
         before = functools.partial(transformer, x)
         behind = "a decision, right after a transformer"
         bench.line(behind, "µs", ours, peers, target="≤ 60 µs", before=before)
+        for words in (60, 2000):
+            of_text, hashes = on_texts(words)
+            bench.line(
+                f"a decision on a text of {words:,} words, in a loop",
+                "µs",
+                of_text,
+                hashes,
+                target="≤ 150 µs" if words == 60 else "",
+            )
+            bench.line(
+                f"a decision on a text of {words:,} words, right after a transformer",
+                "µs",
+                of_text,
+                before=before,
+            )
         time_serving(bench, agent, folder)
     time_features(bench)
     wide = simulate(SimulatedConfig(samples=100, image_width=768, language_width=2080))

@@ -98,6 +98,19 @@ def write_log(path, requests):
     samples.write_csv(requests)
 
 
+def write_prompts(path):
+    """Write a table of a text and two settings for each sample."""
+    kinds = ("What is {} plus {}?", "Prove that {} divides {} to the power of six.")
+    rows = []
+    for i in range(80):
+        prompt = kinds[i % 2].format(i, 7 * i % 90)
+        for model, factor in (("small", 1), ("large", 4)):
+            right = int(model == "large" or not i % 2)
+            rows.append((f"q{i}", prompt, model, right, factor * (200 + 3 * i)))
+    names = ["sample_id", "prompt", "model", "accuracy", "latency_ms"]
+    pl.DataFrame(rows, names, orient="row").write_csv(path)
+
+
 def write_wide_and_arff():
     """Write a table with a column for each configuration, and a scenario of ASlib."""
     small = [i % 3 > 0 for i in range(60)]
@@ -362,6 +375,7 @@ def folder(home, monkeypatch):
     write_log("log.csv", "requests.csv")
     write_wide_and_arff()
     evaluations(60).write_csv("evaluations.csv")
+    write_prompts("prompts.csv")
     # two samples of each user
     number = pl.col("sample_id").str.slice(1).cast(pl.Int64)
     log = pl.read_csv("log.csv")

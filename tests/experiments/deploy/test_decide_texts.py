@@ -1,0 +1,161 @@
+"""From a CSV with prompts to decisions: train, export, decide by text, serve, log."""
+
+import json
+import subprocess
+import sys
+from contextlib import chdir
+
+import numpy as np
+import polars as pl
+import pytest
+from commands import mistake, words_of
+
+import knobwise
+from knobwise.__main__ import main
+from knobwise.agents import NumpyController
+from knobwise.experiments.inspection.logs import inspect_log
+
+RUN = "runs/controller/texts"
+ADD = "please add the numbers {} and {} for me"
+POEM = "write a short poem about the sea with {} lines and {} ships"
+FOREIGN = "Сколько будет два плюс два, и почему это так сложно?"
+CHAT = [{"role": "system", "content": POEM}, {"role": "user", "content": ADD.format(3, 4)}]
+TRAIN = words_of(
+    "train profile=table profile.path=log.csv profile.features=auto policy=utility name=texts",
+    "optimiser.teacher_iterations=150 optimiser.pretrain_iterations=150 optimiser.iterations=0",
+    "policy.fold_networks=2 baselines=false seeds=[0] tracking=disabled budgets_ms=[20,40]",
+)
+
+
+def frame_of(samples=120):
+    """A model that can add and one that writes poems; the prompt says which is needed."""
+    draw = np.random.default_rng(0)
+    rows = []
+    for i in range(samples):
+        poem = bool(draw.random() < 0.5)
+        prompt = (POEM if poem else ADD).format(*draw.integers(100, size=2))
+        for model in ("adder", "poet"):
+            right = (model == "poet") == poem
+            about = {"sample_id": i, "prompt": prompt, "tokens": int(draw.integers(9))}
+            time = {"latency_ms": 10 + draw.random()}
+            rows.append({**about, "model": model, "accuracy": float(right), **time})
+    frame = pl.DataFrame(rows)
+    return frame.with_columns(pl.col("tokens").first().over("sample_id"))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("texts")
+    frame_of().write_csv(folder / "log.csv")
+    with chdir(folder):
+        assert main(TRAIN) == 0
+    return folder
+
+
+def test_a_trained_policy_decides_by_the_text(folder):
+    controller = NumpyController.load(folder / RUN / "controller.npz")
+    assert controller.guard.deployed.all()
+    policy = knobwise.load(folder / RUN)
+    wanted = {"adder": [ADD.format(3, 4), CHAT, json.dumps(CHAT)], "poet": [POEM.format(5, 6)]}
+    for model, texts in wanted.items():
+        for text in texts:
+            request = {"prompt": text, "tokens": 3}
+            assert controller.decide(request, 20.0) == {"model": model}
+            assert policy.decide(request, 20.0) == {"model": model}
+            # the numbers of the text, as a log has them
+            block = controller.texts["prompt"](text)
+            assert controller.decide(request | {"prompt": block}, 20.0) == {"model": model}
+            assert controller.decide(request | {"prompt": block.tolist()}, 20.0) == {"model": model}
+
+
+def test_a_text_unlike_training_gets_what_static_chooses(folder):
+    controller = NumpyController.load(folder / RUN / "controller.npz")
+    for text in (FOREIGN, ADD * 20):
+        for budget_ms in (12.0, 20.0, 40.0):
+            request = {"prompt": text, "tokens": 3}
+            static = controller.static.single(budget_ms)
+            assert controller.decide_index(request, budget_ms) == static
+            blocks = {"features": np.array([3.0]), "prompt": controller.texts["prompt"](text)}
+            drift = (np.zeros(2), 1.0)
+            assert controller.decide_expected(blocks, budget_ms, drift)[0] == static
+            many = {name: block[None] for name, block in blocks.items()}
+            assert controller.choose(many, np.array([budget_ms])) == [static]
+    reason = knobwise.load(folder / RUN).decide(request, 20.0, explain=True).reason
+    assert "unlike" in reason
+
+
+@pytest.mark.parametrize("value", [3, {"a": 1}, [{"role": "user"}], ["a", 1]])
+def test_what_is_no_text_is_refused(folder, value):
+    controller = NumpyController.load(folder / RUN / "controller.npz")
+    with pytest.raises(ValueError, match="prompt"):
+        controller.decide({"prompt": value, "tokens": 3}, 20.0)
+    with pytest.raises(ValueError, match="prompt"):
+        controller.decide({"tokens": 3}, 20.0)
+
+
+ALONE = """
+import sys
+sys.path.insert(0, sys.argv[1])
+from policy import NumpyController
+controller = NumpyController.load(sys.argv[1] + "/controller.npz")
+print(controller.decide({"prompt": sys.argv[2], "tokens": 3}, 20.0)["model"])
+assert not {"torch", "sklearn", "scipy", "knobwise", "polars"} & set(sys.modules)
+"""
+
+
+def test_the_exported_policy_needs_numpy_alone(folder):
+    words = [sys.executable, "-P", "-c", ALONE, str(folder / RUN), POEM.format(1, 2)]
+    environment = {"PYTHONPATH": "", "PATH": ""}
+    printed = subprocess.check_output(words, cwd=folder, env=environment, text=True)
+    assert printed.split() == ["poet"]
+
+
+def test_decide_and_evaluate_read_the_texts(folder, capsys):
+    requests = pl.DataFrame(
+        {"sample_id": ["a", "b", "c"], "prompt": [ADD, POEM, FOREIGN], "tokens": [1, 2, 3]}
+    )
+    requests.write_csv(folder / "requests.csv")
+    with chdir(folder):
+        words = ["checkpoint=" + RUN, "requests=requests.csv", "budget_ms=20", "out=d.csv"]
+        assert main(["decide", *words]) == 0
+        captured = capsys.readouterr()
+        assert "1 request with a text unlike" in captured.err
+        assert pl.read_csv("d.csv")["model"].to_list()[:2] == ["adder", "poet"]
+        requests.drop("prompt").write_csv("without.csv")
+        words[1] = "requests=without.csv"
+        assert "prompt" in mistake(["decide", *words], capsys)
+        # the run's own profile, read anew
+        assert main(["evaluate", "checkpoint=" + RUN, "baselines=false"]) == 0
+        assert "learned controller" in capsys.readouterr().out
+        assert "no graph" in mistake(["export", "checkpoint=" + RUN, "onnx=true", "out=x"], capsys)
+
+
+def test_requests_unlike_training_are_counted_and_logged(folder):
+    policy = knobwise.load(folder / RUN)
+
+    def call(request, model):
+        return model
+
+    serve = knobwise.wrap(
+        call, policy, features=lambda text: {"prompt": text, "tokens": 3}, log=folder / "log"
+    )
+    for text in [ADD, POEM, FOREIGN, FOREIGN]:
+        serve(text, budget_ms=1000.0)
+    assert serve.unlike == 2
+    assert inspect_log(str(folder / "log"))["unlike"] == 2
+    # no text is in the log
+    for path in (folder / "log").glob("*.jsonl"):
+        assert "poem" not in path.read_text()
+
+
+def test_a_policy_of_texts_alone_takes_a_request_as_it_is(folder):
+    optimiser = {"teacher_iterations": 20, "pretrain_iterations": 20, "iterations": 0}
+    options = {"policy": "utility", "optimiser": optimiser, "budgets_ms": [20.0]}
+    policy = knobwise.fit(frame_of(60), ["prompt"], **options)
+    serve = knobwise.wrap(lambda request, model: request, policy)
+    assert serve(ADD, budget_ms=20.0) == ADD
+    assert policy.decide(ADD, 20.0) == policy.decide({"prompt": ADD}, 20.0)
+    path = folder / "alone.pt"
+    policy.save(path)
+    again = knobwise.load(path)
+    assert again.agent.decider.digest == policy.agent.decider.digest
