@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from knobwise.common.checks import one_of
-from knobwise.common.errors import InputError
+from knobwise.common.errors import InputError, Missing
 from knobwise.common.imports import imported, instance
+from knobwise.profiling.endpoint.settings import NAME as ENDPOINT
+from knobwise.profiling.endpoint.settings import EndpointOptions
 from knobwise.profiling.huggingface.smollm import source_of
 from knobwise.profiling.measuring.adaptive_model import AdaptiveVLM
 from knobwise.profiling.measuring.questions import VQAItem, read_vqa_data
@@ -25,11 +27,13 @@ def load_model(
     importance: str | None = None,
     dtype: str = "auto",
     device: str | None = None,
+    endpoint: EndpointOptions | None = None,
 ) -> tuple[AdaptiveVLM, Sequence[VQAItem]]:
     """Load a model, and the questions that it is asked.
 
     Args:
-        name: one of `BUILT_IN`; `module:Class`, a class of the user's own; or a Hugging Face
+        name: one of `BUILT_IN`; `module:Class`, a class of the user's own; `openai`, models behind
+            an endpoint, whose items may have an image; or a Hugging Face
             model, by folder or name: a vision-language model, or a language model, whose items
             need no image.
         data: a file of questions (`read_vqa_data`); None for the `questions` of the model.
@@ -38,6 +42,7 @@ def load_model(
             from the end on.
         dtype: type of its weights; "auto" as they were saved.
         device: its device; None for the GPU where there is one.
+        endpoint: how models behind an endpoint are asked (`openai`).
 
     Raises:
         InputError: a model or questions that cannot be loaded.
@@ -53,6 +58,8 @@ def load_model(
             f"model={name}: needs data=FILE, the questions that it is asked, or a class of your "
             "own an attribute `questions`, a list of VQAItem"
         )
+    if name == ENDPOINT:
+        return _behind_endpoint(data, config, endpoint or EndpointOptions())
     # transformers is imported only here, since it takes seconds
     from knobwise.profiling.huggingface.knobs import read_importance
     from knobwise.profiling.huggingface.loading import reads_text_alone
@@ -75,7 +82,22 @@ def load_model(
     return model, items
 
 
-def _items(path: str, images: bool) -> tuple[VQAItem, ...]:
+def _behind_endpoint(
+    data: str, config: VLMProfileConfig, options: EndpointOptions
+) -> tuple[AdaptiveVLM, Sequence[VQAItem]]:
+    """Return models behind an endpoint, and their questions."""
+    if config.clock != "wall":
+        raise InputError(f"knobs.clock={config.clock}: an endpoint works elsewhere; take wall")
+    try:
+        from knobwise.profiling.endpoint.model import EndpointModel
+    except ImportError as error:
+        raise Missing(f"model={ENDPOINT} needs: pip install 'knobwise[endpoint]'") from error
+    # all else before the server is asked
+    items = _items(data, images=None)
+    return EndpointModel(options, config.chosen_values(), config.max_new_tokens), items
+
+
+def _items(path: str, images: bool | None) -> tuple[VQAItem, ...]:
     """Return all items of a file; those that could be demonstrations are questions too."""
     read = read_vqa_data(path, images=images)
     if read.bank is read.queries:

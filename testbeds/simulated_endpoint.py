@@ -205,11 +205,13 @@ class EndpointState:
 
     Attributes:
         requests: the bodies of the last requests.
+        key: the bearer token that requests must have; "" for any.
         open: how many requests are being answered now, and `most_open` ever at once.
     """
 
     def __init__(self, delay: float = 1.0) -> None:
         self.delay = delay
+        self.key = ""
         self.requests: deque[dict[str, Any]] = deque(maxlen=10_000)
         self.open = 0
         self.most_open = 0
@@ -226,6 +228,8 @@ class EndpointState:
 
     async def models(self, request: Request) -> Response:
         """List the models."""
+        if wrong := self._wrong_key(request):
+            return wrong
         models = [
             {"id": name, "object": "model", "created": CREATED, "owned_by": "simulated"}
             for name in MODELS
@@ -234,6 +238,8 @@ class EndpointState:
 
     async def complete(self, request: Request) -> Response:
         """Answer, or fail as the request says."""
+        if wrong := self._wrong_key(request):
+            return wrong
         content = await request.body()
         try:
             body = json.loads(content)
@@ -316,6 +322,12 @@ class EndpointState:
         finally:
             self.open -= 1
 
+    def _wrong_key(self, request: Request) -> Response | None:
+        """Return what is said to a request without the key."""
+        if not self.key or request.headers.get("authorization") == f"Bearer {self.key}":
+            return None
+        return problem(401, "Incorrect API key")
+
     def _begin(self) -> None:
         self.open += 1
         self.most_open = max(self.most_open, self.open)
@@ -335,6 +347,9 @@ class SimulatedEndpoint:
     def __init__(self, delay: float = 0.0) -> None:
         self.state = EndpointState(delay)
         self._socket = socket.create_server(("127.0.0.1", 0), backlog=1024)
+        # asyncio does so only for sockets that it made itself; else each chunk waits 40 ms for
+        # the one before to be acknowledged
+        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.url = f"http://127.0.0.1:{self._socket.getsockname()[1]}/v1"
         self._server = uvicorn.Server(configuration(self.state))
         self._thread = threading.Thread(target=self._server.run, args=([self._socket],))

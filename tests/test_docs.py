@@ -31,6 +31,7 @@ from knobwise.experiments.evidence.schema import RunResults
 from knobwise.experiments.settings.options import WorkspaceRun
 from knobwise.experiments.tracking.tracker import THROUGHPUT
 from knobwise.experiments.tracking.workspace import view_of
+from knobwise.testbeds.simulated_endpoint import SimulatedEndpoint
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = (ROOT / "docs/metrics.md").read_text()
@@ -364,7 +365,15 @@ def folder(home, monkeypatch):
     Image.effect_noise((64, 40), 50).save("image.png")
     questions = {"id": [0, 1], "question": ["What 0?", "What 1?"], "answers": [["a"], ["a"]]}
     pl.DataFrame(questions | {"image": "image.png"}).write_ndjson("questions.jsonl")
+    Path("prices.yaml").write_text("small: {input: 1, output: 1}\nlarge: {input: 1, output: 1}")
     Path("examples").symlink_to(ROOT / "examples")
+
+
+@pytest.fixture(scope="module")
+def endpoint():
+    """What the guides say is at port 8000."""
+    with SimulatedEndpoint(delay=0) as server:
+        yield server.url
 
 
 def shortened(words):
@@ -385,7 +394,9 @@ def shortened(words):
 
 
 @pytest.mark.parametrize("guide", GUIDES)
-def test_every_command_of_a_guide_and_then_every_snippet(guide, folder, monkeypatch, capsys):
+def test_every_command_of_a_guide_and_then_every_snippet(
+    guide, folder, endpoint, monkeypatch, capsys
+):
     blocks = {"bash": [], "python": []}
     text = (ROOT / guide).read_text()
     for language, block in re.findall(r"```(bash|python)\n(.*?)```", text, re.DOTALL):
@@ -395,6 +406,7 @@ def test_every_command_of_a_guide_and_then_every_snippet(guide, folder, monkeypa
     assert lines
     swept = []
     for line in lines:
+        line = line.replace("http://127.0.0.1:8000/v1", endpoint)
         words = shlex.split(line, comments=True)[1:]
         if "-m" in words:
             # every combination trained would take minutes: that all of them are understood is

@@ -27,7 +27,7 @@ OUTCOMES = re.compile(
     r"|(http_|exit_|response_)?status(_code)?|(exit|return|http)_code|exceptions?|traceback"
     r"|errors?(_(type|code|message|msg|text))?|(has|is)_error|timed_out|(finish|stop)_reason"
     r"|((num|n)_)?(output|completion|generated|response|total)_(tokens?|length|len)"
-    r"|tokens_(out|generated)|(num_)?predicted(_.*)?|pred_(answer|label|letter|text|class)"
+    r"|tokens_(in|out|generated)|(num_)?predicted(_.*)?|pred_(answer|label|letter|text|class)"
     r"|(raw|model|llm|generated|final|parsed)_(text|output|answer|response|prediction|completion)"
     r"|outputs?|responses?|completions?|generations?|logprobs?|rewards?|judg(e)?ment|verdict"
     r"|host(_?name)?|machine|worker|node|pod|usd|eur|seconds|elapsed|ttft|itl|tpot"

@@ -39,7 +39,8 @@ COMMON = {
     "explain": "checkpoint profile profile.path profile.features sample budget_ms tracker json",
     "inspect": "profile profile.path profile.features log json html",
     "profile": """
-        model data out checkpoint knobs.samples importance device vlm.data vlm.embeddings""",
+        model data out checkpoint knobs.samples knobs.values importance device endpoint prices
+        max_usd concurrency vlm.data vlm.embeddings""",
     "export": "checkpoint profile profile.path profile.features out onnx int8",
     "serve": """
         checkpoint endpoint host port workers budget_ms model messages features log explore watch

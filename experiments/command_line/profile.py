@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -17,6 +17,8 @@ from knobwise.common.files import write_json
 from knobwise.experiments.settings.options import InspectRun, ProfileRun
 from knobwise.experiments.settings.profiles import TableProfile, read_profile
 from knobwise.experiments.settings.words import typed
+from knobwise.profiling.endpoint.settings import NAME as ENDPOINT
+from knobwise.profiling.endpoint.settings import NAMES, options_in
 from knobwise.profiling.measuring.settings import BUILT_IN
 
 RECORDED = ("learner", "smollm2")
@@ -67,13 +69,17 @@ def measure(config: ProfileRun, needed: Callable[[Any], Any] | None = None) -> P
         importance=config.importance,
         dtype=config.dtype,
         device=config.device,
+        endpoint=options_in(config),
     )
     usual = config.data or getattr(model, "dataset", model.name)
     knobs = replace(config.knobs, name=config.knobs.name or Path(str(usual)).name.split(".")[0])
     identity = {}
     if config.data is None or ":" in config.model:
         identity["class"] = config.model
-    with one_thread():  # as it is served live
+    with ExitStack() as stack:
+        if hasattr(model, "close"):
+            stack.callback(model.close)
+        stack.enter_context(one_thread())  # as it is served live
         return profile_vlm(config.out, model, items, knobs, identity, outlook_of, needed)
 
 
@@ -93,6 +99,11 @@ def _summary(folder: Path) -> None:
 
 def _check(config: ProfileRun, has_knobs: bool) -> None:
     """Refuse a model without items, and options for another kind of model."""
+    if config.model == ENDPOINT and config.vlm.data:
+        raise InputError(
+            f"vlm.data: model={ENDPOINT} cannot score demonstrations, since an endpoint gives no "
+            "log-probabilities of a given answer; use data=FILE to measure knobs"
+        )
     if not has_knobs and not config.vlm.data and config.model not in RECORDED:
         raise InputError(
             f"model={config.model}: needs the items that it answers: data=FILE to measure its "
@@ -107,6 +118,10 @@ def _check(config: ProfileRun, has_knobs: bool) -> None:
             unread.append("importance")
         if config.model in (*BUILT_IN, "learner"):
             unread.append("data")
+    if config.model == ENDPOINT and has_knobs:
+        unread += ["importance", "dtype", "device"]
+    else:
+        unread += NAMES
     for name in unread:
         if getattr(config, name) != getattr(ProfileRun(), name):
             raise InputError(

@@ -3,7 +3,8 @@ profile, a selector on the held-out queries of its own beams or on others."""
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from contextlib import ExitStack
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import polars as pl
@@ -19,6 +20,7 @@ from knobwise.agents.training.checkpoint import Loaded, load_checkpoint
 from knobwise.common.checks import a_device
 from knobwise.common.errors import InputError, naming
 from knobwise.common.files import write_json
+from knobwise.common.progress import say
 from knobwise.envs.bandit.reward import RewardTable
 from knobwise.envs.tables.divisions import divide
 from knobwise.envs.tables.profile_table import ProfileTable, Split
@@ -32,8 +34,10 @@ from knobwise.experiments.evidence.selectors import evaluate_selectors
 from knobwise.experiments.report.report import print_results
 from knobwise.experiments.settings.beams import check_judged, read_data
 from knobwise.experiments.settings.options import EvaluateRun, ExplainRun, ExportRun
-from knobwise.experiments.settings.profiles import read_profile
+from knobwise.experiments.settings.profiles import measured_at_once, read_profile
 from knobwise.experiments.train.controller import evaluate_beside_baselines
+from knobwise.profiling.endpoint.settings import NAME as ENDPOINT
+from knobwise.profiling.endpoint.settings import NAMES, options_in
 
 
 def run(config: EvaluateRun) -> RunResults:
@@ -50,7 +54,8 @@ def run(config: EvaluateRun) -> RunResults:
             trained on entirely.
     """
     # options that only live=true has
-    for name in ("stream", "html", "model", "data", "knobs", "importance", "dtype", "device"):
+    live = ("stream", "html", "model", "data", "knobs", "importance", "dtype", "device", *NAMES)
+    for name in live:
         if not config.live and getattr(config, name) != getattr(EvaluateRun(), name):
             raise InputError(
                 f"{name}: is for live=true, which serves requests instead of replaying the profile"
@@ -81,9 +86,23 @@ def _evaluate_live(checkpoint: Path, loaded: Loaded, config: EvaluateRun) -> Run
 
     table = read_profile(config.profile, loaded)
     options = {name: getattr(config, name) for name in ("importance", "dtype", "device")}
-    model, items = load_model(config.model, config.data, config.knobs, **options)
-    requests = requests_of(items, config.knobs)
-    return run_live(checkpoint, loaded, table, model, requests, config)
+    knobs = config.knobs
+    if config.model == ENDPOINT:
+        # an endpoint has the knobs that were measured
+        knobs = replace(knobs, values={knob.name: [*knob.values] for knob in table.knobs})
+        at_once = measured_at_once(config.profile)
+        if at_once is not None and at_once > 1:
+            say(
+                f"the profile was measured with {at_once} requests at once; here they come one at "
+                "a time, which may be faster"
+            )
+    endpoint = options_in(config)
+    model, items = load_model(config.model, config.data, knobs, endpoint=endpoint, **options)
+    with ExitStack() as stack:
+        if hasattr(model, "close"):
+            stack.callback(model.close)
+        requests = requests_of(items, config.knobs)
+        return run_live(checkpoint, loaded, table, model, requests, config)
 
 
 def evaluate_controller(loaded: Loaded, config: EvaluateRun) -> tuple[RunResults, pl.DataFrame]:

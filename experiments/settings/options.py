@@ -30,6 +30,7 @@ from knobwise.profiling.demonstrations.settings import (
     PoolConfig,
     VLMTaskConfig,
 )
+from knobwise.profiling.endpoint.settings import EndpointOptions
 from knobwise.profiling.measuring.settings import VLMProfileConfig
 
 
@@ -186,7 +187,7 @@ class LiveConfig:
 
 
 @dataclass
-class EvaluateRun:
+class EvaluateRun(EndpointOptions):
     """knobwise evaluate: evaluate a trained controller again, on the test samples of its profile or
     on another profile; or a trained selector, on held-out queries of its beams or on other
     beams."""
@@ -266,17 +267,18 @@ class ExplainRun:
 
 
 @dataclass
-class ProfileRun:
+class ProfileRun(EndpointOptions):
     """knobwise profile: measure a model at every configuration, or record which demonstrations help
     it."""
 
     model: str = "elastic"
     """elastic, the built-in elastic model; ocr, RapidOCR, with the packages of knobwise[ocr];
     shots, SmolLM2, whose knobs are the demonstrations before a question; a Hugging Face model by
-    its name or folder, or smollm2, with `data`; or module:Class, a class of your own, which may
-    bring its questions along (docs/real_models.md). To record demonstrations: learner, the built-in
-    in-context learner, smollm2, or with vlm.data a Hugging Face model or module:Class, a scorer of
-    your own (docs/demonstrations.md)."""
+    its name or folder, or smollm2, with `data`; openai, models behind an OpenAI-compatible
+    `endpoint`, with `data` and the packages of knobwise[endpoint]; or module:Class, a class of your
+    own, which may bring its questions along (docs/real_models.md). To record demonstrations:
+    learner, the built-in in-context learner, smollm2, or with vlm.data a Hugging Face model or
+    module:Class, a scorer of your own (docs/demonstrations.md)."""
     data: str | None = None
     """The questions that a model is measured on, as JSON lines, JSON, Parquet or CSV: id, image,
     question, answers, optionally image_id and choices."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
@@ -267,6 +268,20 @@ def read_profile(
 
         table = with_dataset_input(table, network.normaliser.datasets)
     return table
+
+
+def measured_at_once(config: Any) -> int | None:
+    """Return how many requests were sent at once when a profile was measured through an endpoint,
+    from the file `profile.json` beside it; None without one."""
+    path = Path(str(getattr(config, "path", "")))
+    if not path.name:
+        return None
+    try:
+        at_once = json.loads(path.with_name("profile.json").read_bytes())["concurrency"]
+    except (OSError, ValueError, KeyError, TypeError):
+        # there is no such file, or it is damaged, or of a model that runs here
+        return None
+    return at_once if isinstance(at_once, int) else None
 
 
 def read_questions(config: Any) -> dict[str, str]:

@@ -158,7 +158,8 @@ class Answer:
     language_tokens: int
     output_tokens: int
     extra: dict[str, float] = field(default_factory=dict)
-    """Other numbers worth keeping, such as thread CPU time."""
+    """Other numbers worth keeping, such as thread CPU time. `failed`: 1 for an answer that counts
+    as wrong whatever its text, such as a refusal."""
 
 
 class AdaptiveVLM(Protocol):
@@ -175,6 +176,13 @@ class AdaptiveVLM(Protocol):
     - `measured`, the values of knobs that are measured by default, by name.
     - `identity`, what else tells it from others, as JSON can hold it: a profile goes on only with
       an equal one.
+    - `columns`, further columns of the table: `prompt`, the question as it is asked, and names in
+      `Answer.extra`.
+    - `repeats`, how often it is measured by default.
+    - `concurrency`, how many requests it answers at once, each in a thread of its own.
+    - `affords(request, configuration)`, asked before each request; False ends the measuring, and
+      `limit` is the setting that did. `continues(log)` is told what was measured before.
+    - `progress`, a text beside the progress, such as what was spent; `close`, called at the end.
     """
 
     @property

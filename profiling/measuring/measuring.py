@@ -10,12 +10,14 @@ sample whose image or question changed is.
 from __future__ import annotations
 
 import gc
+import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, TypeVar
 
 import numpy as np
 import orjson
@@ -40,8 +42,10 @@ from knobwise.profiling.measuring.adaptive_model import (
 from knobwise.profiling.measuring.feature_store import FeatureStore
 from knobwise.profiling.measuring.questions import VQAItem
 from knobwise.profiling.measuring.requests import Questions
-from knobwise.profiling.measuring.settings import VLMProfileConfig
+from knobwise.profiling.measuring.settings import REPEATS, VLMProfileConfig
 
+J = TypeVar("J")
+R = TypeVar("R")
 Bools = NDArray[np.bool_]
 SEED = 0
 """Seed of the samples, the configurations and the order of measuring."""
@@ -98,6 +102,11 @@ class MeasurementPlan:
     parts: tuple[str, ...] = ()  # each item's part, train, validation or test; empty: not fixed
 
     @property
+    def repeats(self) -> int:
+        """How often each cell is measured."""
+        return self.config.repeats or REPEATS
+
+    @property
     def knobs(self) -> tuple[str, ...]:
         """The names of the knobs."""
         return tuple(self.configurations[0])
@@ -122,7 +131,7 @@ class MeasurementPlan:
         absent = [pl.lit(None).alias(knob) for knob in self.knobs if knob not in log.columns]
         return (
             log.with_columns(absent)
-            .filter(pl.col("repeat") < self.config.repeats)
+            .filter(pl.col("repeat") < self.repeats)
             .join(samples.with_row_index("sample"), on=samples.columns)
             .with_columns(
                 pl.col(knob).cast(kind, strict=False) for knob, kind in settings.schema.items()
@@ -137,7 +146,7 @@ class MeasurementPlan:
         repeat, sample and configuration."""
         # one row of indices for each measurement
         cells = self.select(log).select("repeat", "sample", "configuration").to_numpy()
-        done = np.repeat(~self.design.cells[None], self.config.repeats, axis=0)
+        done = np.repeat(~self.design.cells[None], self.repeats, axis=0)
         done[tuple(cells.astype(np.int64).T)] = True
         return done
 
@@ -184,11 +193,12 @@ def measure(
     store: FeatureStore,
     out_of_time: Callable[[], bool] = lambda: False,
 ) -> bool:
-    """Measure what is not `done`, one request at a time, and keep the features of each sample.
+    """Measure what is not `done`, and keep the features of each sample.
 
-    The first stage runs anew for each measurement, since its time is part of what is measured, or
-    once for all configurations of a sample where the model has `answer_all`. Samples without a
-    measurement to take get their features at the end.
+    It is one request at a time, or as many as the model has `concurrency`. The first stage runs
+    anew for each measurement, since its time is part of what is measured, or once for all
+    configurations of a sample where the model has `answer_all`. Samples without a measurement to
+    take get their features at the end.
 
     Args:
         model: the model to measure.
@@ -196,7 +206,8 @@ def measure(
         log: an open file that gets a line for each measurement.
         done: bool [R, N, C], what was measured before.
         store: the features that are known. Under `force` all are computed again.
-        out_of_time: asked before each request; True ends the measuring, and features follow.
+        out_of_time: asked before each request; True ends the measuring, and features follow. So
+            does a request that the model does not afford (`affords`).
 
     Returns:
         Whether all was measured.
@@ -217,16 +228,19 @@ def measure(
 
     with clocked_by(plan.config.clock):
         _warm_up(run, done, plan.config.warm_up)
+        # asked right before each
+        jobs = itertools.takewhile(
+            lambda job: not out_of_time() and run.affords(*job[1:]),
+            missing(done, run.answer_all is not None),
+        )
+        ended = as_they_end(lambda job: run(*job[1:]), jobs, run.concurrency)
         with progress("measuring", done.size, count) as tick, collected_between() as collect:
-            for repeat, i, columns in missing(done, run.answer_all is not None):
-                if out_of_time():
-                    break
-                stage, answers = run(i, columns)
+            for (repeat, i, columns), (stage, answers) in ended:
                 keep(i, stage)
                 for j, answer in zip(columns, answers, strict=True):
                     log.write(run.line(repeat, i, j, stage, answer))
                 count += len(columns)
-                tick(count)
+                tick(count, getattr(model, "progress", ""))
                 if count % _COLLECT_EVERY < len(columns):
                     collect()
         rest = sorted(lacking)
@@ -247,11 +261,15 @@ def _warm_up(run: _Runner, done: Bools, rounds: int) -> None:
     samples = done.shape[1]
     total = rounds * len(needed)
     with progress("warming up", total, quiet_s=5) as tick:
+        jobs = []
         for step in range(total):
             # another sample in each round
             turn, j = divmod(step, len(needed))
-            run(turn % samples, [needed[j]])
-            tick(step + 1)
+            jobs.append((turn % samples, [needed[j]]))
+        affordable = itertools.takewhile(lambda job: run.affords(*job), jobs)
+        answered = as_they_end(lambda job: run(*job), affordable, run.concurrency)
+        for step, _ in enumerate(answered, 1):
+            tick(step)
 
 
 def missing(done: Bools, together: bool) -> Iterator[tuple[int, int, list[int]]]:
@@ -274,6 +292,50 @@ def missing(done: Bools, together: bool) -> Iterator[tuple[int, int, list[int]]]
             yield repeat, i, columns
 
 
+def as_they_end(
+    work: Callable[[J], R], jobs: Iterable[J], at_once: int = 1
+) -> Iterator[tuple[J, R]]:
+    """Yield each job with its result, as they end.
+
+    A job is taken from `jobs` right before it begins. When one fails, no further one begins; those
+    at work are yielded, and then the first error is raised. One at a time runs in this thread.
+
+    Args:
+        at_once: how many jobs run at the same time, at most.
+    """
+    if at_once == 1:
+        for job in jobs:
+            yield job, work(job)
+        return
+    pool = ThreadPoolExecutor(at_once)
+    # job by what it will give
+    running: dict[Future[R], J] = {}
+    failed: BaseException | None = None
+    waiting = iter(jobs)
+    try:
+        while True:
+            # fill up
+            while failed is None and len(running) < at_once:
+                try:
+                    job = next(waiting)
+                except StopIteration:
+                    break
+                running[pool.submit(work, job)] = job
+            if not running:
+                break
+            for future in wait(running, return_when=FIRST_COMPLETED).done:
+                job = running.pop(future)
+                if error := future.exception():
+                    failed = failed or error
+                else:
+                    yield job, future.result()
+        if failed is not None:
+            raise failed
+    finally:
+        # after Ctrl-C nobody waits for what is at work
+        pool.shutdown(wait=False, cancel_futures=True)
+
+
 class _Runner:
     """Runs one sample under some configurations, and writes down what came out."""
 
@@ -281,6 +343,14 @@ class _Runner:
         self.model = model
         self.plan = plan
         self.answer_all = getattr(model, "answer_all", None)
+        self.concurrency = getattr(model, "concurrency", 1)
+
+    def affords(self, i: int, columns: Sequence[int]) -> bool:
+        """Ask the model whether sample i may be answered under the configurations `columns`."""
+        if not hasattr(self.model, "affords"):
+            return True
+        request = self.plan.requests.request(self.plan.items[i].id)
+        return all(self.model.affords(request, self.plan.configurations[j]) for j in columns)
 
     def __call__(self, i: int, columns: Sequence[int]) -> tuple[FirstStage, list[Answer]]:
         """Run the first stage of sample i, and answer it under the configurations `columns`."""

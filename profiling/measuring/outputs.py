@@ -25,11 +25,14 @@ from knobwise.profiling.measuring.measuring import (
     TOKENS,
     MeasurementPlan,
 )
+from knobwise.profiling.measuring.requests import question_text
 
 PROBABILITY = "sampling_probability"
 ROUND = "measured_round"
 DRAWN = (PROBABILITY, WEIGHT, ROUND)
 """The columns about how a cell was drawn."""
+PROMPT = "prompt"
+"""The column of questions as they are asked."""
 SAVES_NOTHING = 0.02
 """The share of the time below which a knob is reported to save nothing."""
 
@@ -57,7 +60,7 @@ def records_of(plan: MeasurementPlan, log: pl.DataFrame, dataset: str) -> pl.Dat
     )
     if not rows["first_look_ms"].sum():
         rows = rows.drop("first_look_ms")
-    if plan.config.repeats == 1:
+    if plan.repeats == 1:
         rows = rows.drop("repeat")
     score = cache(plan.requests.score)  # each different answer is judged once
     items = plan.items
@@ -66,6 +69,10 @@ def records_of(plan: MeasurementPlan, log: pl.DataFrame, dataset: str) -> pl.Dat
         pl.Series("accuracy", accuracy, pl.Float64),
         num_total_tokens=pl.sum_horizontal(f"num_{name}" for name in TOKENS),
     )
+    if "failed" in rows.columns:
+        # whatever the text of a refusal, or of an answer that was given up
+        failed = pl.col("failed").first().over(CELL).fill_null(0.0) > 0
+        rows = rows.with_columns(accuracy=pl.when(failed).then(0.0).otherwise("accuracy"))
     # a column for each part of a sample, gathered for each measurement
     ids = [item.id for item in items]
     columns: dict[str, list[Any]] = {"sample_id": ids, "question_id": ids}
@@ -109,19 +116,27 @@ def write_vlm_profile(
     log: pl.DataFrame,
     knobs: Sequence[KnobSupport],
     facts: Mapping[str, Any],
+    further: Sequence[str] = (),
 ) -> dict[str, Any]:
     """Write the files of a profile; return what `profile.json` holds.
 
     The files are `table.parquet`, `samples.parquet` (the questions), `exp5/`, `exp6/` and, last,
     `profile.json`. The log holds all of the plan. `facts` is what else is known of the run: `name`
     of the data set; `config`; and `split`, `model` and `machine`, which go into the exp5/exp6 files
-    too. These hold whole numbers of `KNOBS` only; for other knobs there are none.
+    too. These hold whole numbers of `KNOBS` only; for other knobs there are none. `further` are the
+    `columns` of the model.
     """
     records = records_of(plan, log, facts["name"])
     wanted = ("sample_id", "image_id", "question_type", "split", *DRAWN)
     keys = [c for c in (*wanted, *plan.knobs, "repeat", "accuracy") if c in records.columns]
     times = [c for c in records.columns if c.endswith("_ms")]
-    write_table(out / "table.parquet", records.select(*keys, *times, "pred", "dataset"))
+    numbers = [c for c in further if c in records.columns]
+    table = records.select(*keys, *times, *numbers, "pred", "dataset")
+    if PROMPT in further:
+        prompts = [(item.id, question_text(item, plan.requests.prompt)) for item in plan.items]
+        texts = pl.DataFrame(prompts, ["sample_id", PROMPT], orient="row")
+        table = table.join(texts, on="sample_id", maintain_order="left")
+    write_table(out / "table.parquet", table)
     questions = [(item.id, item.question) for item in plan.items]
     samples = pl.DataFrame(questions, ["sample_id", "question"], orient="row")
     write_table(out / "samples.parquet", samples)
@@ -155,7 +170,7 @@ def write_vlm_profile(
         "configurations": shape[1],
         "clock": {
             "latency_ms": f"{plan.config.clock}, as the model reads it",
-            "statistic": f"median of {plan.config.repeats}",
+            "statistic": f"median of {plan.repeats}",
             "drift": "left in",
         },
         "features_ms": round(float(np.median(measured["features_ms"].fill_null(0.0))), 4),
@@ -211,7 +226,9 @@ def knob_lines(profile: Mapping[str, Any]) -> list[str]:
     lines = []
     for knob in profile["knobs"]:
         text = f"{knob['name']}: {knob['sets']}"
-        if not knob["available"]:
+        if not knob["available"] and knob["values"]:
+            text += f"; {knob['values'][0]} is its only value"
+        elif not knob["available"]:
             text = f"{knob['name']}: this model lacks it"
         elif "saves" in knob:
             least, *_, greatest = knob["measured"]

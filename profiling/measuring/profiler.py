@@ -105,6 +105,7 @@ def profile_vlm(
     # check everything before anything is written
     items = draw_items(items, config)
     requests = Questions(items, config.metric, config.prompt)
+    config = replace(config, repeats=config.repeats or getattr(model, "repeats", None))
     configurations = chosen_configurations(model.knobs, config, getattr(model, "measured", {}))
     name = config.name or "data"
     folder_name("knobs.name", name)
@@ -146,18 +147,24 @@ def profile_vlm(
         while True:
             plan = rounds.plan()
             plan = replace(plan, design=plan.design.with_sure(sure))
-            done = plan.done(read_measurements(path))
+            known = read_measurements(path)
+            done = plan.done(known)
+            if hasattr(model, "continues"):
+                model.continues(known)
             whole = measure(model, plan, log, done, store, out_of_time)
             measurements = read_measurements(path)
+            limit = f"knobs.max_hours={config.max_hours}"
             if not whole:
-                plan = part_of(plan, measurements)
+                limit = getattr(model, "limit", "") or limit
+                plan = part_of(plan, measurements, limit)
             store.write(features, plan.contents, [item.id for item in items])
-            profile = write_vlm_profile(out, plan, measurements, model.knobs, facts)
+            further = getattr(model, "columns", ())
+            profile = write_vlm_profile(out, plan, measurements, model.knobs, facts, further)
             if config.rounds == 1 or choose is None or not parts:
                 break
             table = read_long_table(out / "table.parquet", features=str(features))
             outlook = choose(table)
-            if rounds.end(plan, measurements, outlook.gain, whole):
+            if rounds.end(plan, measurements, outlook.gain, whole, limit):
                 profile["measured"] |= rounds.report
                 write_json(out / "profile.json", profile)
                 break

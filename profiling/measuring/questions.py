@@ -134,7 +134,9 @@ def _start(question: str) -> str:
     return " ".join(question.lower().split()[:2])
 
 
-def read_vqa_data(path: str | Path, bank: str | Path | None = None, images: bool = True) -> VQAData:
+def read_vqa_data(
+    path: str | Path, bank: str | Path | None = None, images: bool | None = True
+) -> VQAData:
     """Read queries and bank from JSON lines, JSON, Parquet or CSV.
 
     Each row is an item with these columns:
@@ -152,7 +154,8 @@ def read_vqa_data(path: str | Path, bank: str | Path | None = None, images: bool
     Without `bank`, and without parts in the file, each item is both a query and a possible
     demonstration.
 
-    Without `images` these are not read, and items with the same question count as one image.
+    Without `images` these are not read, and items with the same question count as one image. None:
+    an item may have an image.
 
     Raises:
         InputError: no such file, another kind of file, or a row (named) that lacks a column,
@@ -175,7 +178,7 @@ def read_vqa_data(path: str | Path, bank: str | Path | None = None, images: bool
     return VQAData(*divided)
 
 
-def _items(path: Path, images: bool) -> tuple[list[Any], tuple[VQAItem, ...]]:
+def _items(path: Path, images: bool | None) -> tuple[list[Any], tuple[VQAItem, ...]]:
     """Read the items of a file, and the part of each."""
     items: dict[str, VQAItem] = {}
     frame = read_frame(path)
@@ -193,8 +196,10 @@ def _items(path: Path, images: bool) -> tuple[list[Any], tuple[VQAItem, ...]]:
     return [row.get("part") for row in rows], tuple(items.values())
 
 
-def _item(path: Path, row: Mapping[str, Any], where: str, images: bool) -> VQAItem:
+def _item(path: Path, row: Mapping[str, Any], where: str, images: bool | None) -> VQAItem:
     """Read one item from a row of a file; `where` names the row in messages."""
+    if images is None:
+        images = any(row.get(key) for key in ("image", "image_path"))
 
     def value(*spellings: str) -> Any:
         for key in spellings:

@@ -78,7 +78,12 @@ class Rounds:
         write_json(self.path, {"first": self.key, "rounds": self.noted})
 
     def end(
-        self, plan: MeasurementPlan, measurements: pl.DataFrame, gain: float, whole: bool
+        self,
+        plan: MeasurementPlan,
+        measurements: pl.DataFrame,
+        gain: float,
+        whole: bool,
+        limit: str = "knobs.max_hours",
     ) -> bool:
         """Report the rounds so far, and return whether the latest was the last.
 
@@ -87,6 +92,7 @@ class Rounds:
             measurements: the log.
             gain: see `Outlook`, after the latest round.
             whole: whether the latest round is complete.
+            limit: the setting that ended it, if not.
         """
         design = plan.design
         last = int(design.rounds.max())
@@ -110,7 +116,7 @@ class Rounds:
             )
         ended = ""
         if not whole:
-            ended = "knobs.max_hours is over; the same command goes on"
+            ended = f"{limit} is reached; the same command goes on"
         elif last >= plan.config.rounds:
             ended = "knobs.rounds are done"
         elif design.cells.all():
@@ -176,15 +182,15 @@ def further_round(
     return plan.design.next_round(score, cell_s, stage_s, spent_s)
 
 
-def part_of(plan: MeasurementPlan, measurements: pl.DataFrame) -> MeasurementPlan:
-    """Return the part of a plan that was measured before time ran out. Raises InputError if that is
-    not even the first round."""
+def part_of(plan: MeasurementPlan, measurements: pl.DataFrame, limit: str) -> MeasurementPlan:
+    """Return the part of a plan that was measured before a limit was reached, such as
+    `knobs.max_hours=1`. Raises InputError if that is not even the first round."""
     done = plan.done(measurements)[0] & plan.design.cells
     first = plan.design.rounds == 1
     if not done[first].all():
         raise InputError(
-            f"knobs.max_hours={plan.config.max_hours}: is over, with {done[first].sum()} of "
-            f"{first.sum()} cells of the first round measured. They are kept: repeat the command "
-            "to continue, or lower knobs.per_sample or knobs.samples"
+            f"{limit}: is reached, with {done[first].sum()} of {first.sum()} cells of the first "
+            "round measured. They are kept: repeat the command, with a higher limit if need be, to "
+            "continue, or lower knobs.per_sample or knobs.samples"
         )
     return replace(plan, design=plan.design.measured(done))

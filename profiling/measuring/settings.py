@@ -11,6 +11,8 @@ from knobwise.common.errors import InputError
 from knobwise.profiling.measuring.adaptive_model import CLOCKS, KNOBS
 from knobwise.profiling.measuring.answer_metrics import METRICS
 
+REPEATS = 3
+"""How often a model is measured, unless it says otherwise."""
 BUILT_IN = {
     "elastic": "knobwise.testbeds.elastic.adapter:ElasticAdaptive",
     "ocr": "knobwise.testbeds.ocr.adapter:RapidOCRModel",
@@ -58,9 +60,9 @@ class VLMProfileConfig:
     max_hours: float | None = None
     """So many hours after its start the call stops measuring, also inside a round. After the first
     round it writes the profile of what it has; the same command goes on. null or 0: no limit."""
-    repeats: int = 3
+    repeats: int | None = None
     """Repeats of each (sample, configuration). The table keeps all; summary numbers use the
-    median."""
+    median. null: 3, or 1 behind an endpoint, where each is paid for."""
     clock: str = "wall"
     """The clock: wall, the time that passes, or cpu, the CPU time of the measuring thread, for a
     machine that others use too and a model that runs on one thread."""
@@ -73,8 +75,10 @@ class VLMProfileConfig:
 
     def __post_init__(self) -> None:
         # numbers and names
-        for name, least in {"repeats": 1, "warm_up": 0, "max_new_tokens": 1}.items():
+        for name, least in {"warm_up": 0, "max_new_tokens": 1}.items():
             at_least(f"knobs.{name}", getattr(self, name), least)
+        if self.repeats is not None:
+            at_least("knobs.repeats", self.repeats, 1)
         if self.samples is not None:
             at_least("knobs.samples", self.samples, 1)
         at_least("knobs.per_sample", self.per_sample, 0)

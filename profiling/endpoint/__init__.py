@@ -1,0 +1,1 @@
+"""Measure models that are served elsewhere, behind an OpenAI-compatible endpoint."""
