@@ -43,8 +43,8 @@ COMMON = {
         max_usd concurrency vlm.data vlm.embeddings""",
     "export": "checkpoint profile profile.path profile.features out onnx int8",
     "serve": """
-        checkpoint endpoint host port workers budget_ms model messages features log explore watch
-        override shadow""",
+        checkpoint endpoint host port workers budget_ms extra_body messages features log explore
+        watch override shadow""",
     "update": """
         checkpoint log out accept rollback profile profile.path trained_on trained_on.path""",
 }

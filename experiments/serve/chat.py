@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from starlette.concurrency import run_in_threadpool
 
 from knobwise.common.errors import InputError
+from knobwise.profiling.endpoint.messages import BLOCK, prompt_features
 
 BUDGET_HEADER = "x-budget-ms"
 LIMITS_HEADER = "x-limits"
@@ -148,7 +149,10 @@ class RequestFeatures:
         # nothing is counted in vain
         if not self._names <= chat.features.keys():
             _, question = last_question(chat.body)
-            features = {self._prompt: question, **counts_of(chat.body, question)}
+            counts = counts_of(chat.body, question)
+            features = {self._prompt: question, **counts}
+            if BLOCK in self._names:
+                features |= prompt_features(question, round(counts["images"]))
         if self._compute is not None:
             if self._awaits:
                 values = await self._compute(chat.body)

@@ -18,13 +18,12 @@ LENGTHS = ("max_tokens", "max_completion_tokens")
 FIELDS = frozenset((
     "model", "max_tokens", "max_completion_tokens", "reasoning_effort", "verbosity", "service_tier",
     "temperature", "top_p", "n", "seed", "stop", "presence_penalty", "frequency_penalty",
-    "logprobs", "top_logprobs", "logit_bias", "parallel_tool_calls", "tool_choice",
-    "response_format", "prediction", "modalities", "top_k", "min_p", "repetition_penalty",
-    "length_penalty", "min_tokens", "best_of", "use_beam_search", "thinking", "enable_thinking",
-    "chat_template_kwargs",
+    "logprobs", "top_logprobs", "logit_bias", "parallel_tool_calls", "tool_choice", "store",
+    "function_call", "response_format", "prediction", "modalities", "audio", "metadata",
+    "moderation", "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention",
+    "safety_identifier", "user", "web_search_options",
 ))  # fmt: skip
-"""Knobs of these names are fields of a request: those of the OpenAI protocol, and some of vLLM and
-others."""
+"""Knobs of these names are fields of a request, as the protocol has them."""
 
 
 class Freedom(NamedTuple):
@@ -43,7 +42,8 @@ class KnobFields:
         configurations: the knob values of each configuration.
         messages: `messages(question, knobs)` returns the messages that stand for the user's last
             one; None if every knob is a field.
-        model: the model of requests that leave it open, if no knob sets it.
+        extra: further fields of every request, unless a client sets them; a knob of the same name
+            sets the field.
         override: True to set knobs whatever the client has set.
 
     Raises:
@@ -54,19 +54,21 @@ class KnobFields:
         self,
         configurations: Sequence[Mapping[str, Any]],
         messages: Callable[..., Any] | None = None,
-        model: str | None = None,
+        extra: Mapping[str, Any] | None = None,
         override: bool = False,
     ) -> None:
         self._configurations = configurations
         self._messages = messages
-        self._model = model
+        self._extra = dict(extra or {})
         self._override = override
-        self._names = [name for name in configurations[0] if name in FIELDS]
-        others = [name for name in configurations[0] if name not in FIELDS]
+        known = FIELDS | self._extra.keys()
+        self._names = [name for name in configurations[0] if name in known]
+        others = [name for name in configurations[0] if name not in known]
         if others and messages is None:
             raise InputError(
                 f"messages: knob {others[0]} is no field of a request; give messages="
-                "module:function(question, knobs), as when the profile was measured"
+                f"module:function(question, knobs), or extra_body={{{others[0]}: …}}, as when the "
+                "profile was measured"
             )
 
     def freedom(self, body: Mapping[str, Any]) -> Freedom | None:
@@ -118,12 +120,12 @@ class KnobFields:
         Raises:
             Exception: what the user's function of the messages raises.
         """
-        changed = dict(body)
+        changed = self.with_extra(body)
         for name in self._names:
             field = name
             if name in LENGTHS:
                 # in the words of the client, since servers may know one of the two only
-                field = next((known for known in LENGTHS if known in body), name)
+                field = next((known for known in LENGTHS if known in changed), name)
             changed[field] = knobs[name]
             # null stands for a field that is left out
             if knobs[name] is None:
@@ -134,14 +136,17 @@ class KnobFields:
             messages = list(body.get("messages") or [])
             index = len(messages) if index < 0 else index
             replaced = self._messages(question, dict(knobs))
+            for message in messages[index : index + 1]:
+                replaced = _with_parts(replaced, message.get("content"))
             changed["messages"] = [*messages[:index], *replaced, *messages[index + 1 :]]
-        return self.with_model(changed)
+        return changed
 
-    def with_model(self, body: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the body with a model, if the client leaves it open and one was named for this."""
-        if self._model is not None and body.get("model") in OPEN_MODELS:
-            return {**body, "model": self._model}
-        return dict(body)
+    def with_extra(self, body: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the body with the further fields that the client does not set."""
+        fields = dict(body)
+        if "model" in self._extra and fields.get("model") in OPEN_MODELS:
+            fields.pop("model", None)
+        return {**self._extra, **fields}
 
     def index_of(self, knobs: Mapping[str, Any]) -> int:
         """Return the configuration with these knobs. Raises InputError if there is none."""
@@ -158,6 +163,19 @@ class KnobFields:
         # of both names, the smaller counts
         caps = [body[name] for name in LENGTHS if type(body.get(name)) is int]
         return min(caps, default=None)
+
+
+def _with_parts(messages: list[dict[str, Any]], content: Any) -> list[dict[str, Any]]:
+    """Return messages with what is no text in a content, such as images, before the text of the
+    last one of the user."""
+    parts = content if isinstance(content, list) else []
+    others = [part for part in parts if not (isinstance(part, dict) and part.get("type") == "text")]
+    users = [message for message in messages if message.get("role") == "user"]
+    if others and users:
+        text = users[-1]["content"]
+        texts = [{"type": "text", "text": text}] if isinstance(text, str) else text
+        users[-1]["content"] = [*others, *texts]
+    return messages
 
 
 def _number(value: Any) -> float:

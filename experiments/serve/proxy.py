@@ -202,7 +202,7 @@ class Exchange:
         chat = self._chat
         fields = self._walk.fields
         if self._choice is None:
-            body = fields.with_model(chat.body)
+            body = fields.with_extra(chat.body)
         else:
             try:
                 body = fields.set(chat.body, self._choice.knobs)

@@ -28,6 +28,7 @@ from knobwise.experiments.serve.upstream import Upstream
 from knobwise.experiments.serve.walk import Walk, checked_default
 from knobwise.experiments.serve.workers import Worker, listen, serve_in_workers
 from knobwise.experiments.settings.serving import ServeRun
+from knobwise.profiling.endpoint.messages import message_function
 
 TOKEN = "KNOBWISE_TOKEN"
 """The variable with the token that clients must bring."""
@@ -55,13 +56,13 @@ def serve(config: ServeRun, controller: NumpyController) -> None:
     if config.endpoint is not None:
         key = os.environ.get(KEY) or None
         upstream = Upstream(config.endpoint, key, token is not None, config.timeout_s)
-        messages = _function("messages", config.messages, "prompts:messages")
+        messages = None if config.messages is None else message_function(config.messages)
         known = runtime.configurations
-        fields = KnobFields(known, messages, config.model, config.override)
+        fields = KnobFields(known, messages, config.extra_body, config.override)
         shadow = checked_default(fields, runtime, config.shadow, config.default)
         upstream.check()
     features = RequestFeatures(
-        _function("features", config.features, "embedding:features"),
+        _features(config.features),
         config.prompt,
         frozenset({*controller.feature_sizes, *(column[0] for column in controller.columns)}),
     )
@@ -117,11 +118,11 @@ async def _connected(upstream: Upstream | None) -> AsyncIterator[None]:
         yield
 
 
-def _function(key: str, name: str | None, example: str) -> Callable[..., Any] | None:
-    """Return a function of the user's own; None if none is named."""
+def _features(name: str | None) -> Callable[..., Any] | None:
+    """Return the user's own function of the features; None if none is named."""
     if name is None:
         return None
-    return imported(key, name, "function", example)
+    return imported(f"features={name}", name, "function", "my_module:features")
 
 
 def _default_budget(config: ServeRun, controller: NumpyController) -> float:

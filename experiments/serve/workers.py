@@ -4,6 +4,7 @@ die."""
 from __future__ import annotations
 
 import contextlib
+import errno
 import gc
 import logging
 import multiprocessing
@@ -34,7 +35,7 @@ def listen(host: str, port: int) -> socket.socket:
             family = socket.AF_INET6 if ":" in host else socket.AF_INET
             listening = socket.create_server((host, port), family=family, backlog=1024)
         except OSError as error:
-            if time.monotonic() > last or not _is_taken(error):
+            if time.monotonic() > last or error.errno != errno.EADDRINUSE:
                 # asyncio and socket say the address once more
                 reason = str(error.strerror).partition(" (")[0]
                 raise InputError(
@@ -47,12 +48,6 @@ def listen(host: str, port: int) -> socket.socket:
             listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             return listening
         time.sleep(0.05)
-
-
-def _is_taken(error: OSError) -> bool:
-    import errno
-
-    return error.errno == errno.EADDRINUSE
 
 
 class Worker:

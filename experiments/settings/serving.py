@@ -32,9 +32,10 @@ class ServeRun:
     budget_ms: float | None = None
     """The deadline of requests that bring none, in ms; None for the longest that the controller was
     calibrated for."""
-    model: str | None = None
-    """The model that is asked where a client leaves it open (`knobwise` or `auto`) and no knob sets
-    it."""
+    extra_body: Any = None
+    """Further fields of every request, unless a client sets them, such as {max_tokens: 256}; give
+    what the profile was measured with. A knob of the same name sets the field. `model` counts where
+    a client leaves it open: `knobwise`, `auto` or none."""
     messages: str | None = None
     """module:function(question, knobs), which returns the messages that stand for the user's last
     one. Knobs that are no field of a request need it; give the same as when the profile was
@@ -92,5 +93,6 @@ class ServeRun:
             raise InputError("shadow=true: sends nothing that is drawn; leave out explore")
         if self.default is not None and not self.shadow:
             raise InputError("default: is for shadow=true")
-        if not isinstance(self.default, dict | None):
-            raise InputError("default: must be a value for each knob, {name: value, …}")
+        for name in ("default", "extra_body"):
+            if not isinstance(getattr(self, name), dict | None):
+                raise InputError(f"{name}: must be values by name, {{name: value, …}}")

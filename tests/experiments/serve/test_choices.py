@@ -9,8 +9,9 @@ from knobwise.agents.serving.exploration import near_best
 from knobwise.agents.serving.runtime import Runtime
 from knobwise.common.errors import InputError
 from knobwise.experiments.serve.chat import last_question, parse
-from knobwise.experiments.serve.knob_fields import KnobFields
+from knobwise.experiments.serve.knob_fields import FIELDS, KnobFields
 from knobwise.experiments.serve.restricted import RestrictedController
+from knobwise.profiling.endpoint.model import request_fields
 
 GRID = [
     {"model": model, "max_tokens": tokens, "reasoning_effort": effort}
@@ -69,7 +70,14 @@ def test_knobs_are_set_within_the_cap():
     }
     # null leaves a field out
     assert fields.set({"messages": []}, GRID[5]) == {"messages": [], "model": "s"}
-    assert KnobFields([{"top_p": 1}], model="x").set({}, {"top_p": 1}) == {"top_p": 1, "model": "x"}
+    extra = KnobFields([{"min_p": 1}], extra={"min_p": 0, "model": "x", "seed": 1})
+    for model in (None, "auto"):
+        body = {"model": model, "seed": 2}
+        assert extra.set(body, {"min_p": 1}) == {"min_p": 1, "model": "x", "seed": 2}
+
+
+def test_every_field_of_the_official_client_can_be_a_knob():
+    assert request_fields() <= FIELDS
 
 
 def test_messages_of_the_users_own():
@@ -81,6 +89,12 @@ def test_messages_of_the_users_own():
         KnobFields([knobs])
     changed = KnobFields([knobs], messages).set({"messages": QUESTION}, knobs)
     assert changed == {"messages": [QUESTION[0], {"role": "user", "content": "2 Why?"}]}
+    # images stay, before the text, as when the profile was measured
+    image = {"type": "image_url", "image_url": {"url": "data:,"}}
+    content = [{"type": "text", "text": "Why?"}, image]
+    chat = {"messages": [QUESTION[0], {"role": "user", "content": content}]}
+    changed = KnobFields([knobs], messages).set(chat, knobs)
+    assert changed["messages"][1]["content"] == [image, {"type": "text", "text": "2 Why?"}]
 
 
 def test_the_last_question():
