@@ -24,8 +24,8 @@ BITS = 17
 """There are 2 to this power hashes."""
 SURFACE = ("characters", "words", "digits")
 """What the first numbers are: ln(1 + count), or for digits their share."""
-BENEFIT = 5
-"""So many parts of any text count as known, since little can be said of a short one."""
+BENEFIT = 2
+"""So many runs and words of any text count as known, since little can be said of a short one."""
 MESSAGES = ("last", "user", "all")
 """What is read of a chat: the last message of the user, all of the user's, or all messages."""
 
@@ -107,9 +107,11 @@ class Parts(NamedTuple):
     """What a text consists of."""
 
     hashes: Array
-    """int64 [m], below 2^`BITS`: of its words, pairs of neighbours, and runs of characters."""
+    """int64 [m], below 2^`BITS`: of its runs of three characters, of its words, and of pairs of
+    neighbours."""
     characters: int
     """Its length, also of what is not read."""
+    runs: int
     words: int
     digits: float
     """Their share of the bytes."""
@@ -142,7 +144,16 @@ def parts_of(value: Any, messages: str = "last") -> Parts:
     hashes = np.concatenate([runs, named, pairs])
     hashes >>= _SHIFT
     digits = len(data) - len(data.translate(None, _DIGITS))
-    return Parts(hashes.view(np.int64), len(text), len(words), digits / max(1, len(data)))
+    share = digits / max(1, len(data))
+    return Parts(hashes.view(np.int64), len(text), len(runs), len(words), share)
+
+
+def known_shares(parts: Parts, slots: Array) -> tuple[float, float]:
+    """Return the shares of runs and of words that are known, by the number of each part [m], 0 for
+    one that is not."""
+    runs = np.count_nonzero(slots[: parts.runs]) + BENEFIT
+    words = np.count_nonzero(slots[parts.runs : parts.runs + parts.words]) + BENEFIT
+    return runs / (parts.runs + BENEFIT), words / (parts.words + BENEFIT)
 
 
 class TextEncoder:
@@ -150,7 +161,7 @@ class TextEncoder:
 
     Counts of parts that training knows are taken logarithmically, weighted, and brought to length
     1; then they are projected. What is unlike any text of training gives NaN: a text of which too
-    few parts are known, such as one in another language, or one that is far longer.
+    few runs or words are known, such as one in another language, or one that is far longer.
 
     Attributes:
         arrays: what it was made of.
@@ -158,8 +169,8 @@ class TextEncoder:
         width: k + the number of `SURFACE`.
 
     The arrays are `slots` [2^BITS], the number of a part by its hash, 0 for one that is not known;
-    `weights` [V] and `projection` [V, k], of which row 0 is not used; `limits`, the least share of
-    known parts and the most characters; and `messages`, an index into `MESSAGES`.
+    `weights` [V] and `projection` [V, k], of which row 0 is not used; `limits`, the least shares of
+    known runs and words, and the most characters; and `messages`, an index into `MESSAGES`.
     """
 
     def __init__(self, arrays: Arrays) -> None:
@@ -169,26 +180,26 @@ class TextEncoder:
         self._slots = arrays["slots"]
         self._weights = arrays["weights"]
         self._projection = arrays["projection"]
-        self._least, self._most = arrays["limits"].tolist()
+        self._least_runs, self._least_words, self._most = arrays["limits"].tolist()
 
     def __call__(self, value: Any) -> Array:
         """Return the numbers of a text or chat, float32 [width]; all NaN if it is unlike training.
         Raises a ValueError if it is neither."""
         parts = parts_of(value, self.messages)
-        counts = np.bincount(self._slots[parts.hashes], minlength=1)
-        total = len(parts.hashes)
-        known = total - int(counts[0])
-        if known + BENEFIT < self._least * (total + BENEFIT) or parts.characters > self._most:
+        slots = self._slots[parts.hashes]
+        runs, words = known_shares(parts, slots)
+        if runs < self._least_runs or words < self._least_words or parts.characters > self._most:
             return np.full(self.width, np.nan, np.float32)
-        present, weights = self.weighted(counts)
+        present, weights = self.weighted(slots)
         block = np.empty(self.width, np.float32)
         block[: len(SURFACE)] = parts.surface
         np.dot(weights, self._projection[present], out=block[len(SURFACE) :])
         return block
 
-    def weighted(self, counts: Array) -> tuple[Array, Array]:
+    def weighted(self, slots: Array) -> tuple[Array, Array]:
         """Return which known parts there are, int64 [p], and their weights, float32 [p] of length
-        1, by how often each occurs, int64 [≤ V]."""
+        1, by the number of each part [m]."""
+        counts = np.bincount(slots, minlength=1)
         counts[0] = 0
         # much faster than nonzero of numbers
         present = (counts > 0).nonzero()[0]

@@ -16,7 +16,14 @@ import torch
 from torch import Tensor
 
 from knobwise.agents.deployed.arrays import Array, Arrays
-from knobwise.agents.deployed.text import BENEFIT, BITS, MESSAGES, SURFACE, TextEncoder, parts_of
+from knobwise.agents.deployed.text import (
+    BITS,
+    MESSAGES,
+    SURFACE,
+    TextEncoder,
+    known_shares,
+    parts_of,
+)
 from knobwise.agents.teacher.completed import measured_of
 from knobwise.common.checks import one_of
 from knobwise.common.errors import InputError
@@ -36,8 +43,8 @@ WIDTHS = (8, 16, 32, 64)
 PENALTIES = (1.0, 10.0, 100.0, 1000.0)
 """Of the regressions that tell."""
 UNLIKE = 0.5
-"""A text is unlike training if it has less than this share of the known parts that all but
-`RARE` of the validation texts have."""
+"""A text is unlike training if it has less than this share of the known runs, or words, that all
+but `RARE` of the validation texts have."""
 RARE = 0.05
 FAR_LONGER = 2.0
 """So is one that is so many times as long as the longest text to fit on."""
@@ -150,15 +157,14 @@ def fitted_arrays(
         "slots": slots,
         "weights": weights,
         "projection": np.zeros((len(weights), 0), np.float32),
-        "limits": np.array([0.0, np.inf]),
+        "limits": np.array([0.0, 0.0, np.inf]),
         "messages": np.array(MESSAGES.index(messages)),
     }
     encoder = TextEncoder(arrays)
     # as sparse as texts are
     rows = []
     for row in train.tolist():
-        hashes = parts_of(texts[row], messages).hashes
-        rows.append(encoder.weighted(np.bincount(slots[hashes], minlength=1)))
+        rows.append(encoder.weighted(slots[parts_of(texts[row], messages).hashes]))
     stops = np.cumsum([0, *(len(present) for present, _ in rows)])
     present, values = (np.concatenate(part) for part in zip(*rows, strict=True))
     matrix = csr_matrix((values, present, stops), (len(rows), len(weights)))
@@ -207,10 +213,11 @@ def _best_width(arrays: Arrays, texts: Sequence[str], table: ProfileTable, split
 def _limits(
     slots: Array, texts: Sequence[str], validation: Tensor, fitted: Tensor, messages: str
 ) -> Array:
-    """Return the least share of known parts, and the most characters, that are like training."""
+    """Return the least shares of known runs and words, and the most characters, that are like
+    training."""
     shares = []
     for row in validation.tolist():
-        known = slots[parts_of(texts[row], messages).hashes] > 0
-        shares.append((known.sum() + BENEFIT) / (known.size + BENEFIT))
+        parts = parts_of(texts[row], messages)
+        shares.append(known_shares(parts, slots[parts.hashes]))
     longest = max(parts_of(texts[row], messages).characters for row in fitted.tolist())
-    return np.array([UNLIKE * np.quantile(shares, RARE), FAR_LONGER * longest])
+    return np.array([*(UNLIKE * np.quantile(shares, RARE, axis=0)), FAR_LONGER * longest])

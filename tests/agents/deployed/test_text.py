@@ -44,7 +44,7 @@ def encoder(known, least=0.5, most=1000, messages=0, width=2):
         "slots": slots,
         "weights": np.ones(len(hashes) + 1, np.float32),
         "projection": projection.astype(np.float32),
-        "limits": np.array([least, most]),
+        "limits": np.array([least, least, most]),
         "messages": np.array(messages),
     }
     return TextEncoder(arrays)
