@@ -97,7 +97,7 @@ def profile_vlm(
 
     Raises:
         InputError: settings, metric or folder do not fit, the model fails on a sample, or time runs
-            out before the first round ends.
+            out before enough is measured (`part_of`).
     """
     start_s = clock_s()
     out = Path(out)
@@ -170,6 +170,12 @@ def profile_vlm(
                 break
             together = hasattr(model, "answer_all")
             rounds.add(further_round(plan, measurements, table, outlook, together), outlook.gain)
+    if not whole and not parts:
+        cells = int(plan.design.cells.sum())
+        print(
+            f"{limit}: is reached, with {cells} of {design.cells.sum()} cells measured, which the "
+            "table holds; the same command with a higher limit goes on"
+        )
     print(*knob_lines(profile), sep="\n")
     return out
 

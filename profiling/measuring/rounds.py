@@ -20,6 +20,8 @@ from knobwise.profiling.measuring.measuring import CELL, STAGE_TIMES, Measuremen
 from knobwise.profiling.measuring.settings import VLMProfileConfig
 from knobwise.profiling.measuring.sure_cells import places
 
+FEWEST = 5
+"""A configuration that fewer samples were measured with tells too little to go on with."""
 ROUNDS = "rounds.json"
 """The file of the rounds after the first, in the state folder."""
 
@@ -184,10 +186,17 @@ def further_round(
 
 def part_of(plan: MeasurementPlan, measurements: pl.DataFrame, limit: str) -> MeasurementPlan:
     """Return the part of a plan that was measured before a limit was reached, such as
-    `knobs.max_hours=1`. Raises InputError if that is not even the first round."""
+    `knobs.max_hours=1`.
+
+    Raises:
+        InputError: that is not even the first round; or, where all cells were to be measured, some
+            configuration was measured on fewer than `FEWEST` samples.
+    """
     done = plan.done(measurements)[0] & plan.design.cells
     first = plan.design.rounds == 1
-    if not done[first].all():
+    # cells were measured in random order, so that what is missing is missing at random
+    enough = done[first].all() or (not plan.parts and done.sum(0).min() >= FEWEST)
+    if not enough:
         raise InputError(
             f"{limit}: is reached, with {done[first].sum()} of {first.sum()} cells of the first "
             "round measured. They are kept: repeat the command, with a higher limit if need be, to "

@@ -225,6 +225,7 @@ def test_no_more_is_spent_than_allowed_and_more_money_goes_on(endpoint, capsys):
     options = {"prices": "prices.yaml", "knobs.warm_up": 0, "concurrency": 4}
     line = mistake(words(endpoint, max_usd=0.02, **options), capsys)
     assert "max_usd" in line
+    assert not Path("out/table.parquet").exists()
     known = read_measurements("out/state/measured.jsonl")
     spent = known["extra.usd"].sum()
     assert 0 < len(known) < 96
@@ -236,6 +237,13 @@ def test_no_more_is_spent_than_allowed_and_more_money_goes_on(endpoint, capsys):
     # what was spent before counts
     mistake(words(endpoint, max_usd=0.02, **options), capsys)
     assert not asked(endpoint)
+    # enough for a table with holes
+    launch(words(endpoint, max_usd=0.1, **options))
+    holes = table_of()
+    assert 5 * 8 <= len(holes) < 96
+    assert holes["usd"].sum() <= 0.1
+    read = read_long_table("out/table.parquet", features="out/features.safetensors")
+    assert read.mask.sum() == len(holes)
     launch(words(endpoint, max_usd=1, **options))
     assert asked(endpoint).total() + len(known) == 96
     assert len(table_of()) == 96
