@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
 
 from starlette.concurrency import run_in_threadpool
@@ -120,6 +120,10 @@ def counts_of(body: Mapping[str, Any], question: str) -> dict[str, float]:
     }
 
 
+class MissingFeatures(InputError):
+    """Features that a request lacks. The message has their names, and nothing of the request."""
+
+
 class RequestFeatures:
     """Computes the features of requests.
 
@@ -127,16 +131,24 @@ class RequestFeatures:
         compute: `compute(body)` returns features by name, or awaits them; None for no such
             function. A plain one works in a thread, so that other requests go on.
         prompt: the name of the user's last message as a feature.
-        names: what the controller reads; nothing else is computed.
+        blocks: the feature blocks that the controller reads.
+        columns: the names of those in the block `features`, if they have names.
     """
 
     def __init__(
-        self, compute: Callable[..., Any] | None, prompt: str, names: frozenset[str]
+        self,
+        compute: Callable[..., Any] | None,
+        prompt: str,
+        blocks: Collection[str],
+        columns: Collection[str],
     ) -> None:
         self._compute = compute
         self._awaits = inspect.iscoroutinefunction(compute)
         self._prompt = prompt
-        self._names = names
+        self._named = frozenset(columns)
+        self._names = frozenset(blocks)
+        if columns:
+            self._names = self._names - {"features"} | self._named
 
     async def computed(self, chat: ChatRequest) -> dict[str, Any]:
         """Return the features of a request by name.
@@ -144,6 +156,7 @@ class RequestFeatures:
         Raises:
             Exception: what the user's function raises.
             InputError: it returned no features by name.
+            MissingFeatures: some are known from nowhere.
         """
         features: dict[str, Any] = {}
         # nothing is counted in vain
@@ -161,4 +174,9 @@ class RequestFeatures:
             if not isinstance(values, Mapping):
                 raise InputError(f"features: returned {type(values).__name__}, not a dict")
             features |= values
-        return {**features, **chat.features}
+        features |= chat.features
+        # the block of the columns may be given instead
+        needed = self._names - self._named if "features" in features else self._names
+        if missing := needed - features.keys():
+            raise MissingFeatures(f"no {', '.join(sorted(missing))}")
+        return features

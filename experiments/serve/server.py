@@ -64,7 +64,8 @@ def serve(config: ServeRun, controller: NumpyController) -> None:
     features = RequestFeatures(
         _features(config.features),
         config.prompt,
-        frozenset({*controller.feature_sizes, *(column[0] for column in controller.columns)}),
+        controller.feature_sizes,
+        [column[0] for column in controller.columns],
     )
     hosts = hosts_of(config.host, config.names)
     guards = Guards(hosts, token, round(config.max_body_mb * 1e6))

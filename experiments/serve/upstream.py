@@ -97,8 +97,13 @@ class Upstream:
         """Raise an InputError if the endpoint cannot be reached."""
 
         async def ask() -> None:
-            async with self._new_session(FIRST_CONNECT_S, FIRST_CONNECT_S) as session:
-                await session.get(f"{self._address}/models", headers=self._headers([]))
+            address = f"{self._address}/models"
+            async with (
+                self._new_session(FIRST_CONNECT_S, FIRST_CONNECT_S) as session,
+                session.get(address, headers=self._headers([])),
+            ):
+                # whatever it says, it is there
+                pass
 
         try:
             asyncio.run(ask())

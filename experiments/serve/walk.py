@@ -12,7 +12,12 @@ import numpy as np
 from knobwise.agents.serving.requests import Decision, PendingRequest, Result
 from knobwise.agents.serving.runtime import Runtime
 from knobwise.common.errors import InputError
-from knobwise.experiments.serve.chat import ChatRequest, RequestFeatures, last_question
+from knobwise.experiments.serve.chat import (
+    ChatRequest,
+    MissingFeatures,
+    RequestFeatures,
+    last_question,
+)
 from knobwise.experiments.serve.knob_fields import Freedom, KnobFields
 from knobwise.experiments.serve.metrics import ServerMetrics
 from knobwise.experiments.serve.restricted import Allowed, RestrictedController
@@ -219,10 +224,11 @@ class Walk:
         request."""
         self._metrics.fallbacks.labels(reason).inc()
         kind = f"{reason}: {type(error).__name__}"
+        if isinstance(error, MissingFeatures):
+            kind = f"features: {error}"
         if kind not in self._kinds:
             self._kinds.add(kind)
-            what = str(error) if isinstance(error, NameError | AttributeError) else ""
-            LOG.warning("%s %s; such requests get static, and are counted", kind, what)
+            LOG.warning("%s; this is counted, and such requests are answered without", kind)
 
 
 def checked_default(

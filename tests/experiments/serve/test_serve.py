@@ -1,12 +1,14 @@
 """`knobwise serve` in front of a simulated endpoint."""
 
 import http.client
+import http.server
 import json
 import os
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -299,6 +301,7 @@ def test_functions_of_the_users_own(exported, endpoint, tmp_path):
     )
     words = f"checkpoint={exported}", f"endpoint={endpoint.url}", "features=own:features"
     with started(tmp_path, *words, "tracker=false") as (client, _):
+        assert client.chat(messages=[], features={"kind": "a"}).status == 200
         good = client.chat(messages=[{"role": "user", "content": "a sum"}], budget_ms=1000)
         bad = client.chat(messages=[{"role": "user", "content": "secret"}], budget_ms=1000)
     assert (good.headers["x-knobwise-fell-back"], bad.headers["x-knobwise-fell-back"]) == (
@@ -400,3 +403,69 @@ def test_a_worker_that_dies_is_replaced_and_what_it_had_open_is_counted(
         connection.close()
         wait_for(lambda: client.metric("broken_total") == 1)
         assert client.chat(budget_ms=200).status == 200
+
+
+def test_a_server_that_is_stopped_lets_streams_end(exported, endpoint, tmp_path):
+    words = f"checkpoint={exported}", f"endpoint={endpoint.url}"
+    body = {"messages": MESSAGES, "model": "small", "stream": True, "features": {"kind": "a"}}
+    with started(tmp_path, *words) as (client, process):
+        simulated = "first_ms=1&chunks=40&chunk_ms=20"
+        connection, answer = client.send(CHAT, body, x_simulated=simulated)
+        assert answer.read(10)
+        process.send_signal(signal.SIGTERM)
+        assert answer.read().endswith(b"data: [DONE]\n\n")
+        connection.close()
+        process.wait(60)
+    assert process.returncode == 0
+    assert len(client.said()) == 1
+    assert len(rows_in(tmp_path / "served")) == 1
+    assert not [*(tmp_path / "served").glob("running-*")]
+
+
+class Recorded(http.server.BaseHTTPRequestHandler):
+    """An endpoint that keeps the headers that it gets."""
+
+    headers_of = {}
+
+    def do_GET(self):
+        self.do_POST()
+
+    def do_POST(self):
+        self.headers_of[self.command] = dict(self.headers.items())
+        self.rfile.read(int(self.headers.get("content-length") or 0))
+        self.send_response(200)
+        self.send_header("Content-Length", "2")
+        self.end_headers()
+        self.wfile.write(b"{}")
+
+    def log_message(self, *arguments):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("variables", "passed"),
+    [
+        ({}, "Bearer client"),
+        ({"OPENAI_API_KEY": "key"}, "Bearer key"),
+        ({"KNOBWISE_TOKEN": "client"}, None),
+    ],
+)
+def test_whose_key_the_endpoint_gets(exported, tmp_path, variables, passed):
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Recorded)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        words = f"checkpoint={exported}", f"endpoint=http://127.0.0.1:{server.server_port}/v1"
+        with serving(tmp_path, *words, **variables) as client:
+            headers = {"Authorization": "Bearer client", "X-Other": "1", "X-Budget-Ms": "300"}
+            assert client.chat(headers).status == 200
+    finally:
+        server.shutdown()
+        server.server_close()
+    got = {name.lower(): value for name, value in Recorded.headers_of["POST"].items()}
+    assert got.get("authorization") == passed
+    assert (got["x-other"], "x-budget-ms" in got) == ("1", False)
+    assert not list(filter(lambda path: b"Bearer" in path.read_bytes(), files_in(tmp_path)))
+
+
+def files_in(folder):
+    return [path for path in folder.rglob("*") if path.is_file()]
