@@ -3,7 +3,7 @@
 The architecture is that of a published model and the weights are random, so the answers are noise
 and the times are real. The tokenizer knows a hundred characters, one token each.
 
-    python benchmarks/language_model.py [device=cuda] [shape=qwen2.5-7b] [tokens=8,32]
+    python benchmarks/language_model.py [device=cuda] [shape=qwen2.5-7b] [tokens=4,16,64]
 
 A row is a setting: the median time of an answer, and its share of the time that all blocks take for
 as many new tokens. The weights (bfloat16, 15 GB of the largest) go into a temporary folder. On a
@@ -146,7 +146,7 @@ def measure(folder: Path, values: dict[str, str], device: str, tokens: str) -> N
 
 def main(words: list[str]) -> None:
     """Make the model, and measure it once for each length of answers."""
-    options = {"device": "cuda", "shape": "qwen2.5-7b", "tokens": "8,32"}
+    options = {"device": "cuda", "shape": "qwen2.5-7b", "tokens": "4,16,64"}
     options |= dict(word.split("=", 1) for word in words)
     device = options["device"]
     with tempfile.TemporaryDirectory() as temporary:
