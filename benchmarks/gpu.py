@@ -240,18 +240,16 @@ def ways(contexts: int, device: str) -> dict[str, Callable[[Any], Callable[[], o
 
 def time_compiled(device: str) -> None:
     """Time loss and policy compiled, beside what they are without it."""
-    compilers = {"compiled": torch.compile}
+    graphs = functools.partial(torch.compile, mode="reduce-overhead")
+    compilers = {"cpu": {"compiled": torch.compile}}
     if device != "cpu":
-        graphs = functools.partial(torch.compile, mode="reduce-overhead")
-        compilers["compiled, with CUDA graphs"] = graphs
+        compilers[device] = compilers["cpu"] | {"compiled, with CUDA graphs": graphs}
     for contexts in CONTEXTS[:2]:
         set_threads(contexts)
-        for where in dict.fromkeys(("cpu", device)):
+        for where, wraps in compilers.items():
             for what, call_of in ways(contexts, where).items():
                 eager = 1e3 * seconds_of(call_of(lambda module: module), where)
-                for how, wrap in compilers.items():
-                    if where == "cpu" and wrap is not torch.compile:
-                        continue
+                for how, wrap in wraps.items():
                     torch.compiler.reset()
                     times = [eager, 1e3 * seconds_of(call_of(wrap), where)]
                     tell(f"{what}, {contexts:,} contexts on {where}, {how}", "ms", times)
