@@ -77,6 +77,12 @@ class ActorLoss(LossModule):
             in_keys |= dict.fromkeys(_listed(keys))
         self.in_keys = list(in_keys)
 
+    def _register(self, **coefficients: float) -> None:
+        """Make buffers of coefficients, on the device of the actor, as TorchRL's losses do."""
+        device = next((values.device for values in self.parameters()), None)
+        for name, value in coefficients.items():
+            self.register_buffer(name, torch.tensor(float(value), device=device))
+
     @abstractmethod
     def _loss_keys(self) -> list[Keys]:
         """Return the keys that the loss reads, without those that only the actor reads."""

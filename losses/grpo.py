@@ -128,9 +128,9 @@ class GroupLoss(ActorLoss):
         self.std_floor = std_floor
         self.std_eps = std_eps
         self._began_with_kl = kl_to_ref_coeff > 0
-        self.register_buffer("clip_epsilon", torch.tensor(float(clip_epsilon)))
-        self.register_buffer("entropy_coeff", torch.tensor(float(entropy_coeff)))
-        self.register_buffer("kl_to_ref_coeff", torch.tensor(float(kl_to_ref_coeff)))
+        self._register(
+            clip_epsilon=clip_epsilon, entropy_coeff=entropy_coeff, kl_to_ref_coeff=kl_to_ref_coeff
+        )
         self._check_settings()
 
     @abstractmethod

@@ -74,7 +74,7 @@ class RCELoss(ActorLoss):
         if not temperature > 0:
             raise InputError(f"RCELoss: temperature={temperature}: must be positive")
         self.recorded = recorded
-        self.register_buffer("temperature", torch.tensor(float(temperature)))
+        self._register(temperature=temperature)
         self._forward_value_estimator_keys()
 
     def _loss_keys(self) -> list[Keys]:

@@ -18,6 +18,10 @@ from knobwise.envs.tables.profile_table import Knob, median_of
 from knobwise.experiments.settings import beams
 from knobwise.testbeds.canvases import builtin
 
+needs_gpu = pytest.mark.skipif(
+    not torch.cuda.is_available(), reason="needs a GPU, and torch finds none: not run"
+)
+
 
 def small_table(samples=60, seed=0, holes=0.0, features=True, **changes):
     """3 × 2 × 2 configurations; accuracy and latency depend on two hidden traits that the features

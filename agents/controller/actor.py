@@ -96,8 +96,6 @@ class _TableEncoder(nn.Module):
         blocks = {name: block.to(device) for name, block in table.features.items()}
         features = controller.normaliser(blocks, table.num_samples)
         self.register_buffer("all_features", features, persistent=False)
-        if noise is not None:
-            noise = noise.to(device)
         self.register_buffer("noise", noise, persistent=False)
         self.register_buffer("mask", table.mask.to(device), persistent=False)
         self.complete = bool(table.mask.all())
@@ -216,7 +214,6 @@ def make_critic(
     config = controller.config
     critic.network.head = ValueHead(config.networks_trained, config.hidden)
     critic.network.utility = None
-    critic.to(controller.configurations.device)
     rows = _TableEncoder(critic, table, all_networks=True, noise=noise)
     keys = ["row", controller.limit_key]
     return TensorDictModule(rows, in_keys=keys, out_keys=["state_value"])

@@ -46,7 +46,8 @@ class ConfigurationCategorical(Distribution):
         normalised: bool = False,
     ) -> None:
         self.log_probs = log_probs if normalised else log_probs.log_softmax(-1)
-        self.configurations = configurations
+        # a module that was moved leaves the settings of its distribution behind
+        self.configurations = configurations.to(log_probs.device)
         self.group_size = group_size
         self.index = index or self._match
         self._group = torch.Size(() if group_size is None else (group_size,))

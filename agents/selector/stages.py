@@ -109,8 +109,7 @@ class SFT(SelectorStage):
 
     def __init__(self, setup: SelectorSetup) -> None:
         super().__init__(setup)
-        device = setup.agent.pool.device
-        self.imitation = RCELoss(setup.agent, recorded=True, functional=False).to(device)
+        self.imitation = RCELoss(setup.agent, recorded=True, functional=False)
 
     def prepare(self, share: float, watched: bool) -> None:
         super().prepare(share, watched)
@@ -167,7 +166,6 @@ class SequenceGRPO(SelectorStage):
         agent = setup.agent
         loss = setup.loss
         self.grpo = GRPOLoss(agent, **loss.of_grpo(), masked=True, functional=False)
-        self.grpo.to(agent.pool.device)
         if loss.kl_band is not None:
             self.kl_controls.append(weight_control(self.grpo.kl_to_ref_coeff, loss.kl_band))
         if loss.temperature_band is not None:

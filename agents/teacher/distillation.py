@@ -38,6 +38,7 @@ def distillation_targets(
     drift: float,
     values: Tensor,
     augment: float = 0.0,
+    device: torch.device | str = "cpu",
 ) -> TensorDict:
     """Return what the teachers of M networks expect for R requests each, under V limits each.
 
@@ -51,6 +52,7 @@ def distillation_targets(
         values: float [values, C], see `drift_values`.
         augment: the standard deviation of the noise on the features of every other request; 0 for
             none. The teacher is asked about the features with noise.
+        device: where the result lies.
 
     Returns:
         float [M, R, V, …]. `x`: the normalised features, the same under all limits of a request.
@@ -85,6 +87,8 @@ def distillation_targets(
             targets.append(target)
             tick(finished, "teachers")
     parts = joined_by_name(targets, torch.stack)
+    # moved before x is expanded, which takes no memory
+    parts = {name: part.to(device) for name, part in parts.items()}
     parts["x"] = parts["x"].unsqueeze(2).expand(-1, -1, LIMITS, -1)
     return TensorDict(parts, parts["limit"].shape)
 

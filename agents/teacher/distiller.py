@@ -71,4 +71,4 @@ class Distiller:
         draws = settings.pretrain_iterations * settings.epochs * settings.contexts
         values = setup.controller.network.values.cpu()
         about = self.fitted, setup.table, setup.limits, draws, setup.seed
-        return distillation_targets(*about, setup.drift, values, setup.augment)
+        return distillation_targets(*about, setup.drift, values, setup.augment, setup.device)

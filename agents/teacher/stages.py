@@ -140,12 +140,14 @@ class Distillation(ControllerStage):
     def minibatches(self, buffer: ReplayBuffer) -> Iterator[TensorDictBase]:
         """Sample distillation minibatches, [M, n], instead of collected contexts."""
         targets = self.targets()
+        device = self.setup.device
         networks, requests, limits = targets.shape
+        network = torch.arange(networks, device=device).unsqueeze(1)
         for count in sizes_of_minibatches(self.settings.contexts, self.settings.minibatch):
-            request = torch.randint(requests, (networks, count))
-            limit = torch.randint(limits, (networks, count))
-            drawn = targets[torch.arange(networks).unsqueeze(1), request, limit]
-            yield drawn.to(self.setup.device)
+            # drawn on the CPU, so that a seed gives the same ones on every device
+            request = torch.randint(requests, (networks, count)).to(device)
+            limit = torch.randint(limits, (networks, count)).to(device)
+            yield targets[network, request, limit]
 
     def loss(self, minibatch: TensorDictBase) -> TensorDictBase:
         """Return the heads' cross-entropy to the teacher, a scalar.

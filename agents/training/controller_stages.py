@@ -96,7 +96,7 @@ class RCE(ControllerStage):
             iterations=settings.pretrain_iterations,
             lr=settings.pretrain_lr,
         )
-        self.rce = RCELoss(setup.actor, functional=False).to(setup.device)
+        self.rce = RCELoss(setup.actor, functional=False)
         self.stored = {*self.rce.in_keys}
 
     def start(self, trainer: Trainer) -> None:
@@ -138,7 +138,7 @@ class GRPO(ControllerStage):
             lr=settings.lr,
             patience=settings.patience,
         )
-        self.grpo = self._make_loss().to(setup.device)
+        self.grpo = self._make_loss()
         if setup.loss.kl_band:
             self.kl_controls = [weight_control(self.grpo.kl_to_ref_coeff, setup.loss.kl_band)]
         keys = {*self.grpo.in_keys, "row", "configuration", ("next", "reward")}

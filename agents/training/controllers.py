@@ -157,7 +157,7 @@ class ControllerSetup:
         ).to(self.device)
         self.critic: Any = None
         if self.loss.objective == "ppo":
-            self.critic = make_critic(controller, table, noise)
+            self.critic = make_critic(controller, table, noise).to(self.device)
 
         # the environment: contexts for all networks in turn, each of its own rows
         self.env = ConfigBandit(

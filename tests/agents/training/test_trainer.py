@@ -15,6 +15,7 @@ from helpers import (
     close,
     equal_states,
     input_error,
+    needs_gpu,
     network_alone,
     small_table,
     table_of,
@@ -443,7 +444,7 @@ def test_the_random_state_of_the_caller_is_left_alone():
     assert torch.equal(torch.get_rng_state(), before)
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@needs_gpu
 @pytest.mark.parametrize("objective", ["exact", "sampled"])
 @pytest.mark.parametrize("name", ["one", "taught"])
 def test_trains_and_resumes_on_a_gpu(objective, name, tmp_path):

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from helpers import close, input_error
+from helpers import close, input_error, needs_gpu
 from PIL import Image
 from tiny_models import (
     BLOCKS,
@@ -240,7 +240,7 @@ def test_the_clock_waits_for_every_device_of_the_model(llava, monkeypatch):
         llava._clock()
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@needs_gpu
 def test_times_cover_the_work_of_a_gpu():
     """Kernels run on after the call that started them: the clock must not be read before they have
     finished."""
