@@ -27,7 +27,7 @@ from knobwise.common.errors import InputError
 from knobwise.common.files import written_whole
 
 Arrays = dict[str, Array]
-ARRAYS = ("static", "latency", "mean", "judged")
+ARRAYS = ("static", "latency", "costs", "mean", "judged")
 """Fields of `Calibration` that hold arrays; the others hold rows of plain values."""
 
 
@@ -44,6 +44,9 @@ class Calibration:
         static: what the guard falls back to under deadlines, see `FittedStatic.arrays`.
         latency: the latency that the tracker expects: `bias` and `spread` [C], and perhaps `weight`
             [width, C].
+        costs: what K further costs are expected to stay below: `bias` and `margin` [K, C], and
+            perhaps `weight` [K, width, C], see `agents.evaluation.limits.fit_bounds`; {} for none.
+        cost_names: of these costs.
         mean: the mean budgets, see `policy.calibrated.MeanBudgets`.
         limits: the limits on further costs that held in training, by the names of
             `agents.evaluation.limits.Limits`; {} for none.
@@ -57,6 +60,8 @@ class Calibration:
     guard_of_teacher: list[GuardRow] = field(default_factory=list)
     static: Arrays = field(default_factory=dict)
     latency: Arrays = field(default_factory=dict)
+    costs: Arrays = field(default_factory=dict)
+    cost_names: list[str] = field(default_factory=list)
     mean: Arrays = field(default_factory=dict)
     judged: Arrays = field(default_factory=dict)
     limits: dict[str, Any] = field(default_factory=dict)
@@ -225,6 +230,11 @@ class DeployedController(nn.Module):
             "unit": controller.unit,
             "guard": bool(calibration.guard and calibration.static),
         }
+        # what has no further costs stays as it was
+        if calibration.costs:
+            header["costs"] = calibration.cost_names
+        if calibration.limits:
+            header["limits"] = calibration.limits["values"]
         arrays = {"configurations": controller.configurations.cpu().numpy()}
         if len(controller.network.values):
             by_value = DRIFT_SCALE * controller.network.values
@@ -234,6 +244,7 @@ class DeployedController(nn.Module):
         parts = {
             "normaliser": _numpy_of(normaliser.state_dict()),
             "network": _network_arrays(controller),
+            "costs": calibration.costs,
             "latency": calibration.latency or {"bias": zeros, "spread": zeros + 1},
             "static": calibration.static,
             "mean": calibration.mean,

@@ -12,15 +12,33 @@ from functools import partial
 from numbers import Real
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from knobwise.agents.controller.features import FeatureNormaliser
+from knobwise.agents.deployed.arrays import Array
 from knobwise.agents.teacher.completed import CompletedTable, completed, estimated
+from knobwise.agents.teacher.regressors import ridge
 from knobwise.common.checks import one_of
 from knobwise.common.errors import InputError
 from knobwise.envs.bandit.outcomes import DeadlineOutcomes
 from knobwise.envs.bandit.settings import BudgetConfig
 from knobwise.envs.tables.profile_table import ProfileTable, Split
+from knobwise.envs.tables.splits import folds_of
+
+
+MIN_COST = 1e-12
+"""Lower bound that costs are raised to before their logarithm is taken."""
+MAX_WEIGHTS = 1 << 18
+"""Most weights of the predictions of a cost; with more only the mean of each configuration counts,
+and the spread around it."""
+SHRINKAGE = 0.03
+"""α of the ridge regression, as a share of the samples."""
+EXACT = 1e-9
+"""Smaller differences of logarithms are rounding."""
+NEVER = 700.0
+"""The margin of a configuration whose cost was never measured."""
 
 
 class Limits(NamedTuple):
@@ -61,6 +79,68 @@ def table_for(
         predicted = replace(table.predicted, limits=limits)
         return replace(table, limits=limits, measured=measured, predicted=predicted)
     return replace(table, limits=limits)
+
+
+def fit_bounds(
+    table: ProfileTable, rows: Tensor, normaliser: FeatureNormaliser, probability: float
+) -> dict[str, Array]:
+    """Return what the table's K further costs stay below with this probability, fitted on some rows
+    (int64 [n]), as `CostBounds` takes it.
+
+    The errors that the margin is a quantile of are those of predictions for other samples than they
+    were fitted on; of m errors it is the ⌈(m + 1)·probability⌉-th smallest (split conformal
+    prediction: Lei, G'Sell, Rinaldo, Tibshirani and Wasserman 2018, "Distribution-Free Predictive
+    Inference for Regression", JASA), or the largest where there are fewer.
+
+    Returns:
+        `bias` and `margin` [K, C], and `weight` [K, width, C] unless no cost depends on the
+        features or there are too many.
+    """
+    x = normaliser.of_rows(table, rows).double().numpy()
+    division = folds_of(table, rows, 0)
+    biases, margins, weights = [], [], []
+    for cost in table.costs.values():
+        logs = cost[rows].double().clamp_min(MIN_COST).log().numpy()
+        errors = np.full_like(logs, np.nan)
+        for fit, hold in division:
+            weight, bias = _linear(x[fit], logs[fit])
+            errors[hold] = logs[hold] - (x[hold] @ weight + bias)
+        weight, bias = _linear(x, logs)
+        weights.append(weight)
+        biases.append(bias)
+        margins.append(_quantile(errors, probability))
+    arrays = {"bias": np.stack(biases), "margin": np.stack(margins)}
+    if np.any(weights):
+        arrays["weight"] = np.stack(weights)
+    return arrays
+
+
+def _linear(x: Array, logs: Array) -> tuple[Array, Array]:
+    """Fit ln costs [n, C], NaN where unknown, by features [n, width]: weight [width, C] and bias
+    [C]; a configuration without any gets 0."""
+    known = ~np.isnan(logs)
+    mean = np.where(known, logs, 0.0).sum(0) / np.maximum(known.sum(0), 1)
+    residual = np.where(known, logs - mean, 0.0)
+    # a cost that is the same for all samples is known exactly
+    residual[np.abs(residual) < EXACT] = 0.0
+    weight = np.zeros((x.shape[1], logs.shape[1]))
+    if not residual.any() or not 0 < weight.size <= MAX_WEIGHTS:
+        return weight, mean
+    fitted = ridge(x, residual, [SHRINKAGE], 0)[0]
+    return fitted.weight.numpy(), mean + fitted.bias.numpy()
+
+
+def _quantile(errors: Array, probability: float) -> Array:
+    """Return the quantile of each column of errors [n, C], NaN where unknown: [C]; of none, a
+    number that no cost stays below."""
+    count = (~np.isnan(errors)).sum(0)
+    place = np.ceil((count + 1) * probability - EXACT).astype(np.int64)
+    # NaN is sorted to the end
+    in_order = np.sort(errors, 0)
+    place = np.minimum(place, count).clip(1) - 1
+    quantile = np.take_along_axis(in_order, place[None], 0)[0]
+    quantile[np.abs(quantile) < EXACT] = 0.0
+    return np.where(count > 0, quantile, NEVER)
 
 
 def check_limits(table: ProfileTable, budget: BudgetConfig) -> None:
