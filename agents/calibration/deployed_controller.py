@@ -19,7 +19,7 @@ from knobwise.agents.controller.controller import Controller
 from knobwise.agents.controller.networks import DRIFT_SCALE, KnobHeads
 from knobwise.agents.deployed.arrays import Array, digest_of
 from knobwise.agents.deployed.calibrated import Guard, Static
-from knobwise.agents.deployed.controller import FORMAT, Drift, NumpyController
+from knobwise.agents.deployed.controller import FORMAT, CostLimits, Drift, NumpyController
 from knobwise.agents.evaluation.baselines import FittedStatic
 from knobwise.agents.evaluation.policy import Guarded
 from knobwise.agents.teacher.teacher import Teacher
@@ -164,6 +164,7 @@ class DeployedController(nn.Module):
         mask: Any = None,
         drift: Drift = None,
         random: np.random.Generator | None = None,
+        cost_limits: CostLimits = None,
     ) -> Array:
         """Return configurations int64 [n], see `NumpyController.choose`.
 
@@ -172,7 +173,7 @@ class DeployedController(nn.Module):
                 profile, or another argument is refused.
         """
         try:
-            return self.decider.choose(features, limits, mask, drift, random)
+            return self.decider.choose(features, limits, mask, drift, random, cost_limits)
         except ValueError as error:
             # NumPy's folder stands alone and knows no errors of ours
             raise InputError(str(error)) from error

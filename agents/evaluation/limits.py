@@ -1,6 +1,14 @@
 """Limits on further costs, such as a price of 0.002 USD, beside the budget of each request.
 
-An answer that costs more than a limit counts as late, whoever chose it.
+A request may have only the configurations that are expected to keep each limit with a probability,
+.9 by default; where there are none, the cheapest. What is expected of a request is predicted from
+its features: the logarithm of each cost by ridge regression, plus the quantile of the errors of
+such predictions for other samples. An answer that costs more than a limit counts as late, whoever
+chose it.
+
+All of this is in the table that policies learn from and are judged by, so nothing else knows of
+limits: what a sample may not have is masked, as if it had not been profiled, and an answer above a
+limit is as good as a wrong one.
 """
 
 from __future__ import annotations
@@ -18,15 +26,16 @@ from torch import Tensor
 
 from knobwise.agents.controller.features import FeatureNormaliser
 from knobwise.agents.deployed.arrays import Array
-from knobwise.agents.teacher.completed import CompletedTable, completed, estimated
+from knobwise.agents.deployed.calibrated import CostBounds
+from knobwise.agents.teacher.completed import CompletedTable, completed, estimated, measured_of
 from knobwise.agents.teacher.regressors import ridge
 from knobwise.common.checks import one_of
 from knobwise.common.errors import InputError
+from knobwise.envs.bandit.budgets import subsample
 from knobwise.envs.bandit.outcomes import DeadlineOutcomes
 from knobwise.envs.bandit.settings import BudgetConfig
 from knobwise.envs.tables.profile_table import ProfileTable, Split
 from knobwise.envs.tables.splits import folds_of
-
 
 MIN_COST = 1e-12
 """Lower bound that costs are raised to before their logarithm is taken."""
@@ -47,7 +56,9 @@ class Limits(NamedTuple):
     values: dict[str, float]
     """By the name of the cost."""
     probability: float
-    """How surely a choice is to keep each of them."""
+    """With which a choice is to keep each of them."""
+    table: ProfileTable
+    """The table without limits."""
 
 
 def budget_with(limits: Mapping[str, Any]) -> BudgetConfig:
@@ -73,12 +84,42 @@ def table_for(
         table = completed(table, split)
     if budget is None or not budget.limits:
         return table
-    limits = Limits(dict(budget.limits), budget.limit_probability)
+    return _limited(table, split, Limits(dict(budget.limits), budget.limit_probability, table))
+
+
+def _limited(table: ProfileTable, split: Split, limits: Limits) -> ProfileTable:
+    """Return a table within limits, by what is expected of its samples."""
+    # the same features as the controller's, so that the same may be chosen
+    normaliser = FeatureNormaliser.fit(table, subsample(split.fitted))
+    measured = measured_of(table)
+    arrays = fit_bounds(measured, split.fitted, normaliser, limits.probability)
+    bounds = CostBounds(arrays, [*measured.costs])
+    x = normaliser.of_rows(table, torch.arange(table.num_samples)).numpy()
+    allowed, _ = bounds.allowed(x, bounds.log_limits(limits.values), table.mask.numpy())
+    return within_limits(table, torch.from_numpy(allowed), limits)
+
+
+def within_limits(table: ProfileTable, allowed: Tensor, limits: Limits) -> ProfileTable:
+    """Return a table of the cells that may be chosen, bool [N, C], in which an answer above a limit
+    is wrong."""
+    changed: dict[str, Any] = {"mask": allowed}
+    for name in ("accuracy", "latency_ms", "repeats_ms", "first_look_ms"):
+        values: Tensor | None = getattr(table, name)
+        if values is not None:
+            kept = allowed.unsqueeze(-1) if values.ndim == 3 else allowed
+            missing = 0.0 if name == "first_look_ms" else torch.nan
+            changed[name] = values.where(kept, missing)
+    changed["accuracy"] = changed["accuracy"].masked_fill(over_limits(table, limits) & allowed, 0.0)
     if isinstance(table, CompletedTable):
-        measured = replace(table.measured, limits=limits)
-        predicted = replace(table.predicted, limits=limits)
-        return replace(table, limits=limits, measured=measured, predicted=predicted)
-    return replace(table, limits=limits)
+        # what estimates are made of: they are about cells inside the mask alone
+        for name in ("measured", "predicted"):
+            version: ProfileTable = getattr(table, name)
+            accuracy = version.accuracy.masked_fill(
+                over_limits(version, limits) & version.mask, 0.0
+            )
+            of_version = limits._replace(table=version)
+            changed[name] = replace(version, accuracy=accuracy, limits=of_version)
+    return replace(table, limits=limits, **changed)
 
 
 def fit_bounds(
@@ -176,11 +217,11 @@ def share_over(cost: Tensor, limit: float) -> Tensor:
     return over.float().where(~cost.isnan(), torch.nan)
 
 
-def over_limits(table: ProfileTable) -> Tensor:
-    """Return where a cell costs more than one of the table's limits, bool [N, C]; an unknown cost
-    does not."""
+def over_limits(table: ProfileTable, limits: Limits) -> Tensor:
+    """Return where a cell costs more than one of the limits, bool [N, C]; an unknown cost does
+    not."""
     over = torch.zeros_like(table.mask)
-    for name, limit in table.limits.values.items():
+    for name, limit in limits.values.items():
         over |= share_over(table.costs[name], limit) > 0
     return over
 
@@ -222,17 +263,17 @@ def judged_by_limits(
     """Return outcomes for rows int64 [n] under deadlines [B], with those above a limit as late;
     without limits as they are.
 
-    A request is feasible if some profiled configuration keeps both its deadline and all limits.
+    A request is feasible if some configuration that it may have keeps its deadline and all limits.
     """
     if table.limits is None:
         return outcomes
-    over = over_limits(table)[rows]
-    within = ~over.gather(1, outcomes.chosen)
+    over = over_limits(table, table.limits)[rows]
     quick = table.without_first_look.latency_ms[rows]
     fastest = quick.masked_fill(over | ~table.mask[rows], torch.inf).amin(1)
     return replace(
         outcomes,
-        on_time=outcomes.on_time * within,
-        utility=outcomes.utility * within,
+        # an answer is as right as it is, although it counts as wrong
+        accuracy=table.limits.table.accuracy[rows.unsqueeze(1), outcomes.chosen],
+        on_time=outcomes.on_time * ~over.gather(1, outcomes.chosen),
         feasible=fastest.unsqueeze(1) <= budgets_ms,
     )

@@ -139,7 +139,9 @@ class ProfileTable:
         ids = set(zip(self.dataset_names, self.sample_ids, strict=True))
         different = len(self.configurations.unique(dim=0))
         counts = Counter[str]()
-        counts["configurations without any profiled sample"] = int((~self.mask.any(0)).sum())
+        # limits may forbid a configuration for all samples
+        if self.limits is None:
+            counts["configurations without any profiled sample"] = int((~self.mask.any(0)).sum())
         counts["sample ids that are not unique inside a data set"] = self.num_samples - len(ids)
         counts["configuration that occurs twice"] = self.num_configurations - different
         # in pieces, because a table mapped from a file may be larger than the memory
@@ -257,8 +259,10 @@ class ProfileTable:
     def digest(self) -> str:
         """The hash `sha256:…` of the content: measurements, features, names.
 
-        It does not depend on the file that the content comes from.
+        It does not depend on the file that the content comes from, or on limits.
         """
+        if self.limits is not None:
+            return str(self.limits.table.digest)
         sha = hashlib.sha256()
         # names first, then tensors
         text: list[Any] = [
@@ -272,12 +276,10 @@ class ProfileTable:
         # newer parts count only where they exist, so that older digests stay as they were
         if self.question_types:
             text.append(self.question_types)
-        if self.clusters:
-            text.append(["clusters", self.clusters])
+        named = {"clusters": self.clusters, "costs": [*self.costs]}
+        text += [[name, names] for name, names in named.items() if names]
         if self.repeats_ms is not None:
             text.append(self.num_repeats)
-        if self.costs:
-            text.append(["costs", *self.costs])
         sha.update(json.dumps(text).encode())
         tensors = [self.configurations, self.mask, self.accuracy, self.latency_ms]
         tensors += [getattr(self, name) for name in self.OPTIONAL]
