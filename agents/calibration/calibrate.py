@@ -22,12 +22,14 @@ from knobwise.agents.calibration.mean_policies import (
 from knobwise.agents.controller.features import FeatureNormaliser
 from knobwise.agents.deployed.calibrated import Static
 from knobwise.agents.evaluation.baselines import fit_static
+from knobwise.agents.evaluation.limits import fit_bounds
 from knobwise.agents.evaluation.policy import Array, Policy, choices_of, requests_of
 from knobwise.agents.evaluation.texts import encoders_of
 from knobwise.agents.teacher.completed import CompletedTable, as_if_measured, measured_of
 from knobwise.agents.teacher.regressors import ridge
 from knobwise.agents.training.controllers import ControllerSetup
 from knobwise.envs.bandit.budgets import MIN_LATENCY_MS, log_moments
+from knobwise.envs.bandit.settings import BudgetConfig
 from knobwise.envs.tables.profile_table import ProfileTable
 
 MAX_LATENCIES = 1 << 18
@@ -50,8 +52,15 @@ def calibrate_controller(setup: ControllerSetup, budgets_ms: Tensor) -> Deployed
         latency=fit_latency_model(measured_of(setup.table), setup.fitted, controller.normaliser),
         texts={name: {**encoder.arrays} for name, encoder in encoders_of(setup.table).items()},
     )
+    probability = BudgetConfig.limit_probability
     if setup.table.limits is not None:
-        calibration.limits = setup.table.limits._asdict()
+        probability = setup.table.limits.probability
+        calibration.limits = {"values": setup.table.limits.values, "probability": probability}
+    if setup.table.costs:
+        measured = measured_of(setup.table)
+        about = setup.fitted, controller.normaliser, probability
+        calibration.costs = fit_bounds(measured, *about)
+        calibration.cost_names = [*measured.costs]
     if setup.priced:
         _calibrate_mean_budgets(calibration, setup, budgets_ms)
     elif setup.policy.guard and setup.judged_by == "utility":

@@ -19,7 +19,7 @@ from knobwise.agents.controller.controller import Controller
 from knobwise.agents.controller.networks import DRIFT_SCALE, KnobHeads
 from knobwise.agents.deployed.arrays import Array, digest_of
 from knobwise.agents.deployed.calibrated import Guard, Static
-from knobwise.agents.deployed.controller import FORMAT, Drift, NumpyController
+from knobwise.agents.deployed.controller import FORMAT, CostLimits, Drift, NumpyController
 from knobwise.agents.evaluation.baselines import FittedStatic
 from knobwise.agents.evaluation.policy import Guarded
 from knobwise.agents.teacher.teacher import Teacher
@@ -27,7 +27,7 @@ from knobwise.common.errors import InputError
 from knobwise.common.files import written_whole
 
 Arrays = dict[str, Array]
-ARRAYS = ("static", "latency", "mean", "judged")
+ARRAYS = ("static", "latency", "costs", "mean", "judged")
 """Fields of `Calibration` that hold arrays; the others hold rows of plain values."""
 
 
@@ -44,6 +44,9 @@ class Calibration:
         static: what the guard falls back to under deadlines, see `FittedStatic.arrays`.
         latency: the latency that the tracker expects: `bias` and `spread` [C], and perhaps `weight`
             [width, C].
+        costs: what K further costs are expected to stay below: `bias` and `margin` [K, C], and
+            perhaps `weight` [K, width, C], see `agents.evaluation.limits.fit_bounds`; {} for none.
+        cost_names: of these costs.
         mean: the mean budgets, see `policy.calibrated.MeanBudgets`.
         limits: the limits on further costs that held in training, by the names of
             `agents.evaluation.limits.Limits`; {} for none.
@@ -59,6 +62,8 @@ class Calibration:
     guard_of_teacher: list[GuardRow] = field(default_factory=list)
     static: Arrays = field(default_factory=dict)
     latency: Arrays = field(default_factory=dict)
+    costs: Arrays = field(default_factory=dict)
+    cost_names: list[str] = field(default_factory=list)
     mean: Arrays = field(default_factory=dict)
     judged: Arrays = field(default_factory=dict)
     texts: dict[str, Arrays] = field(default_factory=dict)
@@ -162,6 +167,7 @@ class DeployedController(nn.Module):
         mask: Any = None,
         drift: Drift = None,
         random: np.random.Generator | None = None,
+        cost_limits: CostLimits = None,
     ) -> Array:
         """Return configurations int64 [n], see `NumpyController.choose`.
 
@@ -170,7 +176,7 @@ class DeployedController(nn.Module):
                 profile, or another argument is refused.
         """
         try:
-            return self.decider.choose(features, limits, mask, drift, random)
+            return self.decider.choose(features, limits, mask, drift, random, cost_limits)
         except ValueError as error:
             # NumPy's folder stands alone and knows no errors of ours
             raise InputError(str(error)) from error
@@ -228,8 +234,13 @@ class DeployedController(nn.Module):
             "unit": controller.unit,
             "guard": bool(calibration.guard and calibration.static),
         }
+        # what has no texts and no further costs stays as it was
         if calibration.texts:
             header["texts"] = list(calibration.texts)
+        if calibration.costs:
+            header["costs"] = calibration.cost_names
+        if calibration.limits:
+            header["limits"] = calibration.limits["values"]
         arrays = {"configurations": controller.configurations.cpu().numpy()}
         if len(controller.network.values):
             by_value = DRIFT_SCALE * controller.network.values
@@ -239,6 +250,7 @@ class DeployedController(nn.Module):
         parts = {
             "normaliser": _numpy_of(normaliser.state_dict()),
             "network": _network_arrays(controller),
+            "costs": calibration.costs,
             "latency": calibration.latency or {"bias": zeros, "spread": zeros + 1},
             "static": calibration.static,
             "mean": calibration.mean,

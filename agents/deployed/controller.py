@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ from .arrays import (
     read_arrays,
     short,
 )
-from .calibrated import CalibratedMeanBudgets, Guard, Static
+from .calibrated import CalibratedMeanBudgets, CostBounds, Guard, Static
 from .network import Heads, Normaliser, one_hot_of
 from .text import TextEncoder, is_text
 
@@ -38,6 +39,9 @@ MAX_MS = 1e30
 """Upper bound that budgets must stay below."""
 Drift = tuple[Any, float] | None
 """The offset of ln ms, a number or float [C], and the factor on its spread, above 0; or None."""
+CostLimits = Mapping[str, Any] | None
+"""Limits on further costs by name, such as {"usd": 0.002}, in place of those that were declared in
+training; a cost without one here keeps the declared limit, if any."""
 Expected = tuple[int, float, float]
 """The index of a configuration, and the expected mean and standard deviation of its ln ms, without
 drift; NaN where nothing is expected."""
@@ -61,11 +65,16 @@ class NumpyController:
             text is unlike those of training; static then decides, where there is a guard.
         guard, static, mean: what was calibrated, each None where there is none.
         calibrated: `mean` or `guard`, or None.
+        costs: what further costs are expected to be, None where none are known.
+        limits: on them, as declared in training, where guard and static were calibrated; {} for
+            none.
     """
 
     guard: Guard | None = None
     static: Static | None = None
     mean: CalibratedMeanBudgets | None = None
+    costs: CostBounds | None = None
+    _declared: Array | None = None
 
     def __init__(self, arrays: Arrays) -> None:
         self.header, self.digest = checked(arrays, FORMAT)
@@ -106,6 +115,11 @@ class NumpyController:
         if self.header["limit"] == "mean":
             self.mean = CalibratedMeanBudgets(below(arrays, "mean."))
         self.calibrated = self.mean or self.guard
+        self.limits: dict[str, float] = self.header.get("limits", {})
+        if "costs" in self.header:
+            self.costs = CostBounds(below(arrays, "costs."), self.header["costs"])
+        if self.limits:
+            self._declared = self.log_limits(self.limits)
         self._try()
 
     @classmethod
@@ -131,7 +145,7 @@ class NumpyController:
         # all features 0, then all missing (NaN), which takes another way through the heads
         for value, budget in itertools.product((0.0, np.nan), budgets.tolist()):
             request = {name: np.full(width, value) for name, width in self.feature_sizes.items()}
-            self.decide(request, budget, drift)
+            self.decide_index(request, budget, drift)
             many = {name: block[None] for name, block in request.items()}
             self.choose(many, np.array([budget]), None, drift)
         # the decisions above have used up turns
@@ -142,63 +156,192 @@ class NumpyController:
         """Return the knob values of configuration `index`, by knob name."""
         return dict(self._named[index])
 
-    def decide(self, features: Arrays, budget_ms: float, drift: Drift = None) -> dict[str, Any]:
+    def decide(
+        self,
+        features: Arrays,
+        budget_ms: float,
+        drift: Drift = None,
+        limits: CostLimits = None,
+    ) -> dict[str, Any]:
         """Return knob values by name for one request: blocks [d] and a budget in ms, or in `unit`.
         The values of `columns` may be given by name instead of the block `features`, see `encoded`.
+        `limits` are on further costs; warns as `limits_note` says.
 
         Raises a ValueError if a block is missing, no numbers or has another shape, the budget is no
-        number, not positive and finite, or as a mean not calibrated, or the drift is not finite or
-        not allowed."""
-        return self.configuration(self.decide_index(features, budget_ms, drift))
+        number, not positive and finite, or as a mean not calibrated, the drift is not finite or
+        not allowed, or a limit is not positive or on a cost that is not predicted."""
+        if (limits or self.limits) and (note := self.limits_note(features, limits)):
+            warnings.warn(note, stacklevel=2)
+        return self.configuration(self.decide_index(features, budget_ms, drift, limits))
 
-    def decide_index(self, features: Arrays, budget_ms: float, drift: Drift = None) -> int:
+    def decide_index(
+        self,
+        features: Arrays,
+        budget_ms: float,
+        drift: Drift = None,
+        limits: CostLimits = None,
+    ) -> int:
         """Decide for one request, and return the index of a configuration; see `decide`."""
         if not isinstance(features, dict):
             features = self._blocks(features)
         if self.columns and "features" not in features:
             features = {**features, "features": encoded(self.columns, features)}
-        fixed, limit = self._planned(budget_ms, drift)
+        fixed, limit = self._planned_for(features, budget_ms, drift)
+        if limits or self.limits:
+            return self._within(features, fixed, limit, drift, self.log_limits(limits))[0]
         if fixed is not None:
             return fixed
-        raw = self._joined(features)
-        if self._of_texts:
-            fixed = self._where_unlike(raw, budget_ms, drift)
-            if fixed is not None:
-                return fixed
-        return self._heads.single(raw, limit, self._by_value(drift))
+        return self._heads.single(self._joined(features), limit, self._by_value(drift))
 
-    def decide_expected(self, features: Arrays, budget_ms: float, drift: Drift = None) -> Expected:
+    def decide_expected(
+        self,
+        features: Arrays,
+        budget_ms: float,
+        drift: Drift = None,
+        limits: CostLimits = None,
+    ) -> Expected:
         """Decide for one request, and return the choice with its expected latency. Raises a
         ValueError as `decide`, and for a mean budget."""
         if not self._deadlines:
             raise ValueError("a controller for mean budgets expects no latency of single answers")
-        fixed, limit = self._planned(budget_ms, drift)
+        fixed, limit = self._planned_for(features, budget_ms, drift)
+        if limits or self.limits:
+            log_limits = self.log_limits(limits)
+            index, x = self._within(features, fixed, limit, drift, log_limits)
+            return self._expected(index, x) if fixed is None else self._by_static(index)
         if fixed is not None:
             return self._by_static(fixed)
-        raw = self._joined(features)
-        if self._of_texts:
-            fixed = self._where_unlike(raw, budget_ms, drift)
-            if fixed is not None:
-                return self._by_static(fixed)
         x = np.empty(self._heads.width, np.float32)
-        index = self._heads.single(raw, limit, self._by_value(drift), x)
+        index = self._heads.single(self._joined(features), limit, self._by_value(drift), x)
         return self._expected(index, x)
+
+    def static_expected(
+        self,
+        features: Arrays,
+        budget_ms: float,
+        drift: Drift = None,
+        limits: CostLimits = None,
+    ) -> Expected:
+        """Return what static chooses within the limits, also where the policy decides, with its
+        expected latency; without static what the policy chooses."""
+        if self.static is None:
+            return self.decide_expected(features, budget_ms, drift, limits)
+        limit = budget_ms * self.factor(drift)
+        index = self.static.single(limit)
+        if limits or self.limits:
+            log_limits = self.log_limits(limits)
+            index, _ = self._within(features, index, limit, drift, log_limits)
+        return self._by_static(index)
 
     def expected_of(self, features: Arrays, budget_ms: float, drift: Drift, index: int) -> Expected:
         """Return a configuration with its latency, as whoever decides this request expects it."""
-        if self.fall_back(budget_ms, drift, features) is not None:
+        if self.decides_by_static(features, budget_ms, drift):
             return self._by_static(index)
         return self._expected(index, self._normaliser(self._joined(features)[None])[0])
 
+    def decides_by_static(self, features: Arrays, budget_ms: float, drift: Drift = None) -> bool:
+        """Tell whether static or the static mix decides for the features of a request: where the
+        guard falls back, and where a text is unlike those of training."""
+        return self._planned_for(features, budget_ms, drift)[0] is not None
+
     def fall_back(
-        self, budget_ms: float, drift: Drift = None, features: Arrays | None = None
+        self, budget_ms: float, drift: Drift = None, limits: CostLimits = None
     ) -> Expected | None:
-        """Return the decision where the guard falls back to static or to the static mix, which need
-        no features, or if these are of a text unlike training; else None."""
-        fixed, _ = self._planned(budget_ms, drift)
-        if fixed is None and features and self._of_texts:
-            fixed = self._where_unlike(self._joined(features), budget_ms, drift)
-        return None if fixed is None else self._by_static(fixed)
+        """Return the decision where the guard falls back to static or to the static mix, if it
+        needs no features; else None. Within limits static needs them if the costs depend on
+        them."""
+        fixed, limit = self._planned(budget_ms, drift)
+        if fixed is None:
+            return None
+        if limits or self.limits:
+            log_limits = self.log_limits(limits)
+            if self._bounds.weight is not None:
+                return None
+            fixed, _ = self._within(None, fixed, limit, drift, log_limits)
+        return self._by_static(fixed)
+
+    # -- limits on further costs -------------------------------------------------------------------
+
+    @property
+    def _bounds(self) -> CostBounds:
+        """What further costs are expected to be. Raises a ValueError if that is not known."""
+        if self.costs is None or not self._deadlines:
+            raise ValueError(
+                "limits: need a controller for deadlines that predicts further costs; train it "
+                "with profile.costs=[…]"
+            )
+        return self.costs
+
+    def log_limits(self, limits: CostLimits) -> Array:
+        """Return the limits that hold for a request, those that were declared unless it brings its
+        own, as `CostBounds` takes them."""
+        if limits or self._declared is None:
+            return self._bounds.log_limits({**self.limits, **(limits or {})})
+        return self._declared
+
+    def _within(
+        self, features: Any, fixed: int | None, limit: float, drift: Drift, log_limits: Array
+    ) -> tuple[int, Array]:
+        """Decide for one request within limits on further costs.
+
+        Arguments are features, which may be None where nothing depends on them; what `_planned`
+        returned; the drift; and the limits [K]. Returns the index of a configuration, and
+        normalised features."""
+        x = np.zeros(self._heads.width, np.float32)
+        by_value = self._by_value(drift)
+        index = fixed
+        if index is None:
+            index = self._heads.single(self._joined(features), limit, by_value, x)
+        elif self._bounds.weight is not None:
+            x = self._normaliser(self._joined(features)[None])[0]
+        allowed = self._bounds.allowed_single(x, log_limits)
+        # the best of all is the best of those that are allowed, if it is one of them
+        if allowed[index]:
+            return index, x
+        if fixed is not None and self.static is not None:
+            return int(self.static.choose({}, np.array([limit]), allowed[None])[0]), x
+        scores = self._heads.scores(x[None], np.array([limit]), by_value)[0]
+        return int(np.where(allowed, scores, -np.inf).argmax()), x
+
+    def allowed(self, features: Arrays, n: int, limits: CostLimits = None) -> Array | None:
+        """Return the configurations that limits allow for blocks [n, d], bool [n, C]; None without
+        limits."""
+        if not (limits or self.limits):
+            return None
+        raw, _, _ = self._checked(self._blocks(features), np.ones(n), None, None)
+        return self._bounds.allowed(self._normaliser(raw), self.log_limits(limits))[0]
+
+    def limits_note(self, features: Any, limits: CostLimits = None) -> str:
+        """Return what is to be said of the limits for a request, blocks [d], or n of them, [n, d]:
+        that no configuration is expected to keep them, so that the cheapest is taken; and that
+        guard and static were calibrated at others. "" for nothing. Without `features` costs must
+        not depend on them."""
+        if not (limits or self.limits):
+            return ""
+        notes = []
+        log_limits = self.log_limits(limits)
+        holding = {**self.limits, **(limits or {})}
+        words = _named(holding)
+        x = np.zeros((1, self._heads.width), np.float32)
+        if self._bounds.weight is not None:
+            blocks = self.with_blocks(self._blocks(features))
+            if self.columns and "features" not in blocks:
+                blocks = {**blocks, "features": encoded(self.columns, blocks)}
+            many = {name: np.atleast_2d(blocks.get(name, np.nan)) for name in self.feature_sizes}
+            n = max(map(len, many.values()))
+            x = self._normaliser(self._checked(many, np.ones(n), None, None)[0])
+        fits = self._bounds.allowed(x, log_limits)[1]
+        if not fits.all():
+            which = f" for {(~fits).sum()} of {len(x)} requests" * (len(x) > 1)
+            notes.append(
+                f"no configuration is expected to keep {words}{which}; the cheapest is taken"
+            )
+        if self.calibrated is not None and words != _named(self.limits):
+            nearest = _named(self.limits) or "no limits"
+            notes.append(f"guard and static were calibrated at {nearest}, not at {words}")
+        return "; ".join(notes)
+
+    # -- texts -------------------------------------------------------------------------------------
 
     def with_blocks(self, features: Mapping[str, Any]) -> dict[str, Any]:
         """Return the features of a request with blocks in the place of texts. Raises a ValueError
@@ -217,12 +360,20 @@ class NumpyController:
         decided."""
         return any(math.isnan(features[name][0]) for name in self.texts if name in features)
 
-    def _where_unlike(self, raw: Array, budget_ms: float, drift: Drift) -> int | None:
-        """Return the choice of static if a text is unlike training, by the features [d]; else
-        None."""
-        if self.static is None or not np.isnan(raw[self._of_texts]).any():
-            return None
-        return self.static.single(as_limit(budget_ms) * self.factor(drift))
+    def _planned_for(
+        self, features: Arrays, budget_ms: float, drift: Drift
+    ) -> tuple[int | None, float]:
+        """Return what `_planned` does; for a text unlike those of training what static chooses,
+        where there is static."""
+        fixed, limit = self._planned(budget_ms, drift)
+        if fixed is not None or not (self._of_texts and features) or self.static is None:
+            return fixed, limit
+        if np.isnan(self._joined(features)[self._of_texts]).any():
+            limit = as_limit(budget_ms) * self.factor(drift)
+            fixed = self.static.single(limit)
+        return fixed, limit
+
+    # -- what decides ------------------------------------------------------------------------------
 
     def _expected(self, index: int, x: Array) -> Expected:
         """Return a configuration with its latency, linear in normalised features [width]."""
@@ -294,14 +445,19 @@ class NumpyController:
         mask: Array | None = None,
         drift: Drift = None,
         random: np.random.Generator | None = None,
+        cost_limits: CostLimits = None,
     ) -> NDArray[np.int64]:
         """Return configurations int64 [n] for blocks [n, d] by name and budgets [n] in ms.
 
-        `mask`, bool [n, C], is what may be chosen; None for everything. With `random` they are
+        `mask`, bool [n, C], is what may be chosen; None for everything. `cost_limits` restrict it
+        further; where none of it keeps them, the cheapest is taken. With `random` they are
         drawn from the policy, and where the guard falls back they stay what static chooses. Raises
         a ValueError, as in `decide`, also if the mask has another shape or leaves a request
         nothing."""
         raw, limits, mask = self._checked(self._blocks(features), limits, mask, drift)
+        if cost_limits or self.limits:
+            x = self._normaliser(raw)
+            mask, _ = self._bounds.allowed(x, self.log_limits(cost_limits), mask)
         chosen = np.zeros(len(limits), np.int64)
         for first in range(0, len(limits), AT_ONCE):
             part = slice(first, first + AT_ONCE)
@@ -332,7 +488,8 @@ class NumpyController:
 
     def reads_features(self, limits: Array) -> Array:
         """Return where it reads features, by limits [n]: bool [n]."""
-        if self.calibrated is None:
+        by_costs = bool(self.limits) and self._bounds.weight is not None
+        if self.calibrated is None or by_costs:
             return np.ones(len(limits), bool)
         return self.calibrated.deployed[self.calibrated.groups(limits)]
 
@@ -400,3 +557,7 @@ class NumpyController:
 
     def _refused(self, budget_ms: float) -> ValueError:
         return ValueError(f"a budget of {budget_ms}: must be positive and finite, in {self.unit}")
+
+
+def _named(limits: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name}={float(limit):g}" for name, limit in sorted(limits.items()))

@@ -127,24 +127,32 @@ class AdaptiveModel(FirstStages):
         """The controller that decides on the next request."""
         return self.runtime.controller
 
-    def answer(self, request: Request, budget_ms: float, arrived: float | None = None) -> Result:
+    def answer(
+        self,
+        request: Request,
+        budget_ms: float,
+        arrived: float | None = None,
+        limits: Mapping[str, float] | None = None,
+    ) -> Result:
         """Answer one request under its budget.
 
         Args:
             budget_ms: a deadline in ms after arrival.
             arrived: a reading of `time.perf_counter()`, from which on waiting counts; None counts
                 the request's own work only.
+            limits: on further costs by name, in place of those of the training.
 
         Raises:
-            InputError: a budget that is not positive, an arrival with the CPU clock.
+            InputError: a budget or limit that is not positive, an arrival with the CPU clock.
         """
-        return self._serve([request], [limit_of(budget_ms)], [arrived])[0]
+        return self._serve([request], [limit_of(budget_ms)], [arrived], limits)[0]
 
     def generate(
         self,
         requests: Sequence[Request],
         budgets_ms: float | Sequence[float],
         arrived: Sequence[float] | None = None,
+        limits: Mapping[str, float] | None = None,
     ) -> list[Result]:
         """Answer requests, each under its own budget.
 
@@ -155,6 +163,7 @@ class AdaptiveModel(FirstStages):
             requests: n of them.
             budgets_ms: n deadlines in ms after arrival, or one for all.
             arrived: n arrivals, as for `answer`.
+            limits: on further costs of each of them, as for `answer`.
 
         Returns: n results, in the order of the requests.
 
@@ -172,13 +181,14 @@ class AdaptiveModel(FirstStages):
                 f"runtime: {n} requests need as many budgets and arrivals, not {len(budgets)} and "
                 f"{len(moments)}"
             )
-        return self._serve(requests, [*map(limit_of, budgets.tolist())], moments)
+        return self._serve(requests, [*map(limit_of, budgets.tolist())], moments, limits)
 
     def _serve(
         self,
         requests: Sequence[Request],
         budgets_ms: Sequence[float],
         arrived: Sequence[float | None],
+        limits: Mapping[str, float] | None,
     ) -> list[Result]:
         """Answer requests, see `generate`; each has its budget, and may have its arrival."""
         if self.clock == "cpu" and any(moment is not None for moment in arrived):
@@ -188,7 +198,8 @@ class AdaptiveModel(FirstStages):
         prepared = [self._prepared(request) for request in requests]
         now = self.runtime.now
         with self._lock, self._clocked:
-            staged, decision_ms = self._decide_all(requests, budgets_ms, arrived, prepared)
+            about = budgets_ms, arrived, prepared, limits
+            staged, decision_ms = self._decide_all(requests, *about)
             begun = now()
             # the group with the least time left comes first
             groups: dict[int, list[Staged]] = {}
@@ -207,6 +218,7 @@ class AdaptiveModel(FirstStages):
         budgets_ms: Sequence[float],
         arrived: Sequence[float | None],
         prepared: Sequence[Prepared | None],
+        limits: Mapping[str, float] | None,
     ) -> tuple[list[Staged], float]:
         """Take requests through the first stage, and decide on them; return them with the time of
         the decisions in ms."""
@@ -218,7 +230,7 @@ class AdaptiveModel(FirstStages):
         opened = []
         for budget, moment in zip(budgets_ms, arrived, strict=True):
             # of a batch, how long the first stages of others take is not known yet
-            opened.append(runtime.begin(budget, arrived=moment, ask_guard=alone))
+            opened.append(runtime.begin(budget, limits, arrived=moment, ask_guard=alone))
         took = now() - begun
         ready = []
         for pending, request, ahead in zip(opened, requests, prepared, strict=True):
@@ -237,7 +249,8 @@ class AdaptiveModel(FirstStages):
                 # as if it had come alone: it waited until its own first stage began
                 spent_ms += (start - moment) * 1e3 - stage_ms
             choose = None
-            if alone and each.content is not None:
+            # what is kept of equal requests was decided without limits of their own
+            if alone and each.content is not None and not limits:
                 choose = partial(self._choose, pending, each.content)
             decision = runtime.decide(pending, each.stage.features, spent_ms, choose)
             staged.append(Staged(number, moment, each, stage_ms, decision))

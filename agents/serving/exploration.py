@@ -70,7 +70,7 @@ def near_best(
         loss: utility, in units of accuracy.
     """
     limits = np.array([limit_ms])
-    if controller.fall_back(limit_ms, drift, features) is not None:
+    if controller.decides_by_static(features, limit_ms, drift):
         assert controller.static is not None
         utility = controller.static.mean_utility(limits * controller.factor(drift))[0]
     else:

@@ -4,6 +4,7 @@ request."""
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -105,6 +106,7 @@ class KnobPolicy:
         between_ms: tuple[float, float] | None = None,
         deterministic: bool = True,
         seed: int | None = None,
+        limits: Mapping[str, float] | None = None,
     ) -> Any:
         """Decide for one input, or for n.
 
@@ -126,6 +128,10 @@ class KnobPolicy:
             deterministic: take the policy's most probable choice; if False draw from the policy.
                 Where the guard falls back, static or the static mix decides as ever.
             seed: of the draws of this call, ≥ 0; None for others each time.
+            limits: on further costs by name, such as {"usd": 0.002}, for all inputs, in place of
+                those that it was trained with. Warns where no configuration is expected to keep
+                them, so that the cheapest is taken, and where guard and static were calibrated at
+                others.
 
         Returns:
             The knob values by name, or an `Explanation`; a list of n if any argument is for n.
@@ -133,7 +139,8 @@ class KnobPolicy:
         Raises:
             InputError: a block is missing, no numbers, infinite or of another shape, a budget is no
                 number, or not positive, finite and calibrated, the drift is that of another
-                controller, or the seed is negative or given without draws.
+                controller, the seed is negative or given without draws, or a limit is not positive
+                or on a cost that is not predicted.
         """
         random = None if deterministic else _generator(seed)
         if deterministic and seed is not None:
@@ -153,13 +160,16 @@ class KnobPolicy:
         blocks = {}
         for name, block in arrays.items():
             blocks[name] = np.tile(block, (n, 1)) if block.ndim == 1 else block
-        limits = budgets if budgets.ndim else budgets.repeat(n)
-        chosen = self.agent.choose(blocks, limits, None, drift, random)
+        each = budgets if budgets.ndim else budgets.repeat(n)
+        chosen = self.agent.choose(blocks, each, None, drift, random, limits)
+        if note := self.agent.decider.limits_note(blocks, limits):
+            warnings.warn(note, stacklevel=2)
         results: list[Any] = [dict(self.configurations[choice]) for choice in chosen]
         if explain:
             for i, choice in enumerate(chosen):
                 alone = {name: block[i : i + 1] for name, block in blocks.items()}
-                results[i] = self._explanation(alone, limits[i : i + 1], choice, drift, between_ms)
+                about = alone, each[i : i + 1], limits
+                results[i] = self._explanation(*about, choice, drift, between_ms)
         return results if sizes else results[0]
 
     def save(self, path: str | Path) -> None:
@@ -173,13 +183,14 @@ class KnobPolicy:
     def _explanation(
         self,
         blocks: Arrays,
-        limits: Array,
+        budgets: Array,
+        limits: Mapping[str, float] | None,
         choice: int,
         drift: Drift | None,
         between_ms: tuple[float, float] | None,
     ) -> Explanation:
-        """Explain one decision: blocks [1, d], limits [1]."""
-        numbers = self._expected(blocks, limits, drift)
+        """Explain one decision: blocks [1, d], budgets [1]."""
+        numbers = self._expected(blocks, budgets, limits, drift)
         expected: list[dict[str, Any]] = []
         for i, knobs in enumerate(self.configurations):
             row = {name: float(values[0, i]) for name, values in numbers.items()}
@@ -189,22 +200,27 @@ class KnobPolicy:
         expected.sort(key=lambda row: -row["probability"])
         without_drift = None
         if drift is not None:
-            (still,) = self.agent.choose(blocks, limits)
+            (still,) = self.agent.choose(blocks, budgets, cost_limits=limits)
             without_drift = dict(self.configurations[still])
         # the row of the guard; the mean offset acts on the budget, as `NumpyController` has it
         guard: GuardRow | None = None
         decider = self.agent.decider
         if self.agent.calibration.guard and decider.calibrated is not None:
-            (group,) = decider.calibrated.groups(limits * decider.factor(drift))
+            (group,) = decider.calibrated.groups(budgets * decider.factor(drift))
             guard = self.agent.calibration.guard[group].copy()
-        budget = float(limits[0])
+        budget = float(budgets[0])
         alone = {name: block[0] for name, block in blocks.items()}
+        reason = self._reason(decided, expected, guard, alone)
+        if note := decider.limits_note(blocks, limits):
+            reason += f"; {note}"
         return Explanation(
             decision=dict(decided["configuration"]),
-            reason=self._reason(decided, expected, guard, alone),
+            reason=reason,
             expected=expected,
             runner_up=next((row for row in expected if row is not decided), None),
-            by_budget=self._by_budget(blocks, drift, *(between_ms or (budget / 10, budget * 10))),
+            by_budget=self._by_budget(
+                blocks, limits, drift, *(between_ms or (budget / 10, budget * 10))
+            ),
             guard=guard,
             without_drift=without_drift,
         )
@@ -226,7 +242,8 @@ class KnobPolicy:
         if row["probability"] < expected[0]["probability"]:
             reason = f"it was drawn from the policy, with probability {row['probability']:.1%}"
         if "utility" in row:
-            most = max(other["utility"] for other in expected)
+            # what limits forbid has no probability
+            most = max(other["utility"] for other in expected if other["probability"] > 0)
             if row["utility"] < most - 1e-6:
                 reason += ", although the teacher predicts higher utility for another configuration"
         if guard is not None and guard.get("margin", 1.0) < 1:
@@ -234,7 +251,12 @@ class KnobPolicy:
         return reason
 
     def _by_budget(
-        self, blocks: Arrays, drift: Drift | None, low: float, high: float
+        self,
+        blocks: Arrays,
+        limits: Mapping[str, float] | None,
+        drift: Drift | None,
+        low: float,
+        high: float,
     ) -> list[tuple[float, Configuration]]:
         """Return decisions for one input [1, d], each with the budget from which on it holds."""
         mean = self.agent.decider.mean
@@ -247,24 +269,32 @@ class KnobPolicy:
         repeated = {}
         for name, block in blocks.items():
             repeated[name] = np.broadcast_to(block, (len(budgets), block.shape[1]))
-        chosen = self.agent.choose(repeated, budgets.astype(np.float32), None, drift)
+        about = repeated, budgets.astype(np.float32), None, drift, None
+        chosen = self.agent.choose(*about, limits)
         starts = np.flatnonzero(np.r_[True, chosen[1:] != chosen[:-1]])
         return [(float(budgets[i]), dict(self.configurations[chosen[i]])) for i in starts]
 
     @torch.no_grad()
-    def _expected(self, blocks: Arrays, limits: Array, drift: Drift | None) -> dict[str, Tensor]:
+    def _expected(
+        self,
+        blocks: Arrays,
+        budgets: Array,
+        limits: Mapping[str, float] | None,
+        drift: Drift | None,
+    ) -> dict[str, Tensor]:
         """Return the numbers of `Explanation.expected` by name, [n, C] each."""
         agent = self.agent
-        log_probs = agent.decider.log_probs(blocks, limits, None, drift)
+        allowed = agent.decider.allowed(blocks, len(budgets), limits)
+        log_probs = agent.decider.log_probs(blocks, budgets, allowed, drift)
         numbers = {"probability": torch.from_numpy(np.exp(log_probs))}
         if agent.teacher is None:
             return numbers
         tensors = {name: torch.tensor(block) for name, block in blocks.items()}
-        moments = agent.teacher.moments(agent.controller.normaliser(tensors, len(limits)))
+        moments = agent.teacher.moments(agent.controller.normaliser(tensors, len(budgets)))
         numbers |= {"accuracy": moments.accuracy, "latency_ms": moments.latency_ms}
         mean = agent.decider.mean
         if mean is not None:
-            values_ms = torch.from_numpy(mean.values_ms[mean.groups(limits)])
+            values_ms = torch.from_numpy(mean.values_ms[mean.groups(budgets)])
             return numbers | {"utility": moments.score(values_ms, "mean")}
         if drift is not None:
             # the teacher expects the drifted latencies
@@ -273,8 +303,8 @@ class KnobPolicy:
             slower = moved.latency_ms / moments.latency_ms
             numbers |= {"latency_ms": moved.latency_ms, "slower": slower}
             moments = moved
-        budgets = torch.tensor(limits)
-        return numbers | {"on_time": moments.meets(budgets), "utility": moments.score(budgets)}
+        deadlines = torch.tensor(budgets)
+        return numbers | {"on_time": moments.meets(deadlines), "utility": moments.score(deadlines)}
 
 
 def _generator(seed: int | None) -> np.random.Generator:

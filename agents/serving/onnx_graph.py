@@ -58,6 +58,11 @@ class Deployed(nn.Module):
                 "onnx=true: the controller is for a mean over requests; leave onnx=true out, or "
                 "train one with budget=quantiles"
             )
+        if agent.calibration.limits:
+            raise InputError(
+                "onnx=true: a graph knows no limits on further costs, which this controller keeps; "
+                "leave onnx=true out, or train without budget.limits"
+            )
         self.controller = agent.controller.alone()
         self.sizes = agent.controller.normaliser.sizes
         self.configurations = configurations_of(agent.decider)

@@ -16,7 +16,8 @@ class PendingRequest(NamedTuple):
 
     budget_ms: float
     limits: Mapping[str, float] | None
-    """Further limits, such as of tokens or a price. They are logged; no decision reads them yet."""
+    """Limits on further costs, such as a price, in place of those that were declared in training;
+    None for these."""
     controller: NumpyController
     """The controller that decides."""
     drift: Drift
@@ -66,6 +67,9 @@ class Decision(NamedTuple):
     took_ms: float
     made: float
     """The clock's reading when it was made, in s."""
+    limits_note: str = ""
+    """What is to be said of limits on further costs, see `NumpyController.limits_note`: that no
+    configuration was expected to keep them, or that guard and static were calibrated at others."""
 
 
 class Result(NamedTuple):
@@ -196,6 +200,8 @@ def row_of(result: Result, chances: Mapping[int, float]) -> dict[str, Any]:
         row["drift"] = [packed(request.drift[0]), float(request.drift[1])]
     if request.limits is not None:
         row["limits"] = dict(request.limits)
+    if decision.limits_note:
+        row["limits_note"] = decision.limits_note
     if features is None:
         row["failed"] = True
     if result.unlike:

@@ -155,12 +155,14 @@ class Runtime:
 
         Args:
             budget_ms: a deadline in ms after arrival, or after now.
-            limits: further limits by name, such as of tokens or a price, which are logged.
+            limits: on further costs by name, such as {"usd": 0.002}, in place of those that the
+                policy was trained with.
             arrived: a reading of `now` from which on waiting counts.
             ask_guard: False for a request whose features are computed in any case.
 
         Raises:
-            InputError: a budget or limit that is no number, or not positive and finite.
+            InputError: a budget or limit that is no number, or not positive and finite; a limit on
+                a cost that the policy does not predict.
         """
         begun = self.now()
         budget_ms = limit_of(budget_ms)
@@ -179,7 +181,13 @@ class Runtime:
         limit_ms = budget_ms
         if ask_guard:
             limit_ms = self.fallen_back.left_of(budget_ms - waited_ms)
-            static = controller.fall_back(limit_ms, drift)
+        try:
+            if limits:
+                controller.log_limits(limits)
+            if ask_guard:
+                static = controller.fall_back(limit_ms, drift, limits)
+        except ValueError as error:
+            raise InputError(f"runtime: {error}") from error
         return PendingRequest(
             budget_ms, limits, controller, drift, explored, begun, waited_ms, limit_ms, static
         )
@@ -217,9 +225,14 @@ class Runtime:
             if reads:
                 limit_ms = self.decided.left_of(request.budget_ms - spent_ms)
                 if choose is None:
-                    expected = controller.decide_expected(blocks, limit_ms, request.drift)
+                    expected = controller.decide_expected(
+                        blocks, limit_ms, request.drift, request.limits
+                    )
                 else:
                     expected = choose(blocks, limit_ms)
+            note = ""
+            if request.limits or controller.limits:
+                note = controller.limits_note(blocks if reads else None, request.limits)
         except ValueError as error:
             raise InputError(f"runtime: {error}") from error
         best = expected[0]
@@ -230,23 +243,19 @@ class Runtime:
         knobs = controller.configuration(choice)
         made = self.now()
         took_ms = (made - start) * 1e3
-        about = best, not reads, blocks, limit_ms, spent_ms, took_ms, made
+        about = best, not reads, blocks, limit_ms, spent_ms, took_ms, made, note
         return Decision(choice, log_latency, spread, request, knobs, *about)
 
     def fail(self, request: PendingRequest) -> Decision:
         """Fall back to static for a request whose features could not be computed.
 
-        A controller without a static policy decides as if each feature were missing. Nothing is
-        drawn, and no update learns from the row in the log.
+        A controller without a static policy decides as if each feature were missing, and so are
+        further costs predicted. Nothing is drawn, and no update learns from the row in the log.
         """
         controller = request.controller
-        static = controller.static
-        drift = request.drift
 
         def choose(features: Arrays, limit_ms: float) -> Expected:
-            if static is None:
-                return controller.decide_expected(features, limit_ms, drift)
-            return static.expected(static.single(limit_ms * controller.factor(drift)))
+            return controller.static_expected(features, limit_ms, request.drift, request.limits)
 
         missing = {}
         for name, width in controller.feature_sizes.items():
@@ -256,9 +265,17 @@ class Runtime:
         return decision._replace(features=None, fell_back=True)
 
     def _close(self, request: PendingRequest, features: Arrays, limit_ms: float) -> list[int]:
-        """Return the configurations that exploration may draw."""
-        about = request.controller, features, limit_ms, request.drift
-        return near_best(*about, self._exploration.loss)
+        """Return the configurations that exploration may draw, among those that limits allow."""
+        controller = request.controller
+        about = controller, features, limit_ms, request.drift
+        close = near_best(*about, self._exploration.loss)
+        blocks = {name: np.asarray(block)[None] for name, block in features.items()}
+        allowed = controller.allowed(blocks, 1, request.limits)
+        if allowed is None:
+            return close
+        kept = [choice for choice in close if allowed[0, choice]]
+        best = controller.decide_expected(features, limit_ms, request.drift, request.limits)[0]
+        return kept or [best]
 
     def finish(
         self,

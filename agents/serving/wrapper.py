@@ -9,7 +9,7 @@ computed or the callable runs. This file needs no torch.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -39,14 +39,19 @@ class Wrapped(Runtime):
         texts = bool(self.controller.texts)
         self._features = features or (lambda request: request if texts else None)
 
-    def __call__(self, request: Any, budget_ms: float) -> Any:
-        """Answer a request under its budget in ms, and return what the callable returned."""
-        return self.result(request, budget_ms).answer
+    def __call__(
+        self, request: Any, budget_ms: float, limits: Mapping[str, float] | None = None
+    ) -> Any:
+        """Answer a request under its budget in ms, and perhaps limits on further costs, and return
+        what the callable returned."""
+        return self.result(request, budget_ms, limits).answer
 
-    def result(self, request: Any, budget_ms: float) -> Any:
+    def result(
+        self, request: Any, budget_ms: float, limits: Mapping[str, float] | None = None
+    ) -> Any:
         """Answer a request, and return the answer with its knobs, its times and its `request_id` in
         the log, by which it can be labelled."""
-        pending = self.begin(budget_ms)
+        pending = self.begin(budget_ms, limits)
         features = self._features(request) if pending.needs_features else None
         decision = self.decide(pending, features)
         try:
@@ -61,14 +66,18 @@ class Wrapped(Runtime):
 class AsyncWrapped(Wrapped):
     """An async callable whose knobs are set for each request, see `wrap`."""
 
-    async def __call__(self, request: Any, budget_ms: float) -> Any:
-        """Answer a request under its budget in ms, and return what the callable returned."""
-        return (await self.result(request, budget_ms)).answer
+    async def __call__(
+        self, request: Any, budget_ms: float, limits: Mapping[str, float] | None = None
+    ) -> Any:
+        """Answer a request, see `Wrapped.__call__`."""
+        return (await self.result(request, budget_ms, limits)).answer
 
-    async def result(self, request: Any, budget_ms: float) -> Result:
+    async def result(
+        self, request: Any, budget_ms: float, limits: Mapping[str, float] | None = None
+    ) -> Result:
         """Answer a request, see `Wrapped.result`. Its time is the time that passes until the answer
         is there, also while other requests run."""
-        pending = self.begin(budget_ms)
+        pending = self.begin(budget_ms, limits)
         features = self._features(request) if pending.needs_features else None
         if inspect.isawaitable(features):
             features = await features
@@ -113,10 +122,12 @@ def wrap(
         seed: of the draws.
 
     Returns:
-        `serve(request, budget_ms=…)` returns what `call` returned. `serve.result(request,
-        budget_ms=…)` returns a `Result`, with the answer, the knobs, the times and the `request_id`
-        that `serve.log.label(request_id, accuracy)` takes. Both are coroutine functions if `call`
-        is. `serve.watch(path)` follows `knobwise update`; `serve.tracker` is the tracker.
+        `serve(request, budget_ms=…)` returns what `call` returned; with `limits={"usd": 0.002}`
+        within these limits on further costs, in place of those of the training.
+        `serve.result(request, budget_ms=…)` returns a `Result`, with the answer, the knobs, the
+        times and the `request_id` that `serve.log.label(request_id, accuracy)` takes. Both are
+        coroutine functions if `call` is. `serve.watch(path)` follows `knobwise update`;
+        `serve.tracker` is the tracker.
 
     Raises:
         InputError: a policy of another kind, for mean budgets or for a cost that is no time, as

@@ -47,7 +47,9 @@ class CompletedTable(ProfileTable):
 
 
 def measured_of(table: ProfileTable) -> ProfileTable:
-    """Return a table without predictions."""
+    """Return a table as it was measured, without predictions and limits."""
+    if table.limits is not None:
+        table = table.limits.table
     return table.measured if isinstance(table, CompletedTable) else table
 
 

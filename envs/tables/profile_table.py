@@ -141,7 +141,9 @@ class ProfileTable:
     def _count_problems(self) -> Counter[str]:
         """Return what may be wrong with the content, and how often it occurs."""
         counts = Counter[str]()
-        counts["configurations without any profiled sample"] = int((~self.mask.any(0)).sum())
+        # limits may forbid a configuration for all samples
+        if self.limits is None:
+            counts["configurations without any profiled sample"] = int((~self.mask.any(0)).sum())
         counts["sample ids that are not unique inside a data set"] = self.num_samples - len(
             set(zip(self.dataset_names, self.sample_ids, strict=True))
         )
@@ -270,8 +272,10 @@ class ProfileTable:
     def digest(self) -> str:
         """The hash `sha256:…` of the content: measurements, features, names.
 
-        It does not depend on the file that the content comes from.
+        It does not depend on the file that the content comes from, or on limits.
         """
+        if self.limits is not None:
+            return str(self.limits.table.digest)
         sha = hashlib.sha256()
         # names first, then tensors
         text: list[Any] = [
@@ -283,14 +287,12 @@ class ProfileTable:
             list(self.features),
         ]
         # newer parts count only where they exist, so that older digests stay as they were
-        text += filter(
-            None,
-            (self.question_types, self.clusters and ["clusters", self.clusters], self.texts),
-        )
+        if self.question_types:
+            text.append(self.question_types)
+        named = {"clusters": self.clusters, "costs": [*self.costs], "texts": self.texts}
+        text += [[name, names] for name, names in named.items() if names]
         if self.repeats_ms is not None:
             text.append(self.num_repeats)
-        if self.costs:
-            text.append(["costs", *self.costs])
         sha.update(json.dumps(text).encode())
         tensors = [self.configurations, self.mask, self.accuracy, self.latency_ms]
         tensors += [getattr(self, name) for name in self.OPTIONAL]

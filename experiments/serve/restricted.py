@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from knobwise.agents.deployed.arrays import Array, Arrays
 from knobwise.agents.deployed.calibrated import Static
-from knobwise.agents.deployed.controller import Drift, Expected, NumpyController
+from knobwise.agents.deployed.controller import CostLimits, Drift, Expected, NumpyController
 
 Allowed = NDArray[np.bool_]
 """[C], True for the configurations that may be chosen."""
@@ -46,21 +46,53 @@ class RestrictedController(NumpyController):
         if controller.static is not None:
             self.static = RestrictedStatic(controller.static, allowed)
 
-    def fall_back(self, budget_ms: float, drift: Drift = None) -> Expected | None:
+    def fall_back(
+        self, budget_ms: float, drift: Drift = None, limits: CostLimits = None
+    ) -> Expected | None:
         """Return the decision where the guard falls back, see `NumpyController`."""
-        if self.static is None or super().fall_back(budget_ms, drift) is None:
+        if self.static is None or super().fall_back(budget_ms, drift, limits) is None:
             return None
-        return self.static.expected(self.static.single(budget_ms * self.factor(drift)))
+        mask: Any = self._allowed[None]
+        if limits or self.limits:
+            # these bounds depend on no features, or the guard would not have decided
+            x = np.zeros((1, self._heads.width))
+            mask, _ = self._bounds.allowed(x, self.log_limits(limits), mask)
+        limit = np.array([budget_ms * self.factor(drift)])
+        return self.static.expected(int(self.static.choose({}, limit, mask)[0]))
 
-    def decide_expected(self, features: Arrays, budget_ms: float, drift: Drift = None) -> Expected:
+    def decide_expected(
+        self,
+        features: Arrays,
+        budget_ms: float,
+        drift: Drift = None,
+        limits: CostLimits = None,
+    ) -> Expected:
         """Decide for one request, see `NumpyController`."""
-        fixed = self.fall_back(budget_ms, drift)
+        fixed = self.fall_back(budget_ms, drift, limits)
         if fixed is not None:
             return fixed
         # the way for a single request knows no mask
         many = {name: np.asarray(block)[None] for name, block in features.items()}
-        chosen = self.choose(many, np.array([budget_ms]), self._allowed[None], drift)
+        mask: Any = self._allowed[None]
+        chosen = self.choose(many, np.array([budget_ms]), mask, drift, cost_limits=limits)
         return self.expected_of(features, budget_ms, drift, int(chosen[0]))
+
+    def static_expected(
+        self,
+        features: Arrays,
+        budget_ms: float,
+        drift: Drift = None,
+        limits: CostLimits = None,
+    ) -> Expected:
+        """Return what static chooses, see `NumpyController`."""
+        if self.static is None:
+            return self.decide_expected(features, budget_ms, drift, limits)
+        mask: Any = self._allowed[None]
+        if limits or self.limits:
+            raw = self._joined(features)[None]
+            mask, _ = self._bounds.allowed(self._normaliser(raw), self.log_limits(limits), mask)
+        limit = np.array([budget_ms * self.factor(drift)])
+        return self.static.expected(int(self.static.choose({}, limit, mask)[0]))
 
     def log_probs(
         self, features: Arrays, limits: Array, mask: Array | None = None, drift: Drift = None

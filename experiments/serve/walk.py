@@ -193,7 +193,7 @@ class Walk:
         """Return a request whose client leaves only some configurations open."""
         controller = RestrictedController(request.controller, allowed)
         limit_ms = self.runtime.fallen_back.left_of(request.budget_ms - request.waited_ms)
-        static = controller.fall_back(limit_ms, request.drift)
+        static = controller.fall_back(limit_ms, request.drift, request.limits)
         return request._replace(controller=controller, limit_ms=limit_ms, static=static)
 
     def _shadowed(self, decision: Decision, index: int, allowed: Allowed | None) -> Decision:

@@ -6,10 +6,21 @@ import numpy as np
 import pytest
 import torch
 from helpers import identical, input_error, small_table, table_of
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from knobwise.agents.controller.features import FeatureNormaliser
+from knobwise.agents.deployed.calibrated import CostBounds
+from knobwise.agents.evaluation.baselines import Oracle, fit_static
 from knobwise.agents.evaluation.evaluation import evaluate_policy
-from knobwise.agents.evaluation.limits import further_costs, table_for
-from knobwise.agents.teacher.completed import CompletedTable
+from knobwise.agents.evaluation.limits import (
+    Limits,
+    fit_bounds,
+    further_costs,
+    table_for,
+    within_limits,
+)
+from knobwise.agents.teacher.completed import CompletedTable, measured_of
 from knobwise.envs import BudgetConfig
 from knobwise.profiling.design.cell_design import balanced_cells, with_cells
 
@@ -36,15 +47,21 @@ def priced(limit=None):
 
 
 def judged(table, **limits):
-    """The table with limits that are judged."""
-    return table_for("predict", table, table.split(0.4, 0.3), BudgetConfig(limits=limits))
+    """The table with these limits, in which every configuration may be chosen."""
+    return within_limits(table, table.mask, Limits(limits, 0.9, table))
+
+
+def limited(table, probability=0.9, **limits):
+    """The table with these limits, as it is trained on."""
+    budget = BudgetConfig(limits=limits, limit_probability=probability)
+    return table_for("predict", table, table.split(), budget)
 
 
 def test_an_answer_above_a_limit_is_late_by_hand():
     table = priced(0.002)
     rows = torch.arange(3)
     budgets = torch.tensor([2.0, 1.5])
-    outcomes = evaluate_policy(Always(1), table.without_first_look, rows, budgets)
+    outcomes = evaluate_policy(Always(1), table, rows, budgets)
     # at 1.5 ms the second configuration is late anyway; 0.002 is not above the limit
     identical(outcomes.on_time, [[0.0, 0.0], [1.0, 0.0], [0.0, 0.0]])
     identical(outcomes.utility, outcomes.on_time)
@@ -60,7 +77,7 @@ def test_an_answer_above_a_limit_is_late_by_hand():
 
 def test_without_limits_nothing_is_different():
     table = priced()
-    assert judged(table) is table
+    assert table_for("predict", table, table.split(0.4, 0.3), BudgetConfig()) is table
     free = replace(table, costs={})
     rows, budgets = torch.arange(3), torch.tensor([2.0, 1.5])
     for choice in (0, 1):
@@ -104,7 +121,8 @@ def test_in_a_profile_of_part_of_the_cells_costs_are_predicted_and_estimates_rig
     cells = balanced_cells(60, whole.num_configurations, 6, 0)
     part = with_cells(whole, cells)
     assert part.costs["usd"][~part.mask].isnan().all()
-    table = judged(part, usd=0.003)
+    table = table_for("predict", part, part.split(), BudgetConfig())
+    table = judged(table, usd=0.003)
     assert isinstance(table, CompletedTable)
     identical(table.costs["usd"][part.mask], part.costs["usd"][part.mask])
     # a price that depends on the knobs alone is known where it was not measured
@@ -115,3 +133,107 @@ def test_in_a_profile_of_part_of_the_cells_costs_are_predicted_and_estimates_rig
     assert outcomes.utility.abs().max() < 1e-6
     chosen = torch.full((60, 1), dear)
     assert float(further_costs(table, rows, chosen)["over_usd"].mean()) == pytest.approx(1.0)
+
+
+# -- what may be chosen ----------------------------------------------------------------------------
+
+
+def test_what_is_allowed_by_hand():
+    # two costs of three configurations: bounds are bias + margin + x·weight
+    arrays = {
+        "bias": np.log([[1.0, 2.0, 4.0], [8.0, 2.0, 1.0]]),
+        "margin": np.log([[1.0, 1.0, 2.0], [1.0, 1.0, 1.0]]),
+        "weight": np.log([[[1.0, 2.0, 1.0]], [[1.0, 1.0, 1.0]]]),
+    }
+    bounds = CostBounds(arrays, ["usd", "j"])
+    x = np.array([[0.0], [1.0]], np.float32)
+    # usd is at most 1, 2, 8 where x is 0, and 1, 4, 8 where it is 1; j at most 8, 2, 1
+    allowed, fits = bounds.allowed(x, bounds.log_limits({"usd": 2.0}))
+    identical(allowed, [[True, True, False], [True, False, False]])
+    assert fits.all()
+    # no configuration keeps both: they exceed them by the factors 4, 1, 4 and 4, 2, 4
+    allowed, fits = bounds.allowed(x, bounds.log_limits({"usd": 2.0, "j": 2.0}))
+    identical(allowed, [[False, True, False], [False, True, False]])
+    identical(fits, [True, False])
+    # inside a mask the cheapest of it
+    mask = np.array([[True, False, True], [False, False, True]])
+    allowed, fits = bounds.allowed(x, bounds.log_limits({"usd": 0.5}), mask)
+    identical(allowed, [[True, False, False], [False, False, True]])
+    assert not fits.any()
+
+
+def test_a_bound_is_kept_by_as_many_as_it_says():
+    generator = torch.Generator().manual_seed(0)
+    size = torch.randn(3000, 1, generator=generator)
+    noise = torch.randn(3000, 2, generator=generator) * torch.tensor([0.1, 1.0])
+    price = (size + noise).exp()
+    table = table_of(torch.ones(3000, 2), torch.ones(3000, 2), size, costs={"usd": price})
+    rows = torch.arange(1500)
+    normaliser = FeatureNormaliser.fit(table, rows)
+    for probability in (0.5, 0.9):
+        arrays = fit_bounds(table, rows, normaliser, probability)
+        x = normaliser.of_rows(table, torch.arange(1500, 3000)).numpy()
+        bound = arrays["bias"] + arrays["margin"] + x @ arrays["weight"][0]
+        kept = price[1500:].log().numpy() <= bound
+        np.testing.assert_allclose(kept.mean(0), probability, atol=0.03)
+
+
+def test_few_errors_have_their_largest_as_margin_and_none_are_kept_by_nobody():
+    price = torch.tensor([[1.0, torch.nan], [2.0, torch.nan], [4.0, 1.0], [4.0, 1.0]])
+    cells = torch.ones(4, 2)
+    table = table_of(cells, cells, costs={"usd": price})
+    rows = torch.arange(2)
+    arrays = fit_bounds(table, rows, FeatureNormaliser.fit(table, rows), 0.9)
+    # ln 1 and ln 2, each predicted by the other: the largest error is ln 2
+    np.testing.assert_allclose(arrays["bias"][0, 0], np.log(2) / 2)
+    np.testing.assert_allclose(arrays["margin"][0, 0], np.log(2))
+    assert arrays["margin"][0, 1] > 100
+    assert "weight" not in arrays
+
+
+def test_a_limited_table_masks_what_may_not_be_chosen():
+    table = small_table(60)
+    step = 1 + table.configurations.sum(1).float()
+    table = replace(table, costs={"usd": (0.001 * step).expand(60, -1).contiguous()})
+    bound = limited(table, usd=0.003)
+    identical(bound.mask, (step <= 3).expand(60, -1))
+    assert bound.accuracy[~bound.mask].isnan().all()
+    assert bound.latency_ms[~bound.mask].isnan().all()
+    identical(bound.accuracy[bound.mask], table.accuracy[bound.mask])
+    assert bound.digest == table.digest
+    assert measured_of(bound) is table
+    # if none fits, the cheapest
+    identical(limited(table, usd=0.0005).mask, (step == 1).expand(60, -1))
+    # static and the oracle keep to it, too
+    budgets = np.full(60, 1e3)
+    rows = torch.arange(60)
+    for policy in (fit_static(bound, rows), Oracle(bound, rows)):
+        chosen = policy.choose({}, budgets, bound.mask.numpy())
+        assert (step[torch.from_numpy(chosen)] <= 3).all()
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    prices=st.lists(st.floats(0, 2.0**10, width=32), min_size=2, max_size=6),
+    limit=st.floats(2.0**-10, 2.0**11, width=32),
+    near=st.integers(-1, 6),
+    probability=st.floats(0.05, 0.99),
+)
+def test_a_cost_that_is_known_exactly_is_never_above_a_limit_that_can_be_kept(
+    prices, limit, near, probability
+):
+    price = torch.tensor(prices)
+    # a limit is most delicate where it equals a cost, or is one step of float32 above or below
+    if 0 <= near < len(prices) and price[near] > 0:
+        limit = float(np.nextafter(np.float32(prices[near]), np.float32([0, 1e6][near % 2])))
+        limit = prices[near] if near % 3 == 0 else limit
+    cells = torch.ones(12, len(prices))
+    x = torch.arange(12.0).unsqueeze(1)
+    table = table_of(cells, cells, x, costs={"usd": price.expand(12, -1).contiguous()})
+    mask = limited(table, probability, usd=limit).mask
+    fits = price <= torch.tensor(limit, dtype=torch.float32)
+    if fits.any():
+        identical(mask, fits.expand(12, -1))
+    else:
+        identical(mask.sum(1), torch.ones(12, dtype=torch.int64))
+        assert (price.expand(12, -1)[mask] == price.min()).all()

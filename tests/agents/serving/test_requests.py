@@ -131,11 +131,20 @@ def test_a_request_whose_features_fail_is_answered_and_no_update_learns_from_it(
 
 def test_further_limits_are_logged_and_checked(stack, tmp_path):
     agent, table = stack
+    agent.calibration.costs = {name: np.zeros((2, 12)) for name in ("bias", "margin")}
+    agent.calibration.cost_names = ["tokens", "price"]
+    agent.eval()
     runtime = runtime_of(agent, log=tmp_path)
     request = runtime.begin(60.0, {"tokens": 100, "price": np.float32(0.5)})
-    runtime.finish(runtime.decide(request, features_of(table, 0)))
+    decision = runtime.decide(request, features_of(table, 0))
+    assert "cheapest" in decision.limits_note
+    runtime.finish(decision)
     (row,) = read_log(tmp_path, agent.decider).rows
     assert row["limits"] == {"tokens": 100.0, "price": 0.5}
+    assert row["limits_note"] == decision.limits_note
+    # a limit that no decision could keep is refused, not only logged
+    with input_error("usd"):
+        runtime.begin(60.0, {"usd": 1.0})
     for wrong in (0, -1.0, "many", None, float("nan")):
         with input_error("tokens"):
             runtime.begin(60.0, {"tokens": wrong})

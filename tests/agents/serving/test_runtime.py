@@ -51,7 +51,7 @@ def vlm():
 
 
 class ByFeatures:
-    """Any of eight configurations, by a sum of what it sees; notes the limits that it was given,
+    """Any of eight configurations, by a sum of what it sees; notes the times that it was left,
     and expects 3 ms."""
 
     knobs = KNOBS
@@ -62,24 +62,25 @@ class ByFeatures:
     feature_sizes = {"image_features": 32, "language_features": 16}
     texts = {}
     columns = ()
+    limits = {}
 
     def __init__(self):
-        self.limits = []
+        self.left_ms = []
 
     def configuration(self, index):
         return TABLE.configuration(index)
 
-    def fall_back(self, limit, drift):
+    def fall_back(self, limit, drift, limits):
         return None
 
     def choose(self, features, limit):
         seen = np.concatenate(list(features.values())).astype(np.float64).sum()
         return int(seen * 1e3 // 1) % 8
 
-    def decide_expected(self, features, limit, drift):
+    def decide_expected(self, features, limit, drift, limits=None):
         if drift is not None:
             limit *= math.exp(-drift[0].mean())
-        self.limits.append(limit)
+        self.left_ms.append(limit)
         return self.choose(features, limit), math.log(3), 0.05
 
 
@@ -92,7 +93,7 @@ class Slow(ByFeatures):
         self.clock = clock
 
     def choose(self, features, limit):
-        self.clock.go_on(max(0.002, 0.022 - 0.002 * len(self.limits)))
+        self.clock.go_on(max(0.002, 0.022 - 0.002 * len(self.left_ms)))
         return 0
 
 
@@ -198,7 +199,7 @@ def test_what_a_decision_costs_is_charged_to_the_budget():
     assert first.total_ms == pytest.approx(first.overhead_ms + 3.0)
     assert first.met
     assert second.limit_ms == pytest.approx(50.0 - first.overhead_ms)
-    assert controller.limits == pytest.approx([r.limit_ms for r in (first, second, late)])
+    assert controller.left_ms == pytest.approx([r.limit_ms for r in (first, second, late)])
     # a budget that is spent before the decision is still decided under
     assert 0 < late.limit_ms < 1e-6
     assert not late.met
@@ -222,7 +223,7 @@ def test_a_fall_back_needs_no_features_and_does_not_pay_for_them():
     class FallingBack(ByLimit):
         """To the smallest configuration below 10 ms."""
 
-        def fall_back(self, limit, drift):
+        def fall_back(self, limit, drift, limits):
             return (0, math.log(3), 0.05) if limit < 10 else None
 
     model = adaptive(Noting(), FallingBack())
@@ -359,12 +360,12 @@ def test_equal_requests_share_features_and_decisions(vlm):
     copies = [Request(request.image.clone(), request.question.clone()) for request in REQUESTS[:3]]
     for request in (*REQUESTS[:3], *copies):
         model.answer(request, 9e6)
-    assert len(controller.limits) == 3
+    assert len(controller.left_ms) == 3
     for recent in (model.cached_features, model.cached_decisions):
         assert counts(recent) == (3, 3)
         assert recent.summary()["miss_us"] > 0
     model.answer(REQUESTS[0], 8e6)  # another budget
-    assert len(controller.limits) == 4
+    assert len(controller.left_ms) == 4
     assert counts(model.cached_features) == (4, 3)
 
 
@@ -383,18 +384,18 @@ def test_a_decision_is_made_anew_when_what_it_followed_from_has_changed():
     asked = request, 9e3
     for _ in range(3):  # the tracker learns from each answer
         model.answer(*asked)
-    assert (len(controller.limits), counts(model.cached_features)) == (3, (2, 1))
+    assert (len(controller.left_ms), counts(model.cached_features)) == (3, (2, 1))
     noting = Noting()
     still = adaptive(noting, controller, tracker=False, cache=4)
     still.answer(*asked)
     still.answer(*asked)
-    assert len(controller.limits) == 4
+    assert len(controller.left_ms) == 4
     still.tracker.warm_start([0] * 20, [0.3] * 20)
     still.answer(*asked)
     controller.digest = "a new controller"
     still.answer(*asked)
     still.answer(*asked, noting.clock.now - 0.5)  # 8.5 s are left instead of 9 s
-    assert len(controller.limits) == 7
+    assert len(controller.left_ms) == 7
 
 
 def test_kept_features_cost_less_than_those_that_are_computed():
