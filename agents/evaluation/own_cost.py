@@ -129,6 +129,7 @@ def _timed_rows(texts: Mapping[str, Sequence[str]], rows: Tensor) -> Tensor:
     texts those whose lengths are quantiles of the lengths of all."""
     if not texts:
         return rows[:CALLS]
+    # several texts of a sample are read one after the other
     lengths = [sum(len(values[row]) for values in texts.values()) for row in rows.tolist()]
     by_length = rows[torch.tensor(lengths).argsort(stable=True)]
     shares = (torch.arange(CALLS) + 0.5) / CALLS
@@ -148,6 +149,7 @@ def expected_cost_ms(table: ProfileTable) -> float:
         return 0.0
     cost_us = EXPECTED_US
     for values in as_read(table).texts.values():
+        # of a long one both ends
         read = [min(len(value), 2 * LONGEST) for value in values]
         cost_us += TEXT_US + CHARACTER_US * sum(read) / len(read)
     return cost_us / 1e3 + table.features_ms

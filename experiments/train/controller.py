@@ -149,6 +149,7 @@ class ControllerExperiment(Experiment):
         it is fitted."""
         if not self.config.init_from:
             return None
+        # the weights know what these numbers mean
         start = load_checkpoint(checkpoint_at(self.config.init_from))
         return start.controller.decider.texts or None
 
