@@ -79,7 +79,7 @@ class ControllerExperiment(Experiment):
             table = with_dataset_input(table)
         self.number = number
         self.split = divide(table, **asdict(config.split), number=number)
-        table = with_texts_encoded(table, self.split, config.messages, self._encoders())
+        table = with_texts_encoded(table, self.split, config.chat, self._encoders())
         self.notes = [f"{table.name}: {note}" for note in table.notes]
         self.warnings: list[str] = []
         if not number:
