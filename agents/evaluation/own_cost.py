@@ -84,16 +84,19 @@ def decision_us(
 ) -> list[Tensor]:
     """Return for each decider the median time of a decision in µs, in the quickest round, float64
     [B], on samples `rows` [n] under budgets [B] in ms, right after a transformer has run. With
-    texts it is the mean, since times differ with lengths."""
+    texts it is the mean over samples of the quickest time of each, since times differ with
+    lengths."""
     # all of them in turn, so that a busy second meets all of them alike
     rounds = []
     for _ in range(ROUNDS):
         rounds.append([_round(decider, table, rows, budgets_ms) for decider in deciders])
-    return [torch.stack(of_decider).amin(0) for of_decider in zip(*rounds, strict=True)]
+    quickest = [torch.stack(of_decider).amin(0) for of_decider in zip(*rounds, strict=True)]
+    return [micros.mean(0) if micros.ndim > 1 else micros for micros in quickest]
 
 
 def _round(decider: Decider, table: ProfileTable, rows: Tensor, budgets_ms: Tensor) -> Tensor:
-    """Return the median of each budget in µs, [B]. The budgets take turns in random order."""
+    """Return the median of each budget in µs, [B], or with texts the time of each sample, [n, B].
+    The budgets take turns in random order."""
     limits = budgets_ms.tolist()
     rng = np.random.default_rng(0)
     texts = as_read(table).texts
@@ -119,8 +122,7 @@ def _round(decider: Decider, table: ProfileTable, rows: Tensor, budgets_ms: Tens
                 decider.decide_index(blocks, limits[b])
                 micros[call, b] = (clock_ns() - start) / 1e3
     if texts:
-        # a long text takes longer, so it counts as often as it occurs
-        return torch.from_numpy(micros[WARM_UP:].mean(0))
+        return torch.from_numpy(micros[WARM_UP:])
     return torch.from_numpy(np.median(micros[WARM_UP:], 0))
 
 
@@ -129,6 +131,7 @@ def _timed_rows(texts: Mapping[str, Sequence[str]], rows: Tensor) -> Tensor:
     texts those whose lengths are quantiles of the lengths of all."""
     if not texts:
         return rows[:CALLS]
+    # several texts of a sample are read one after the other
     lengths = [sum(len(values[row]) for values in texts.values()) for row in rows.tolist()]
     by_length = rows[torch.tensor(lengths).argsort(stable=True)]
     shares = (torch.arange(CALLS) + 0.5) / CALLS
@@ -148,6 +151,7 @@ def expected_cost_ms(table: ProfileTable) -> float:
         return 0.0
     cost_us = EXPECTED_US
     for values in as_read(table).texts.values():
+        # of a long one both ends
         read = [min(len(value), 2 * LONGEST) for value in values]
         cost_us += TEXT_US + CHARACTER_US * sum(read) / len(read)
     return cost_us / 1e3 + table.features_ms

@@ -83,7 +83,7 @@ def with_texts_encoded(
         InputError: a text has the name of a feature block, or no encoder; `messages` is another
             word.
     """
-    one_of("messages", messages, MESSAGES)
+    one_of("chat", messages, MESSAGES)
     if encoders is None:
         encoders = {}
         for name, texts in table.texts.items():

@@ -85,15 +85,17 @@ def _block(embed: Embed, texts: Sequence[str], path: Path | None) -> tuple[Tenso
     alone = [] if took_ms is not None else [*keys][: TIMED + 1]
     for text in alone:
         start = time.perf_counter()
-        (kept[keys[text]],) = _called(embed, [text])
+        (kept[keys[text]],) = _numbers_of(embed, [text])
         times.append((time.perf_counter() - start) * 1e3)
     if took_ms is None:
         took_ms = torch.tensor(float(np.median(times[1:] or times)), dtype=torch.float64)
+    # the others together, which is faster
     missing = [text for text in missing if keys[text] not in kept]
     for first in range(0, len(missing), AT_ONCE):
         part = missing[first : first + AT_ONCE]
-        for text, row in zip(part, _called(embed, part), strict=True):
+        for text, row in zip(part, _numbers_of(embed, part), strict=True):
             kept[keys[text]] = row
+    # a function may depend on the longest of its texts
     widths = sorted({len(kept[key]) for key in keys.values()})
     if len(widths) > 1:
         raise InputError(f"{KEY}: returned {' and '.join(map(str, widths))} numbers for texts")
@@ -103,7 +105,7 @@ def _block(embed: Embed, texts: Sequence[str], path: Path | None) -> tuple[Tenso
     return torch.stack([kept[keys[text]] for text in texts]), float(took_ms)
 
 
-def _called(embed: Embed, texts: list[str]) -> Tensor:
+def _numbers_of(embed: Embed, texts: list[str]) -> Tensor:
     """Return the numbers of n texts, float32 [n, d]. Raises InputError if the function fails."""
     try:
         block = torch.as_tensor(np.asarray(embed(list(texts)))).float()

@@ -140,16 +140,14 @@ class ProfileTable:
 
     def _count_problems(self) -> Counter[str]:
         """Return what may be wrong with the content, and how often it occurs."""
+        ids = set(zip(self.dataset_names, self.sample_ids, strict=True))
+        different = len(self.configurations.unique(dim=0))
         counts = Counter[str]()
         # limits may forbid a configuration for all samples
         if self.limits is None:
             counts["configurations without any profiled sample"] = int((~self.mask.any(0)).sum())
-        counts["sample ids that are not unique inside a data set"] = self.num_samples - len(
-            set(zip(self.dataset_names, self.sample_ids, strict=True))
-        )
-        counts["configuration that occurs twice"] = self.num_configurations - len(
-            self.configurations.unique(dim=0)
-        )
+        counts["sample ids that are not unique inside a data set"] = self.num_samples - len(ids)
+        counts["configuration that occurs twice"] = self.num_configurations - different
         # in pieces, because a table mapped from a file may be larger than the memory
         tensors = self.accuracy, self.latency_ms, self.mask, self.measurements_ms
         pieces = [x.split(1 << 16) for x in tensors]
@@ -181,12 +179,8 @@ class ProfileTable:
         return counts
 
     def __repr__(self) -> str:
-        blocks = ", ".join(
-            [
-                *(f"{name} {block.shape[1]} wide" for name, block in self.features.items()),
-                *self.texts,
-            ]
-        )
+        wide = (f"{name} {block.shape[1]} wide" for name, block in self.features.items())
+        blocks = ", ".join([*wide, *self.texts])
         times = f", up to {self.num_repeats} times" * (self.num_repeats > 1)
         return (
             f"ProfileTable {self.name!r}: {self.num_samples} samples × {self.num_configurations} "
@@ -226,12 +220,8 @@ class ProfileTable:
         repeats_ms = self.repeats_ms
         if repeats_ms is not None:
             repeats_ms = repeats_ms - self.first_look_ms.unsqueeze(-1)
-        return replace(
-            self,
-            latency_ms=self.latency_ms - self.first_look_ms,
-            repeats_ms=repeats_ms,
-            first_look_ms=None,
-        )
+        latency_ms = self.latency_ms - self.first_look_ms
+        return replace(self, latency_ms=latency_ms, repeats_ms=repeats_ms, first_look_ms=None)
 
     @property
     def dataset_names(self) -> tuple[str, ...]:

@@ -106,7 +106,7 @@ class TrainRun(Training):
     unprofiled: str = "predict"
     """A cell that was not measured: predict, its outcome is predicted and it may be chosen; forbid,
     it may not be chosen for its sample."""
-    messages: str = "last"
+    chat: str = "last"
     """What is read of a text that is a chat, a list of messages: last, the last message of the
     user; user, all messages of the user; all, every message."""
     baselines: bool = True

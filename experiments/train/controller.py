@@ -80,7 +80,7 @@ class ControllerExperiment(Experiment):
             table = with_dataset_input(table)
         self.number = number
         self.split = divide(table, **asdict(config.split), number=number)
-        table = with_texts_encoded(table, self.split, config.messages, self._encoders())
+        table = with_texts_encoded(table, self.split, config.chat, self._encoders())
         self.notes = [f"{table.name}: {note}" for note in table.notes]
         self.warnings: list[str] = []
         if not number:
@@ -150,6 +150,7 @@ class ControllerExperiment(Experiment):
         it is fitted."""
         if not self.config.init_from:
             return None
+        # the weights know what these numbers mean
         start = load_checkpoint(checkpoint_at(self.config.init_from))
         return start.controller.decider.texts or None
 

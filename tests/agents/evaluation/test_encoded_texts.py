@@ -120,7 +120,7 @@ def test_several_texts_and_a_name_that_is_taken():
     taken = replace(table, texts={"image_features": texts_of(60)})
     with input_error("'image_features'"):
         with_texts_encoded(taken, taken.split())
-    with input_error("messages='first'"):
+    with input_error("chat='first'"):
         with_texts_encoded(table, table.split(), "first")
 
 
