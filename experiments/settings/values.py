@@ -52,10 +52,12 @@ def training_settings(options: Values) -> TrainRun:
             raise InputError(f"{key}: the data are given; options of a profile are for read")
         if isinstance(value, Mapping):  # an empty one
             continue
-        if key not in known:
+        # the value of an option may be a mapping itself, as in budget.limits
+        in_mapping = known.get(key.rpartition(".")[0], key) is None
+        if key not in known and not in_mapping:
             raise InputError(f"{key}={value!r}: {_mistake(key, value, known)}")
         try:
-            OmegaConf.update(config, key, plain(_in_python(value)))
+            OmegaConf.update(config, key, plain(_in_python(value)), force_add=in_mapping)
         except OmegaConfBaseException as error:
             raise InputError(f"{key}={value!r}: {str(error).splitlines()[0]}") from error
     settings: Any = OmegaConf.to_object(config)

@@ -8,8 +8,9 @@ import numpy as np
 import polars as pl
 import pytest
 from commands import OPTIMISER, launch, read_json, refused, words_of
-from helpers import small_table
+from helpers import input_error, small_table
 
+import knobwise
 from knobwise.agents import NumpyController, load_checkpoint
 from knobwise.envs.readers.feature_files import write_features
 from knobwise.envs.readers.long_table import write_long_table
@@ -123,3 +124,15 @@ assert not {"torch", "knobwise"} & sys.modules.keys()
 """
     done = subprocess.check_output([sys.executable, "-c", code], cwd=run, text=True, env={})
     assert "max_crops" in done
+
+
+def test_fit_takes_limits_as_a_mapping_and_refuses_other_mappings(table):
+    quick = {"teacher_iterations": 4, "pretrain_iterations": 4, "iterations": 0}
+    options = {"policy": "utility", "optimiser": quick}
+    policy = knobwise.fit(table, budget={"limits": {"usd": LIMIT}}, **options)
+    assert policy.agent.decider.limits == {"usd": LIMIT}
+    for wrong in ({"threads": {"a": 1}}, {"budget": {"limit": {"usd": 1}}}):
+        with input_error("no such option"):
+            knobwise.fit(table, **options, **wrong)
+    with input_error("eur"):
+        knobwise.fit(table, budget={"limits": {"eur": 1.0}}, **options)
