@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Callable
 from typing import Any, NamedTuple
 
 import aiohttp
+from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 from starlette.types import Receive, Scope, Send
 
@@ -223,7 +224,7 @@ class Exchange:
             reason = answer.fault or f"status {answer.response.status}"
             self.end("endpoint_error", FaultyAnswer(reason))
         else:
-            self._finish()
+            await self._finish()
         await self._begin(answer.response.status, passed_back(answer.response))
         await self._send({"type": "http.response.body", "body": answer.first})
 
@@ -238,7 +239,7 @@ class Exchange:
         try:
             while chunk:
                 if not self.ended and LAST_EVENT.search(kept + chunk):
-                    self._finish()
+                    await self._finish()
                 kept = chunk[-OVERLAP:]
                 # waits where the client reads more slowly than the endpoint writes
                 await self._send({"type": "http.response.body", "body": chunk, "more_body": True})
@@ -248,7 +249,7 @@ class Exchange:
             self.end("cut", error)
             return
         # not every server sends a last event
-        self._finish()
+        await self._finish()
         await self._send({"type": "http.response.body", "body": b""})
 
     async def _refuse(self, fault: Exception) -> None:
@@ -282,17 +283,19 @@ class Exchange:
             chosen["shadow"] = label_of(about["shadow"])
         return [(f"x-knobwise-{name}".encode(), text.encode()) for name, text in chosen.items()]
 
-    def _finish(self) -> None:
+    async def _finish(self) -> None:
         """Log an answer that is whole, once."""
         if self.ended:
             return
-        outcome = "answered"
+        now = self._walk.runtime.now()
         if self._choice is None:
-            outcome = "unchanged"
-        else:
-            self._walk.finish(self._choice, self._first if self._proxy.first_counts else None)
-            self._metrics.choices.labels(label_of(self._choice.knobs)).inc()
-        self.end(outcome)
+            self.end("unchanged")
+            return
+        self.end("answered")
+        self._metrics.choices.labels(label_of(self._choice.knobs)).inc()
+        ended = self._first if self._proxy.first_counts else now
+        # a disk may take its time for a row, which other streams do not wait for
+        await run_in_threadpool(self._walk.finish, self._choice, ended)
 
     def end(self, outcome: str, error: BaseException | None = None) -> None:
         """Count how the request ended, once; nothing is learned where an error ended it."""

@@ -8,6 +8,7 @@ from contextlib import AbstractAsyncContextManager
 from typing import Any
 
 from starlette.applications import Starlette
+from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
@@ -87,7 +88,7 @@ class Routes:
         accuracy = _number(body, "accuracy")
         if self._runtime.log is None:
             raise HTTPException(404, "this server keeps no log")
-        self._runtime.log.label(request_id, accuracy)
+        await run_in_threadpool(self._runtime.log.label, request_id, accuracy)
         return JSONResponse({})
 
     async def health(self, request: Request) -> Response:

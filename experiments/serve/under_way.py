@@ -1,25 +1,29 @@
 """How many requests are under way in a process, in a file that outlives it.
 
-LOG/running-…/     one for each server that runs, locked by it and its workers
+running-…/         one for each server that runs, locked by it and its workers
     open-….bin     one for each worker: how many requests are under way, a number in a mapped file
 
 The kernel keeps what was written when a process is killed by kill −9. The next one counts what was
-cut off.
+cut off. The files are in memory where that can be had, as on Linux: a write to a mapped file waits
+for the disk while the kernel writes the same page, and with it all streams would.
 """
 
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import mmap
 import os
 import shutil
 import struct
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 COUNT = struct.Struct("<q")
+MEMORY = Path("/dev/shm")
+"""Where files are in memory."""
 
 
 class UnderWay:
@@ -60,22 +64,37 @@ def cut_off(folder: Path, process: str = "*") -> int:
     return total
 
 
+def place_of(log: Path) -> Path:
+    """Return where servers with a log note what is under way: in memory, or in the log."""
+    name = hashlib.sha256(str(log.resolve()).encode()).hexdigest()[:16]
+    place = MEMORY / f"knobwise-{os.getuid()}-{name}"
+    try:
+        place.mkdir(mode=0o700, exist_ok=True)
+        # everybody may write there, so another user could have made it first
+        if place.stat().st_uid == os.getuid() and not place.is_symlink():
+            return place
+    except OSError:
+        pass
+    return log
+
+
 @contextmanager
 def running(log: Path) -> Iterator[tuple[Path, int]]:
-    """Yield the folder of a server that runs, and how many requests servers before it left
-    unfinished because they were killed. The folder goes when the block ends.
+    """Yield the folder of a server that runs, and how many requests servers before it with the same
+    log left unfinished because they were killed. The folder goes when the block ends.
 
     Args:
         log: the folder of the log, which exists.
     """
     broken = 0
-    for folder in log.glob("running-*"):
+    place = place_of(log)
+    for folder in place.glob("running-*"):
         # of a server that still runs, it is locked
         with _open(folder) as handle:
             if handle is not None and _locks(handle):
                 broken += cut_off(folder)
                 shutil.rmtree(folder, ignore_errors=True)
-    folder = Path(tempfile.mkdtemp(dir=log, prefix="running-"))
+    folder = Path(tempfile.mkdtemp(dir=place, prefix="running-"))
     try:
         # forked processes share the lock, which the kernel opens when the last of them is gone
         with _open(folder) as handle:
@@ -84,6 +103,10 @@ def running(log: Path) -> Iterator[tuple[Path, int]]:
             yield folder, broken
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+        # unless another server with this log is at work
+        if place != log:
+            with suppress(OSError):
+                place.rmdir()
 
 
 @contextmanager

@@ -17,6 +17,7 @@ from commands import wait_for
 from proxied import MESSAGES, SAFE, Client, knobs_of, serving, started
 
 from knobwise.agents.learning.logged import read_log
+from knobwise.experiments.serve.under_way import place_of
 
 CHAT = "/v1/chat/completions"
 IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA", "detail": "low"}}
@@ -396,7 +397,7 @@ def test_a_worker_that_dies_is_replaced_and_what_it_had_open_is_counted(
         simulated = "first_ms=1&chunks=1000&chunk_ms=20"
         connection, answer = client.send(CHAT, body, x_simulated=simulated)
         assert answer.read(10)
-        (path,) = (tmp_path / "served").glob("running-*/open-*.bin")
+        (path,) = place_of(tmp_path / "served").glob("running-*/open-*.bin")
         os.kill(int(path.name.split("-")[1]), signal.SIGKILL)
         with pytest.raises(http.client.IncompleteRead):
             answer.read()
@@ -419,7 +420,7 @@ def test_a_server_that_is_stopped_lets_streams_end(exported, endpoint, tmp_path)
     assert process.returncode == 0
     assert len(client.said()) == 1
     assert len(rows_in(tmp_path / "served")) == 1
-    assert not [*(tmp_path / "served").glob("running-*")]
+    assert not [*place_of(tmp_path / "served").glob("running-*")]
 
 
 class Recorded(http.server.BaseHTTPRequestHandler):
