@@ -380,7 +380,7 @@ def folder(home, monkeypatch):
     number = pl.col("sample_id").str.slice(1).cast(pl.Int64)
     log = pl.read_csv("log.csv")
     log.with_columns(user=number // 2).write_csv("visits.csv")
-    log.with_columns(usd=pl.col("latency_ms") / 1e5).write_csv("evaluations.csv")
+    log.with_columns(usd=pl.col("latency_ms") / 1e5).write_csv("priced.csv")
     beams, _ = small_beams(30)
     write_rl_data(beams, "beams.json")
     np.savez("embeddings.npz", embeddings=beams.candidates.numpy())

@@ -58,12 +58,11 @@ class ProfileTable:
     """Tensors that may be None."""
     AXES: ClassVar = {
         **dict.fromkeys(("accuracy", "latency_ms", "mask", *OPTIONAL), "NC"),
-        **dict.fromkeys(("sample_ids", *WORDS), "N"),
+        **dict.fromkeys(("sample_ids", "texts", *WORDS), "N"),
         "knobs": "K",
         "configurations": "CK",
         "repeats_ms": "NCR",
         "features": "N_",
-        "texts": "N",
         "costs": "NC",
     }
     """A letter for each axis of a field."""
