@@ -252,7 +252,8 @@ class AdaptiveModel(FirstStages):
             # what is kept of equal requests was decided without limits of their own
             if alone and each.content is not None and not limits:
                 choose = partial(self._choose, pending, each.content)
-            decision = runtime.decide(pending, each.stage.features, spent_ms, choose)
+            seen = {**each.stage.features, **each.stage.texts}
+            decision = runtime.decide(pending, seen, spent_ms, choose)
             staged.append(Staged(number, moment, each, stage_ms, decision))
         return staged, max(0.0, (took + now() - start) * 1e3)
 

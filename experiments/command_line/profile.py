@@ -88,13 +88,22 @@ def _summary(folder: Path) -> None:
     from knobwise.common.parquet import read_parquet
 
     table = folder / "table.parquet"
-    features = str(folder / "features.safetensors")
+    features: Any = str(folder / "features.safetensors")
+    measured = read_parquet(table)
+    words = [typed("profile.path", table), typed("profile.features", features)]
+    costs = [name for name in ("usd",) if name in measured.columns]
+    # behind an endpoint, the text of a request says more than what is counted in it
+    if "prompt" in measured.columns:
+        features = ["prompt"]
+        words[1] = "profile.features=[prompt]"
+    if costs:
+        words.append("profile.costs=[usd]")
     print(f"profile: {folder}")
-    inspect(InspectRun(TableProfile(path=str(table), features=features, name=folder.name)))
-    if not (read_parquet(table)["accuracy"] > 0).any():
+    about = TableProfile(path=str(table), features=features, costs=costs, name=folder.name)
+    inspect(InspectRun(about))
+    if not (measured["accuracy"] > 0).any():
         print("no answer is right: look at knobs.metric, knobs.prompt and the data")
-    words = f"{typed('profile.path', table)} {typed('profile.features', features)}"
-    print(f"next:    knobwise train profile=table {words}")
+    print(f"next:    knobwise train profile=table {' '.join(words)}")
 
 
 def _check(config: ProfileRun, has_knobs: bool) -> None:

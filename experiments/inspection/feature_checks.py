@@ -13,6 +13,7 @@ import torch
 from scipy.stats import rankdata
 from torch import Tensor
 
+from knobwise.agents.evaluation.texts import encoders_of
 from knobwise.envs.readers.feature_columns import block_columns
 from knobwise.experiments.inspection.measured import (
     Finding,
@@ -300,9 +301,12 @@ def repeated_features(measured: Measured) -> Findings:
 def _numbers(measured: Measured) -> dict[str, tuple[list[str], Tensor]]:
     """Return for each block of features the names of its columns of numbers, and their values,
     [N, d]. The places of a text are left out: they follow from each other, and the last may be
-    empty."""
+    empty. So are blocks of free text, which are NaN where a text is unlike the others."""
     blocks = {}
+    encoders = encoders_of(measured.table)
     for name, block in measured.table.features.items():
+        if name in encoders:
+            continue
         numbers: list[bool] = []
         names = []
         for column in block_columns(measured.table, name):

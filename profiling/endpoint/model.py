@@ -145,7 +145,8 @@ class EndpointModel:
         if features:
             blocks = prompt_features(request.question, int(request.image is not None))
         spent_ms = clock_ms(on_cpu=False) - start
-        return FirstStage(request, blocks, None, spent_ms, spent_ms)
+        texts = {"prompt": request.question}
+        return FirstStage(request, blocks, None, spent_ms, spent_ms, texts=texts)
 
     def body(self, request: Request, configuration: Configuration) -> dict[str, Any]:
         """Return what is sent, as arguments of the client's `chat.completions.create`."""

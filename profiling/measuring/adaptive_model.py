@@ -128,6 +128,8 @@ class FirstStage:
     reused_by: Callable[[Configuration], bool] | None = None
     """Whether an answer under a configuration continues from this stage; None: under every
     configuration."""
+    texts: dict[str, str] = field(default_factory=dict)
+    """What a decision may read beside the features, by the name of the column in the profile."""
 
     def unused_ms(self, configuration: Configuration) -> float:
         """Return the first-stage ms, without `extra_ms`, that this configuration cannot reuse; 0 if
