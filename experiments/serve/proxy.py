@@ -101,7 +101,7 @@ class ChatProxy:
             exchange.end("client_left", ConnectionResetError())
         finally:
             watcher.cancel()
-            self.under_way.add(-1)
+            exchange.settle()
 
     async def _leaves(self, receive: Receive, exchange: Exchange, task: Any) -> None:
         """Cancel an exchange when its client has left, so that nothing is generated for nobody."""
@@ -139,6 +139,7 @@ class Exchange:
         self._first: float | None = None
         self._scope = scope
         self._send = send
+        self._settled = False
         self.ended = False
         self.left = False
 
@@ -296,6 +297,14 @@ class Exchange:
         ended = self._first if self._proxy.first_counts else now
         # a disk may take its time for a row, which other streams do not wait for
         await run_in_threadpool(self._walk.finish, self._choice, ended)
+        # whoever has its last byte was not broken off
+        self.settle()
+
+    def settle(self) -> None:
+        """Count the request as under way no longer, once."""
+        if not self._settled:
+            self._settled = True
+            self._proxy.under_way.add(-1)
 
     def end(self, outcome: str, error: BaseException | None = None) -> None:
         """Count how the request ended, once; nothing is learned where an error ended it."""
