@@ -163,7 +163,8 @@ class RequestFeatures:
         if not self._names <= chat.features.keys():
             _, question = last_question(chat.body)
             counts = counts_of(chat.body, question)
-            features = {self._prompt: question, **counts}
+            # the policy knows which messages it reads
+            features = {self._prompt: chat.body.get("messages") or "", **counts}
             if BLOCK in self._names:
                 features |= prompt_features(question, round(counts["images"]))
         if self._compute is not None:

@@ -280,6 +280,8 @@ class Exchange:
             "budget-ms": f"{decision.request.budget_ms:g}",
             "attempts": str(self._choice.attempts),
         }
+        if decision.limits_note:
+            chosen["limits-note"] = decision.limits_note
         if "shadow" in about:
             chosen["shadow"] = label_of(about["shadow"])
         return [(f"x-knobwise-{name}".encode(), text.encode()) for name, text in chosen.items()]

@@ -146,8 +146,8 @@ def features_in(body: Mapping[str, Any], controller: Any) -> dict[str, Any]:
     Raises:
         InputError: a truth value; or text, where the controller reads numbers.
     """
-    blocks = controller.feature_sizes
-    reads = {*blocks, *(column[0] for column in controller.columns)}
+    blocks = controller.feature_sizes.keys() - controller.texts.keys()
+    reads = {*controller.feature_sizes, *(column[0] for column in controller.columns)}
     features = {name: value for name, value in body.items() if name in reads}
     for name, values in features.items():
         for value in values if isinstance(values, list) else [values]:
