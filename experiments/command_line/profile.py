@@ -23,6 +23,8 @@ from knobwise.profiling.measuring.settings import BUILT_IN
 
 RECORDED = ("learner", "smollm2")
 """Models whose demonstrations are recorded, and that bring questions along."""
+FEW_TEXTS = 20
+"""With fewer different texts than this, what is counted in them is taken for features."""
 
 
 def profile(config: ProfileRun) -> None:
@@ -92,8 +94,9 @@ def _summary(folder: Path) -> None:
     measured = read_parquet(table)
     words = [typed("profile.path", table), typed("profile.features", features)]
     costs = [name for name in ("usd",) if name in measured.columns]
-    # behind an endpoint, the text of a request says more than what is counted in it
-    if "prompt" in measured.columns:
+    # behind an endpoint, the text of a request says more than what is counted in it; a few texts
+    # say nothing
+    if "prompt" in measured.columns and measured["prompt"].n_unique() >= FEW_TEXTS:
         features = ["prompt"]
         words[1] = "profile.features=[prompt]"
     if costs:

@@ -19,7 +19,8 @@ from torch import Tensor
 
 from knobwise.agents.evaluation.baselines import Oracle, fit_static
 from knobwise.agents.evaluation.evaluation import evaluate_policy
-from knobwise.agents.evaluation.texts import with_texts_encoded
+from knobwise.agents.evaluation.texts import encoded_by, with_texts_encoded
+from knobwise.common.errors import InputError
 from knobwise.envs.bandit.budgets import default_budgets, log_moments
 from knobwise.envs.tables.cost_words import in_words
 from knobwise.envs.tables.profile_table import ProfileTable, median_of
@@ -75,8 +76,7 @@ def inspect_table(table: ProfileTable, curve: bool = False) -> dict[str, Any]:
           `warnings`: the same in sentences
     """
     if table.texts:
-        # as training encodes them
-        table = with_texts_encoded(table, table.split())
+        table = _encoded(table)
     # digest and policies are those of the whole profile, which may have a first look
     whole = table
     table = whole.without_first_look
@@ -128,6 +128,16 @@ def inspect_table(table: ProfileTable, curve: bool = False) -> dict[str, Any]:
     faults = [each["text"] for each in findings if each["kind"] == FAULT]
     warnings = [each["text"] for each in findings if each["kind"] != FAULT]
     return facts | {"findings": findings, "faults": faults, "warnings": warnings}
+
+
+def _encoded(table: ProfileTable) -> ProfileTable:
+    """Return a table whose texts are encoded as in training; without texts if it has too few
+    samples to divide."""
+    try:
+        split = table.split()
+    except InputError:
+        return encoded_by(table, {})
+    return with_texts_encoded(table, split)
 
 
 def _findings(table: ProfileTable, facts: Facts) -> list[dict[str, Any]]:
