@@ -177,8 +177,9 @@ def controller_of(names):
         texts={},
         columns=(),
         header={"limit": "budget_ms"},
-        fall_back=lambda limit, drift: None,
-        decide_expected=lambda blocks, limit, drift: (next(turns), 0.0, 0.1),
+        fall_back=lambda limit, drift, limits: None,
+        limits={},
+        decide_expected=lambda blocks, limit, drift, limits: (next(turns), 0.0, 0.1),
     )
 
 
