@@ -103,6 +103,8 @@ class EndpointClient:
     async def _check(self, connections: int) -> None:
         try:
             async with asyncio.timeout(self.timeout_s):
+                # one alone, so that nothing is under way if nobody answers
+                await self._client.models.list()
                 await asyncio.gather(*(self._client.models.list() for _ in range(connections)))
         except (openai.AuthenticationError, openai.PermissionDeniedError) as error:
             raise InputError(f"endpoint={self.url}: does not take the key in {KEY}") from error

@@ -62,9 +62,10 @@ def test_folds_and_repeats_keep_clusters_whole(sizes, seed, folds):
     splits = [divide(table, seed=seed, folds=folds, number=number) for number in range(folds)]
     tested = torch.cat([split.test for split in splits]).sort().values
     identical(tested, torch.arange(SAMPLES))
-    repeats = [divide(table, seed=seed, repeats=2, number=number) for number in range(2)]
+    repeats = [divide(table, seed=seed, repeats=4, number=number) for number in range(4)]
     assert all(whole(table, split) for split in splits + repeats)
-    assert not torch.equal(repeats[0].test, repeats[1].test)
+    # two of them may be the same by chance, where a few large clusters make up the test part
+    assert len({tuple(split.test.tolist()) for split in repeats}) > 1
     # the folds that experts are fitted in
     clusters = np.array(table.clusters)
     for fit, hold in folds_of(table, torch.arange(SAMPLES), seed):
