@@ -217,7 +217,10 @@ def measure(
             configuration.
     """
     run = _Runner(model, plan)
-    count = int(done.sum())
+    # cells that are not of the design count as done, but not in what is shown
+    left_out = len(done) * int((~plan.design.cells).sum())
+    count = int(done.sum()) - left_out
+    total = done.size - left_out
     keys = enumerate(plan.contents)
     lacking = {i for i, key in keys if plan.config.force or key not in store}
 
@@ -234,7 +237,7 @@ def measure(
             missing(done, run.answer_all is not None),
         )
         ended = as_they_end(lambda job: run(*job[1:]), jobs, run.concurrency)
-        with progress("measuring", done.size, count) as tick, collected_between() as collect:
+        with progress("measuring", total, count) as tick, collected_between() as collect:
             for (repeat, i, columns), (stage, answers) in ended:
                 keep(i, stage)
                 for j, answer in zip(columns, answers, strict=True):
@@ -249,7 +252,7 @@ def measure(
                 stage, _ = run(i, [])
                 keep(i, stage)
                 tick(number)
-    return count == done.size
+    return count == total
 
 
 def _warm_up(run: _Runner, done: Bools, rounds: int) -> None:

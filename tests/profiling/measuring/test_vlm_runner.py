@@ -125,7 +125,7 @@ def test_the_table_holds_what_the_model_answered_how_right_it_was_and_every_time
         np.testing.assert_allclose(rows[column], log.select(wanted).to_series(), atol=2e-4)
 
 
-def test_part_of_the_cells_is_measured_and_test_samples_whole(tmp_path):
+def test_part_of_the_cells_is_measured_and_test_samples_whole(tmp_path, capsys):
     items = tuple(replace(ITEMS[n % 6], id=f"id{n:02}", image_id="") for n in range(20))
     sparse = replace(ONCE, per_sample=1)
     measured(tmp_path, sparse, items=items)
@@ -133,7 +133,10 @@ def test_part_of_the_cells_is_measured_and_test_samples_whole(tmp_path):
     counts = table.mask.sum(1)
     test = table.split().test
     assert counts[test].tolist() == [4] * len(test)
-    assert counts.sum() == 4 * len(test) + 20 - len(test)
+    wanted = 4 * len(test) + 20 - len(test)
+    assert counts.sum() == wanted
+    # progress is that of the cells that are wanted
+    assert f"measuring: {wanted}/{wanted}" in capsys.readouterr().err
     assert set(table.parts) == {"train", "validation", "test"}
     facts = read_json(tmp_path / "profile.json")
     assert facts["measured"] == {"per_sample": 1, "probability": 0.25, "whole": "test"}
