@@ -30,6 +30,7 @@ from torch import Tensor
 from knobwise.agents.deployed.calibrated import Static
 from knobwise.agents.evaluation.baselines import BestStatic, averages, fit_static
 from knobwise.agents.evaluation.budgets import judged_budgets
+from knobwise.agents.evaluation.texts import as_read
 from knobwise.agents.serving.adaptive_model import AdaptiveModel
 from knobwise.agents.serving.runtime import DECISIONS_KEPT
 from knobwise.agents.serving.tracker import LatencyTracker
@@ -203,14 +204,15 @@ def check_features(model: AdaptiveVLM, table: ProfileTable, stream: Stream) -> N
     features."""
     rows = dict(zip(stream.rows.tolist(), stream.ids, strict=True))
     rows.pop(-1, None)  # the table does not hold it
+    texts = as_read(table).texts
     for row, name in itertools.islice(rows.items(), COMPARED):
         stage = model.first_stage(stream.requests[name])
-        same = [stage.texts.get(text) == known[row] for text, known in table.texts.items()]
+        same = [stage.texts.get(text) == known[row] for text, known in texts.items()]
         for block_name, block in stage.features.items():
             known = block[:0]
             if block_name in table.features:
                 known = table.features[block_name][row].numpy()
-            elif table.texts:
+            elif texts:
                 # read by its text alone
                 continue
             # other processors may round the last bit of a half otherwise

@@ -17,6 +17,7 @@ from commands import Command, launch, mistake, read_json, refused, stop_when
 from helpers import input_error
 from PIL import Image
 
+from knobwise.__main__ import main
 from knobwise.envs.readers.long_table import read_long_table
 from knobwise.profiling.endpoint.client import EndpointClient
 from knobwise.profiling.endpoint.messages import images_in, most_tokens, prompt_features
@@ -358,13 +359,14 @@ def test_a_request_that_the_server_finds_wrong_is_said_at_once(endpoint, capsys)
     assert asked(endpoint).total() == 0
 
 
-def test_a_controller_serves_models_behind_the_endpoint_live(endpoint, capsys):
+@pytest.mark.parametrize("features", ["out/features.safetensors", "[prompt]"])
+def test_a_controller_serves_models_behind_the_endpoint_live(endpoint, capsys, features):
     names = [f"What is {n} + 1?" for n in range(60)]
     write_questions({f"n{n}": (text, str(n + 1)) for n, text in enumerate(names)})
     values = "knobs.values={model: [small, large], reasoning_effort: [low, high]}"
     launch(words(endpoint, values, **{"knobs.max_new_tokens": 200, "concurrency": 4}))
     table = ["profile=table", "profile.path=out/table.parquet"]
-    table.append("profile.features=out/features.safetensors")
+    table.append(f"profile.features={features}")
     launch("train", table, QUICK, "name=r")
     behind = ["model=openai", f"endpoint={endpoint.url}", "data=sums.jsonl", "json=live.json"]
     capsys.readouterr()
@@ -378,4 +380,10 @@ def test_a_controller_serves_models_behind_the_endpoint_live(endpoint, capsys):
     accuracy = {row["policy"]: row["accuracy"] for row in live["rows"]}
     assert len(accuracy) > 2
     assert 0 < max(accuracy.values()) <= 1
+    # other questions under the same ids
+    write_questions({f"n{n}": (f"{text} Please", str(n + 1)) for n, text in enumerate(names)})
+    again = ["evaluate", "checkpoint=runs/controller/r", "live=true", *table, *behind, *settings]
+    capsys.readouterr()
+    assert main(again) == 2
+    assert "does not match" in capsys.readouterr().err
     refused(["evaluate", "checkpoint=runs/controller/r", f"endpoint={endpoint.url}"], capsys)
