@@ -30,17 +30,19 @@ from torch import Tensor
 from knobwise.agents.deployed.calibrated import Static
 from knobwise.agents.evaluation.baselines import BestStatic, averages, fit_static
 from knobwise.agents.evaluation.budgets import judged_budgets
+from knobwise.agents.evaluation.limits import table_for
 from knobwise.agents.evaluation.texts import as_read
 from knobwise.agents.serving.adaptive_model import AdaptiveModel
 from knobwise.agents.serving.runtime import DECISIONS_KEPT
 from knobwise.agents.serving.tracker import LatencyTracker
+from knobwise.agents.teacher.completed import CompletedTable
 from knobwise.agents.training.checkpoint import Loaded
 from knobwise.common.errors import InputError
 from knobwise.common.files import write_json
 from knobwise.common.imports import in_a_line
-from knobwise.common.progress import progress
+from knobwise.common.progress import progress, say
 from knobwise.envs.bandit.budgets import MIN_LATENCY_MS
-from knobwise.envs.tables.profile_table import ProfileTable
+from knobwise.envs.tables.profile_table import ProfileTable, Split
 from knobwise.experiments.compare.comparison import Comparison
 from knobwise.experiments.compare.runs import Run
 from knobwise.experiments.deploy.live_results import (
@@ -102,6 +104,12 @@ def run_live(
         requests.soft = bool(((table.accuracy > 0) & (table.accuracy < 1)).any())
     budgets = judged_budgets(table, config.budgets_ms)
     settings = config.stream
+    # as in training; what was served is then replayed by predictions where nothing was measured
+    split = Split(loaded.extra["train_rows"], loaded.extra["validation_rows"], test)
+    measured = table
+    table = table_for(config.unprofiled, table, split)
+    if isinstance(table, CompletedTable):
+        say("the profile was measured in part; replays go by predictions elsewhere")
     stream = draw_stream(table, test, fitted, budgets, requests, settings)
     with one_thread(), threadpool_limits(1), collected_between(), clocked_by(settings.clock):
         check_features(model, table, stream)
@@ -110,7 +118,7 @@ def run_live(
         choices: list[int] = []
         ratios: list[float] = []
         if stream.timed:
-            choices, ratios = served.timed_cells(table, stream.timed, CALIBRATION)
+            choices, ratios = served.timed_cells(measured, stream.timed, CALIBRATION)
         speed = float(np.exp(np.nanmedian(ratios or [0.0])))
         stream = replace(stream, budgets_ms=stream.budgets_ms * speed)
         fixed = fixed_configurations(table, fitted, budgets)

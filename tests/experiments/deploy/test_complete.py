@@ -138,3 +138,14 @@ def test_mistakes(trained, capsys):
     whole = ["profile.path=other/table.parquet", "profile.features=other/features.safetensors"]
     launch("train profile=table", whole, QUICK, "name=w")
     assert "nothing to measure" in refused([*other, "complete=runs/controller/w"], capsys)
+
+
+def test_a_profile_measured_in_part_is_served_live(trained, capsys):
+    profile = "profile.path=part/table.parquet profile.features=part/features.safetensors"
+    live = "live=true model=test_complete:Sizes profile=table stream.requests=12 json=live.json"
+    launch(f"evaluate checkpoint={RUN}", live, profile)
+    assert "predictions" in capsys.readouterr().err
+    results = read_json("live.json")
+    assert {"controller", "budget_aware_static"} <= {row["policy"] for row in results["rows"]}
+    replayed = [row["replay"] for row in results["live"]["agreement"]]
+    assert np.isfinite(replayed).all()
