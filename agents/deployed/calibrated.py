@@ -150,12 +150,14 @@ class CostBounds:
     Attributes:
         names: of the K costs.
         constant: [K, C], the logarithm of the bound at x = 0.
+        floor: [K], the logarithm of what counts as no cost.
         weight: [width, K·C]; None if no bound depends on the features.
     """
 
     def __init__(self, arrays: Arrays, names: list[str]) -> None:
         self.names = names
         self.constant = arrays["bias"].astype(np.float64) + arrays["margin"]
+        self.floor = arrays["floor"].astype(np.float64)
         self.weight: Array | None = None
         if "weight" in arrays:
             columns = arrays["weight"].astype(np.float64).transpose(1, 0, 2)
@@ -174,8 +176,9 @@ class CostBounds:
                 )
             if not 0 < limit < math.inf:
                 raise ValueError(f"limits: {name}={value}: must be positive and finite")
-            # rounding of logarithms must not matter
-            logs[self.names.index(name)] = math.log(limit) + ROUNDING
+            k = self.names.index(name)
+            # rounding of logarithms must not matter; no cost is within any limit
+            logs[k] = max(math.log(limit), self.floor[k]) + ROUNDING
         return logs
 
     def allowed(

@@ -37,8 +37,9 @@ from knobwise.envs.bandit.settings import BudgetConfig
 from knobwise.envs.tables.profile_table import ProfileTable, Split
 from knobwise.envs.tables.splits import folds_of
 
-MIN_COST = 1e-12
-"""Lower bound that costs are raised to before their logarithm is taken."""
+FREE = 1e-3
+"""What an answer that costs nothing counts as, as a share of the lowest cost above zero: zero has
+no logarithm."""
 MAX_WEIGHTS = 1 << 18
 """Most weights of the predictions of a cost; with more only the mean of each configuration counts,
 and the spread around it."""
@@ -134,14 +135,17 @@ def fit_bounds(
     Inference for Regression", JASA), or the largest where there are fewer.
 
     Returns:
-        `bias` and `margin` [K, C], and `weight` [K, width, C] unless no cost depends on the
-        features or there are too many.
+        `bias` and `margin` [K, C]; `floor` [K], the logarithm of what counts as no cost; and
+        `weight` [K, width, C] unless no cost depends on the features or there are too many.
     """
     x = normaliser.of_rows(table, rows).double().numpy()
     division = folds_of(table, rows, 0)
-    biases, margins, weights = [], [], []
+    biases, margins, weights, floors = [], [], [], []
     for cost in table.costs.values():
-        logs = cost[rows].double().clamp_min(MIN_COST).log().numpy()
+        of_rows = cost[rows].double()
+        positive = of_rows[of_rows > 0]
+        floor = FREE * float(positive.min()) if len(positive) else FREE
+        logs = of_rows.clamp_min(floor).log().numpy()
         errors = np.full_like(logs, np.nan)
         for fit, hold in division:
             weight, bias = _linear(x[fit], logs[fit])
@@ -150,7 +154,8 @@ def fit_bounds(
         weights.append(weight)
         biases.append(bias)
         margins.append(_quantile(errors, probability))
-    arrays = {"bias": np.stack(biases), "margin": np.stack(margins)}
+        floors.append(math.log(floor))
+    arrays = {"bias": np.stack(biases), "margin": np.stack(margins), "floor": np.array(floors)}
     if np.any(weights):
         arrays["weight"] = np.stack(weights)
     return arrays

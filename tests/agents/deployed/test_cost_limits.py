@@ -115,7 +115,7 @@ def test_without_limits_nothing_is_exported_and_nothing_changes():
     assert agent.decider.allowed(blocks, SAMPLES) is None
     assert priced.decider.limits_note(blocks) == ""
     extra = {name for name in priced.arrays() if name not in plain}
-    assert extra == {"costs.bias", "costs.margin", "costs.weight"}
+    assert extra == {"costs.bias", "costs.floor", "costs.margin", "costs.weight"}
 
 
 def test_exported_and_saved_controllers_keep_limits(tmp_path):

@@ -144,6 +144,7 @@ def test_what_is_allowed_by_hand():
         "bias": np.log([[1.0, 2.0, 4.0], [8.0, 2.0, 1.0]]),
         "margin": np.log([[1.0, 1.0, 2.0], [1.0, 1.0, 1.0]]),
         "weight": np.log([[[1.0, 2.0, 1.0]], [[1.0, 1.0, 1.0]]]),
+        "floor": np.log([0.001, 0.001]),
     }
     bounds = CostBounds(arrays, ["usd", "j"])
     x = np.array([[0.0], [1.0]], np.float32)
@@ -189,6 +190,18 @@ def test_few_errors_have_their_largest_as_margin_and_none_are_kept_by_nobody():
     np.testing.assert_allclose(arrays["margin"][0, 0], np.log(2))
     assert arrays["margin"][0, 1] > 100
     assert "weight" not in arrays
+
+
+def test_no_cost_keeps_any_limit():
+    tiny = float(np.finfo(np.float32).tiny)
+    for price in (0.001, tiny):
+        prices = torch.tensor([price, 0.0]).expand(12, -1).contiguous()
+        cells = torch.ones(12, 2)
+        table = table_of(cells, cells, torch.arange(12.0).unsqueeze(1), costs={"usd": prices})
+        identical(limited(table, usd=price).mask, torch.ones(12, 2, dtype=torch.bool))
+        identical(limited(table, usd=price / 2).mask[0], [False, True])
+        # far below all that was measured, too
+        identical(limited(table, usd=float(np.finfo(np.float32).tiny) / 2).mask[0], [False, True])
 
 
 def test_a_limited_table_masks_what_may_not_be_chosen():

@@ -131,7 +131,8 @@ def test_a_request_whose_features_fail_is_answered_and_no_update_learns_from_it(
 
 def test_further_limits_are_logged_and_checked(stack, tmp_path):
     agent, table = stack
-    agent.calibration.costs = {name: np.zeros((2, 12)) for name in ("bias", "margin")}
+    costs = {name: np.zeros((2, 12)) for name in ("bias", "margin")}
+    agent.calibration.costs = costs | {"floor": np.full(2, -10.0)}
     agent.calibration.cost_names = ["tokens", "price"]
     agent.eval()
     runtime = runtime_of(agent, log=tmp_path)
