@@ -3,7 +3,7 @@ over the share of a profile that was measured.
 
 Intervals are bootstraps over draws of the cells and test samples.
 
-    python benchmarks/sparse_tables.py sparse docs/sparse.svg
+    python benchmarks/sparse_tables.py sparse docs/sparse.svg [FOLDER OF A TABLE ...]
 """
 
 from __future__ import annotations
@@ -33,7 +33,13 @@ from sparse import (
 from knobwise.agents.evaluation.policy import Array
 
 RESAMPLES = 4000
+TITLES = {"builtin": "built-in", "ocr": "RapidOCR", "smollm": "SmolLM2"}
 Row = Sequence[object]
+
+
+def title_of(profile: str) -> str:
+    """Return the name of a profile for readers."""
+    return TITLES.get(profile, name_of(profile))
 
 
 class Resamples:
@@ -106,13 +112,15 @@ class Resamples:
             of_draw = self.of_draws[:, draw]
             sums[0] += [gained.sum(), *(of_draw * (weights @ gained))]
             sums[1] += [len(gained), *(of_draw * weights.sum(1))]
-        means: Array = sums[0] / sums[1]
+        # of few test samples a resample may hold none
+        means = np.full(RESAMPLES + 1, np.nan)
+        np.divide(sums[0], sums[1], out=means, where=sums[1] > 0)
         return means
 
 
 def in_points(gains: Array) -> tuple[float, float, float]:
     """Return the first of gains in points, and the 95 % interval of the others."""
-    low, high = np.quantile(gains[1:], [0.025, 0.975])
+    low, high = np.nanquantile(gains[1:], [0.025, 0.975])
     # + 0.0 makes 0 of −0
     mean, low, high = (round(100 * float(value), 1) + 0.0 for value in (gains[0], low, high))
     return mean, low, high
@@ -143,7 +151,9 @@ def gains_of_grpo(folder: Path) -> Iterator[Row]:
             gains = {way: resamples.gains(share, way, "imitation") for way in WAYS}
             for way, values in gains.items():
                 pooled[way].append(values)
-            yield (profile, resamples.words(share), resamples.draws, *map(words_of, gains.values()))
+            cells = resamples.words(share)
+            gained = map(words_of, gains.values())
+            yield (title_of(profile), cells, resamples.draws, *gained)
     yield ("all", "–", "–", *(words_of(np.mean(values, axis=0)) for values in pooled.values()))
 
 
@@ -168,7 +178,7 @@ def curve(folder: Path, profiles: list[str]) -> Iterator[Row]:
             references = ("static_of_whole", "imitation_of_whole")
             gains = [resamples.gains(share, "imitation", other) for other in references]
             cells = resamples.words(share)
-            yield (name_of(profile), cells, *means, deployed, *map(words_of, gains))
+            yield (title_of(profile), cells, *means, deployed, *map(words_of, gains))
 
 
 def rounds(folder: Path, profiles: list[str]) -> Iterator[Row]:
@@ -181,7 +191,7 @@ def rounds(folder: Path, profiles: list[str]) -> Iterator[Row]:
         seconds = f"{resamples.mean(IN_ROUNDS, 'seconds', 'chosen'):,.0f}"
         gains = resamples.gains(*about, "random", "chosen")
         cells = resamples.words(IN_ROUNDS)
-        yield (name_of(profile), cells, seconds, *values, words_of(gains))
+        yield (title_of(profile), cells, seconds, *values, words_of(gains))
 
 
 def picture(folder: Path, profiles: list[str]) -> alt.FacetChart:
@@ -192,16 +202,21 @@ def picture(folder: Path, profiles: list[str]) -> alt.FacetChart:
             measured = cells_drawn(share, resamples.configurations) / resamples.configurations
             for way, words in {"imitation": "policy", "static": "static"}.items():
                 mean, low, high = in_points(resamples.gains(share, way, "static_of_whole"))
-                about = {"profile": name_of(profile), "policy": words, "share": 100 * measured}
+                about = {"profile": title_of(profile), "policy": words, "share": 100 * measured}
                 points.append({**about, "mean": mean, "low": low, "high": high})
-    x = alt.X("share:Q", title="cells measured, %", scale=alt.Scale(type="log"))
-    y = alt.Y("mean:Q", title="points above the static of all cells")
+    # five panels have room for few numbers
+    axis = alt.Axis(values=[2, 5, 10, 25, 100])
+    x = alt.X("share:Q", title="cells measured, %", scale=alt.Scale(type="log"), axis=axis)
+    y = alt.Y("mean:Q", title="points above static of all cells")
     colour = alt.Color("policy:N", title=None)
     base = alt.Chart().encode(x=x, color=colour)
     band = base.mark_area(opacity=0.15).encode(y=alt.Y("low:Q"), y2="high:Q")
     layers = alt.layer(band, base.mark_line(point=True).encode(y=y))
-    layers = layers.properties(width=200, height=200, data=alt.InlineData(points))
-    return layers.facet(column=alt.Column("profile:N", title=None, sort=None))
+    titles = [title_of(profile) for profile in profiles]
+    layers = layers.properties(width=170, height=200, data=alt.InlineData(points))
+    return layers.facet(column=alt.Column("profile:N", title=None, sort=titles)).resolve_scale(
+        y="independent"
+    )
 
 
 if __name__ == "__main__":
