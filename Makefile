@@ -47,6 +47,7 @@ bench: $(INSTALLED)-test
 
 campaign: $(INSTALLED)-test
 	$(BIN)/python -m pytest -m campaign
+	$(BIN)/python -m pytest -m hypothesis --hypothesis-profile=new-examples
 	$(BIN)/python -m tests.campaign.updates
 	$(BIN)/python -m tests.campaign.server
 	$(BIN)/python -m tests.campaign $(CAMPAIGN)

@@ -30,9 +30,10 @@ PRELOADED = [
     *(f"knobwise.experiments.train.{module}" for module in ("controller", "selector", "run")),
 ]
 """By the process that others are forked from: imported there once, and not for seconds in each."""
-# the machine may be busy
-hypothesis.settings.register_profile("unhurried", deadline=None)
-hypothesis.settings.load_profile("unhurried")
+# the machine may be busy; only `make campaign` looks for other examples than last time
+hypothesis.settings.register_profile("new-examples", deadline=None)
+hypothesis.settings.register_profile("same-examples", deadline=None, derandomize=True)
+hypothesis.settings.load_profile("same-examples")
 LONG = ("test_docs.py", "test_layout.py", "test_everywhere.py")
 LESS = {
     "agents.evaluation.own_cost.ROUNDS": (1, "serving", "evaluation"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence, Set
 from typing import Any
 
@@ -189,8 +190,10 @@ def _find_knobs(
         if left_out:
             notes.append(f"not knobs, since they {reason}: {listed(left_out)}")
     count = frame.select(names).n_unique()
-    if 50 < count > len(frame) / 2:
-        sizes = ", ".join(f"{name} ({frame[name].n_unique()} values)" for name in names)
+    sizes_of = {name: frame[name].n_unique() for name in names}
+    # a small grid of which few cells were measured has as many
+    if 50 < count > len(frame) / 2 and math.prod(sizes_of.values()) > len(frame):
+        sizes = ", ".join(f"{name} ({size} values)" for name, size in sizes_of.items())
         raise InputError(
             f"{count} configurations in {len(frame)} rows, so a column taken as a knob "
             f"must be a measurement: {sizes}. Name the knobs with knobs="

@@ -1,12 +1,8 @@
-"""Nothing that these tests write has to survive a power cut, and no property has to be quick."""
+"""Nothing that these tests write has to survive a power cut."""
 
 import pytest
-from hypothesis import settings
 
 from knobwise.common import files
-
-settings.register_profile("without deadlines", deadline=None)
-settings.load_profile("without deadlines")
 
 
 @pytest.fixture(autouse=True, scope="module")

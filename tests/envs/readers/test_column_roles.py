@@ -7,7 +7,7 @@ import numpy as np
 import polars as pl
 import pytest
 from helpers import identical, input_error
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from knobwise.envs.readers.long_table import read_long_table, table_from_frame
@@ -94,6 +94,7 @@ def test_outcomes_are_left_out_of_any_grid_whatever_their_names(sizes, chosen, h
     shape=st.sampled_from([(20, 2), (12, 4), (60, 2), (60, 4), (300, 2), (300, 4)]),
     seed=st.integers(0, 2**32),
 )
+@example(sizes=(4, 4, 4), shape=(60, 2), seed=7945)
 @settings(max_examples=60, deadline=None)
 def test_knobs_of_sparse_profiles_are_never_left_out(sizes, shape, seed):
     draws = np.random.default_rng(seed)
