@@ -36,8 +36,8 @@ SAMPLES = Path(__file__).parents[1] / "testbeds/data/builtin/samples.parquet"
 def with_questions(table: ProfileTable, ids: pl.Series, questions: pl.Series) -> ProfileTable:
     """Return a table with the question of each sample as its text."""
     question_of = dict(zip(ids.cast(pl.String), questions, strict=True))
-    asked = [question_of[sample_id] for sample_id in table.sample_ids]
-    return replace(table, texts={"question": asked})
+    texts = [question_of[sample_id] for sample_id in table.sample_ids]
+    return replace(table, texts={"question": texts})
 
 
 def utilities(table: ProfileTable, seed: int) -> tuple[Array, dict[str, Array]]:
