@@ -90,7 +90,7 @@ def _evaluate_live(checkpoint: Path, loaded: Loaded, config: EvaluateRun) -> Run
     if config.model == ENDPOINT:
         # an endpoint has the knobs that were measured
         knobs = replace(knobs, values={knob.name: [*knob.values] for knob in table.knobs})
-        at_once = measured_at_once(config.profile)
+        at_once = measured_at_once(getattr(config.profile, "path", None))
         if at_once is not None and at_once > 1:
             say(
                 f"the profile was measured with {at_once} requests at once; here they come one at "

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from threadpoolctl import threadpool_limits
 
 from knobwise.common.errors import InputError
 from knobwise.experiments.evidence.run_folder import controller_at
+from knobwise.experiments.settings.profiles import measured_at_once, of_run
 from knobwise.experiments.settings.serving import ServeRun
 
 
@@ -22,5 +25,8 @@ def run(config: ServeRun) -> None:
         raise InputError(
             f"serve: {error.name} is not installed; pip install 'knobwise[serve]'"
         ) from error
+    if config.concurrency is None:
+        path = of_run(config.checkpoint, "profile.path")
+        config = replace(config, concurrency=measured_at_once(path))
     with threadpool_limits(1):
         serve(config, controller_at(config.checkpoint))

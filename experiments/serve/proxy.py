@@ -14,6 +14,7 @@ from starlette.requests import Request
 from starlette.types import Receive, Scope, Send
 
 from knobwise.common.errors import InputError
+from knobwise.common.progress import say
 from knobwise.experiments.serve.chat import ChatRequest, parse
 from knobwise.experiments.serve.guards import Guards, refusal
 from knobwise.experiments.serve.metrics import ServerMetrics, label_of
@@ -55,6 +56,8 @@ class ChatProxy:
         upstream: answers.
         metrics: counts.
         first_counts: True if the first chunk, not the whole answer, is to come in time.
+        at_once: how many requests were under way in each process, at most, when the profile was
+            measured; None if that is not known.
     """
 
     under_way: UnderWay
@@ -69,12 +72,15 @@ class ChatProxy:
         upstream: Upstream,
         metrics: ServerMetrics,
         first_counts: bool = False,
+        at_once: float | None = None,
     ) -> None:
         self.guards = guards
         self.walk = walk
         self.upstream = upstream
         self.metrics = metrics
         self.first_counts = first_counts
+        self.at_once = at_once
+        self.was_crowded = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request."""
@@ -91,6 +97,7 @@ class ChatProxy:
         exchange = Exchange(self, chat, choice, arrived, scope, send)
         # counted in a file, so that it is known what a kill breaks off
         self.under_way.add(1)
+        self._count_crowded()
         # uvicorn says nothing to whoever sends to a client that has left
         watcher = asyncio.create_task(self._leaves(receive, exchange, asyncio.current_task()))
         try:
@@ -102,6 +109,19 @@ class ChatProxy:
         finally:
             watcher.cancel()
             exchange.settle()
+
+    def _count_crowded(self) -> None:
+        """Count a request beside which more are under way than when the profile was measured, and
+        warn the first time."""
+        if self.at_once is None or self.under_way.count <= self.at_once:
+            return
+        self.metrics.crowded.inc()
+        if not self.was_crowded:
+            self.was_crowded = True
+            say(
+                "more requests are under way than the profile was measured with "
+                "(concurrency); answers may take longer than predicted"
+            )
 
     async def _leaves(self, receive: Receive, exchange: Exchange, task: Any) -> None:
         """Cancel an exchange when its client has left, so that nothing is generated for nobody."""

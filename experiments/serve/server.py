@@ -80,7 +80,11 @@ def serve(config: ServeRun, controller: NumpyController) -> None:
                     runtime, fields, features, metrics, budget_ms, config.log_prompts, shadow
                 )
                 first_counts = config.timed == "first_chunk"
-                chats = ChatProxy(guards, walk, upstream, metrics, first_counts)
+                at_once = None
+                if config.concurrency is not None:
+                    # a process knows of its own requests only
+                    at_once = max(1.0, config.concurrency / config.workers)
+                chats = ChatProxy(guards, walk, upstream, metrics, first_counts, at_once)
             routes = Routes(guards, runtime, metrics, upstream, broken)
             app = application(routes, chats, _connected(upstream))
 

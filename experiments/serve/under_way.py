@@ -31,6 +31,9 @@ class UnderWay:
 
     Args:
         folder: of the server.
+
+    Attributes:
+        count: how many there are.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -39,12 +42,12 @@ class UnderWay:
         # a write to memory, not a call of the system
         with path.open("r+b") as file:
             self._memory = mmap.mmap(file.fileno(), COUNT.size)
-        self._count = 0
+        self.count = 0
 
     def add(self, change: int) -> None:
         """Count a request that begins, 1, or ends, −1."""
-        self._count += change
-        COUNT.pack_into(self._memory, 0, self._count)
+        self.count += change
+        COUNT.pack_into(self._memory, 0, self.count)
 
 
 def cut_off(folder: Path, process: str = "*") -> int:

@@ -296,14 +296,13 @@ def read_profile(
     return table
 
 
-def measured_at_once(config: Any) -> int | None:
-    """Return how many requests were sent at once when a profile was measured through an endpoint,
-    from the file `profile.json` beside it; None without one."""
-    path = Path(str(getattr(config, "path", "")))
-    if not path.name:
+def measured_at_once(path: str | None) -> int | None:
+    """Return how many requests were sent at once when the profile at this path was measured through
+    an endpoint, from the file `profile.json` beside it; None without one."""
+    if not path:
         return None
     try:
-        at_once = json.loads(path.with_name("profile.json").read_bytes())["concurrency"]
+        at_once = json.loads(Path(path).with_name("profile.json").read_bytes())["concurrency"]
     except (OSError, ValueError, KeyError, TypeError):
         # there is no such file, or it is damaged, or of a model that runs here
         return None

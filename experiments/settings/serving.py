@@ -62,6 +62,10 @@ class ServeRun:
     override: bool = False
     """Set the knobs whatever a client sets itself. Otherwise its `max_tokens` is a cap, and other
     values that it gives are kept."""
+    concurrency: int | None = None
+    """How many requests the profile was measured with at once; None for what the run's profile
+    says. With more under way, answers may take longer than predicted: the server warns once, and
+    counts such requests in /metrics."""
     shadow: bool = False
     """Log what would be chosen, and send each request as the client wrote it, with `default`."""
     default: Any = None
@@ -82,6 +86,8 @@ class ServeRun:
     def __post_init__(self) -> None:
         one_of("timed", self.timed, TIMED)
         at_least("workers", self.workers, 1)
+        if self.concurrency is not None:
+            at_least("concurrency", self.concurrency, 1)
         at_least("drain_s", self.drain_s, 0)
         for name in ("timeout_s", "max_body_mb"):
             positive(name, getattr(self, name))

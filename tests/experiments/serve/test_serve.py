@@ -4,6 +4,7 @@ import http.client
 import http.server
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -17,7 +18,10 @@ from commands import wait_for
 from proxied import MESSAGES, SAFE, Client, knobs_of, serving, started
 
 from knobwise.agents.learning.logged import read_log
+from knobwise.experiments.deploy.serve import run as run_serve
+from knobwise.experiments.serve import server
 from knobwise.experiments.serve.under_way import place_of
+from knobwise.experiments.settings.serving import ServeRun
 
 CHAT = "/v1/chat/completions"
 IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA", "detail": "low"}}
@@ -390,6 +394,41 @@ def test_after_kill_9_open_streams_are_counted_and_whole_answers_are_logged(
     assert time.monotonic() - killed < 60
     assert len(whole) == 10
     assert whole <= {row["id"] for row in rows_in(tmp_path / "served")}
+
+
+def test_more_requests_at_once_than_were_measured_are_counted_and_said_once(
+    exported, endpoint, tmp_path
+):
+    words = f"checkpoint={exported}", f"endpoint={endpoint.url}", "concurrency=2"
+    body = {"messages": MESSAGES, "model": "small", "max_tokens": 64, "stream": True}
+    with started(tmp_path, *words) as (client, _):
+        # streams that have begun, and last 20 s
+        slow = {"x_simulated": "first_ms=1&chunks=1000&chunk_ms=20"}
+        opened = [client.send(CHAT, body, **slow) for _ in range(2)]
+        assert client.metric("crowded_total") == 0
+        opened += [client.send(CHAT, body, **slow) for _ in range(2)]
+        assert client.metric("crowded_total") == 2
+        for connection, answer in opened:
+            assert answer.status == 200
+            answer.close()
+            connection.close()
+    assert sum("than the profile was measured with" in line for line in client.said()) == 1
+
+
+@pytest.mark.parametrize("given", [None, 3])
+def test_how_many_requests_were_measured_at_once_is_known_from_the_run(
+    exported, tmp_path, monkeypatch, given
+):
+    run = tmp_path / "run"
+    run.mkdir()
+    shutil.copy(exported, run)
+    profile = {"format": "table", "path": str(tmp_path / "table.parquet")}
+    (run / "config.yaml").write_text(json.dumps({"profile": profile}))
+    (tmp_path / "profile.json").write_text('{"concurrency": 8}')
+    served = []
+    monkeypatch.setattr(server, "serve", lambda config, controller: served.append(config))
+    run_serve(ServeRun(checkpoint=str(run), concurrency=given))
+    assert served[0].concurrency == (given or 8)
 
 
 def test_a_worker_that_dies_is_replaced_and_what_it_had_open_is_counted(
