@@ -47,7 +47,8 @@ class ServerMetrics:
         self.late = counter("late", "Answered requests that missed their deadline")
         self.retries = counter("retries", "Further settings that were tried after a fault")
         self.broken = counter("broken", "Requests under way in processes that were killed")
-        self.crowded = counter("crowded", "Requests beside more than the profile was measured with")
+        self.crowded = counter("crowded", "Requests that came while more were under way than when "
+                               "the profile was measured")  # fmt: skip
         self.lost = counter("lost_rows", "Rows that could not be written into the log")
         self.answer = histogram("answer", "From the arrival of a request to its last byte")
         self.first = histogram("first_chunk", "From the arrival of a request to the first chunk")

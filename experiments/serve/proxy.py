@@ -111,8 +111,8 @@ class ChatProxy:
             exchange.settle()
 
     def _count_crowded(self) -> None:
-        """Count a request beside which more are under way than when the profile was measured, and
-        warn the first time."""
+        """Count a request that came while more were under way than when the profile was measured,
+        and warn the first time."""
         if self.at_once is None or self.under_way.count <= self.at_once:
             return
         self.metrics.crowded.inc()

@@ -80,11 +80,7 @@ def serve(config: ServeRun, controller: NumpyController) -> None:
                     runtime, fields, features, metrics, budget_ms, config.log_prompts, shadow
                 )
                 first_counts = config.timed == "first_chunk"
-                at_once = None
-                if config.concurrency is not None:
-                    # a process knows of its own requests only
-                    at_once = max(1.0, config.concurrency / config.workers)
-                chats = ChatProxy(guards, walk, upstream, metrics, first_counts, at_once)
+                chats = ChatProxy(guards, walk, upstream, metrics, first_counts, _at_once(config))
             routes = Routes(guards, runtime, metrics, upstream, broken)
             app = application(routes, chats, _connected(upstream))
 
@@ -111,6 +107,14 @@ def _say(config: ServeRun, port: int, broken: int, token: str | None) -> None:
         say(f"requests that broke off when the server before this one was killed: {broken}")
     if config.host not in LOOPBACK and token is None:
         say(f"whoever can reach this port can use it; set {TOKEN} in the environment")
+
+
+def _at_once(config: ServeRun) -> float | None:
+    """Return how many requests each process may have under way; None if that is not known."""
+    if config.concurrency is None:
+        return None
+    # a process knows of its own requests only
+    return max(1.0, config.concurrency / config.workers)
 
 
 @asynccontextmanager
