@@ -254,15 +254,23 @@ class CalibratedMeanBudgets:
 
     def single(self, budget_ms: float) -> tuple[int | None, float]:
         """Return the configuration of the static mix where it decides, else None; and 1/price."""
-        group = self._group_of.get(budget_ms)
-        if group is None:
-            group = int(self.groups(np.array([budget_ms]))[0])
+        group = self._group(budget_ms)
         value_ms = float(self.values_ms[group])
         if not self.mix or self.deployed[group]:
             return None, value_ms
+        return self.mixed(budget_ms), value_ms
+
+    def mixed(self, budget_ms: float) -> int:
+        """Return the configuration of the static mix whose turn it is."""
+        group = self._group(budget_ms)
         turn = next(self.turns) * GOLDEN % 1
         side = "second" if turn < self.mix["share"][group] else "first"
-        return int(self.mix[side][group]), value_ms
+        return int(self.mix[side][group])
+
+    def _group(self, budget_ms: float) -> int:
+        """Return the index of a calibrated budget."""
+        group = self._group_of.get(budget_ms)
+        return int(self.groups(np.array([budget_ms]))[0]) if group is None else group
 
     def planned(self, limits: Array) -> Array:
         """Return 1/price, the ms that a right answer may cost, for mean budgets [n]: [n]."""

@@ -201,9 +201,7 @@ class NumpyController:
         limits: CostLimits = None,
     ) -> Expected:
         """Decide for one request, and return the choice with its expected latency. Raises a
-        ValueError as `decide`, and for a mean budget."""
-        if not self._deadlines:
-            raise ValueError("a controller for mean budgets expects no latency of single answers")
+        ValueError as `decide`."""
         fixed, limit = self._planned_for(features, budget_ms, drift)
         if limits or self.limits:
             log_limits = self.log_limits(limits)
@@ -222,8 +220,10 @@ class NumpyController:
         drift: Drift = None,
         limits: CostLimits = None,
     ) -> Expected:
-        """Return what static chooses within the limits, also where the policy decides, with its
-        expected latency; without static what the policy chooses."""
+        """Return what static or the static mix chooses within the limits, also where the policy
+        decides, with its expected latency; without either what the policy chooses."""
+        if self.mean is not None and self.mean.mix:
+            return self._by_static(self.mean.mixed(budget_ms))
         if self.static is None:
             return self.decide_expected(features, budget_ms, drift, limits)
         limit = budget_ms * self.factor(drift)

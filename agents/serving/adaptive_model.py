@@ -27,7 +27,7 @@ from knobwise.agents.serving.first_stages import FirstStages, Prepared
 from knobwise.agents.serving.inputs import limit_of, numbers
 from knobwise.agents.serving.request_log import RequestLog
 from knobwise.agents.serving.requests import Decision, Result
-from knobwise.agents.serving.runtime import Runtime, controller_of
+from knobwise.agents.serving.runtime import Runtime, deadline_controller_of
 from knobwise.agents.serving.tracker import LatencyTracker
 from knobwise.common.checks import at_least
 from knobwise.common.errors import InputError
@@ -110,7 +110,7 @@ class AdaptiveModel(FirstStages):
     ) -> None:
         at_least("cache", cache, 0)
         self._clocked = clocked_by(clock)  # entered with the lock only
-        for configuration in configurations_of(controller_of(controller)):
+        for configuration in configurations_of(deadline_controller_of(controller)):
             check_configuration(model.knobs, configuration)
         options = {"explore": explore, "explore_loss": explore_loss}
         runtime = Runtime(controller, tracker=tracker, log=log, seed=seed, **options)

@@ -3,12 +3,14 @@ its row in the log. This file needs no torch."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from knobwise.agents.deployed.arrays import Arrays
 from knobwise.agents.deployed.controller import Drift, Expected, NumpyController
 from knobwise.agents.serving.request_log import packed
+from knobwise.envs.tables.units import MS
 
 
 class PendingRequest(NamedTuple):
@@ -70,6 +72,12 @@ class Decision(NamedTuple):
     limits_note: str = ""
     """What is to be said of limits on further costs, see `NumpyController.limits_note`: that no
     configuration was expected to keep them, or that guard and static were calibrated at others."""
+
+    @property
+    def unlike(self) -> bool:
+        """True if a text is unlike those of training."""
+        controller = self.request.controller
+        return bool(controller.texts) and controller.is_unlike(self.features or {})
 
 
 class Result(NamedTuple):
@@ -156,11 +164,14 @@ class Result(NamedTuple):
     def unlike(self) -> bool:
         """True if a text is unlike those of training, so that static decided, where there is
         one."""
-        return bool(self.controller.texts) and self.controller.is_unlike(self.features)
+        return self.decision.unlike
 
     @property
     def met(self) -> bool:
-        """True if the request was answered on time."""
+        """True if the request was answered on time, or within its budget. A mean budget is one of
+        all requests, so none of them misses it."""
+        if self.controller.mean is not None:
+            return True
         return self.total_ms <= self.budget_ms  # not if that is NaN
 
 
@@ -170,6 +181,8 @@ def row_of(result: Result, chances: Mapping[int, float]) -> dict[str, Any]:
     `beside_ms` is the time of all but the answer, by which a reader sees whether the other two
     times of a row still belong together. It is negative where a first stage that the answer counts
     was prepared before the request came.
+
+    All that is called …_ms is in the unit of the controller, which a row names if it is not ms.
 
     Args:
         result: the request and its answer.
@@ -189,13 +202,15 @@ def row_of(result: Result, chances: Mapping[int, float]) -> dict[str, Any]:
         "budget_ms": request.budget_ms,
         "limit_ms": float(decision.limit_ms),
         "features": {name: packed(block) for name, block in (features or {}).items()} or None,
-        "log_latency": decision.log_latency,
+        "log_latency": _known(decision.log_latency),
         "drift": None,
-        "answer_ms": result.answer_ms,
-        "beside_ms": result.total_ms - result.answer_ms,
-        "total_ms": result.total_ms,
+        "answer_ms": _known(result.answer_ms),
+        "beside_ms": _known(result.total_ms - result.answer_ms),
+        "total_ms": _known(result.total_ms),
         "met": bool(result.met),
     }
+    if request.controller.unit != MS:
+        row["unit"] = request.controller.unit
     if request.drift is not None:
         row["drift"] = [packed(request.drift[0]), float(request.drift[1])]
     if request.limits is not None:
@@ -207,3 +222,8 @@ def row_of(result: Result, chances: Mapping[int, float]) -> dict[str, Any]:
     if result.unlike:
         row["unlike"] = True
     return {**row, **(request.about or {})}
+
+
+def _known(value: float) -> float | None:
+    """Return a number as JSON has it: null if it is not known."""
+    return None if math.isnan(value) else value

@@ -29,7 +29,7 @@ from knobwise.agents.serving.tracker import LatencyTracker
 from knobwise.agents.serving.versions import Watched
 from knobwise.common.errors import InputError
 from knobwise.common.forks import FORKED
-from knobwise.envs.tables.units import check_time
+from knobwise.envs.tables.units import MS, check_time
 
 DECISIONS_KEPT = 64
 """Number of the latest decisions whose median time, knobs included, the next one is charged."""
@@ -70,6 +70,8 @@ class Runtime:
         now: the clock of all times, in s.
         decided, fallen_back: the `Overhead` of decisions with and without features.
         unlike: how many requests were answered whose text is unlike those of training.
+        timed: True if budgets are deadlines, so that waiting and deciding use them up; False if
+            they are means, or costs such as USD.
 
     Args:
         policy: from `knobwise.load` or `knobwise.fit`, a controller that a run deploys, or one from
@@ -80,8 +82,8 @@ class Runtime:
         explore, explore_loss, seed: see `Exploration`.
 
     Raises:
-        InputError: a policy of another kind, for mean budgets or for a cost that is no time; the
-            tracker of another controller; a log that cannot be written.
+        InputError: what is no policy; exploration under mean budgets; the tracker of another
+            controller; a log that cannot be written.
     """
 
     def __init__(
@@ -103,7 +105,14 @@ class Runtime:
             raise InputError(
                 "runtime: the tracker belongs to another controller; start with tracker=True"
             )
-        self._tracks = tracker is not False
+        by_mean = self.controller.mean is not None
+        self.timed = self.controller.unit == MS and not by_mean
+        self._tracks = tracker is not False and not by_mean
+        if explore and by_mean:
+            raise InputError(
+                "explore: needs a budget for each request, but the controller is for mean budgets; "
+                "leave it out, or train with budget=quantiles"
+            )
         self.now: Callable[[], float] = time.perf_counter
         self._exploration = Exploration(explore, explore_loss, seed)
         self._watched: Watched | None = None
@@ -165,7 +174,7 @@ class Runtime:
                 a cost that the policy does not predict.
         """
         begun = self.now()
-        budget_ms = limit_of(budget_ms)
+        budget_ms = limit_of(budget_ms, self.controller.unit)
         if limits is not None:
             limits = {name: limit_of(limit, "its unit", name) for name, limit in limits.items()}
         waited_ms = 0.0
@@ -175,12 +184,13 @@ class Runtime:
             if self._watched is not None:
                 self._follow(self._watched)
             controller = self.controller
-            drift = self.tracker.drift
+            # prices for mean budgets were calibrated without
+            drift = None if controller.mean is not None else self.tracker.drift
             explored = self._exploration.should_explore()
         static = None
         limit_ms = budget_ms
         if ask_guard:
-            limit_ms = self.fallen_back.left_of(budget_ms - waited_ms)
+            limit_ms = self.left_of(self.fallen_back, budget_ms, waited_ms)
         try:
             if limits:
                 controller.log_limits(limits)
@@ -191,6 +201,10 @@ class Runtime:
         return PendingRequest(
             budget_ms, limits, controller, drift, explored, begun, waited_ms, limit_ms, static
         )
+
+    def left_of(self, overhead: Overhead, budget_ms: float, spent_ms: float) -> float:
+        """Return what is left of a budget for the answer: all of it, unless it is a deadline."""
+        return overhead.left_of(budget_ms - spent_ms) if self.timed else budget_ms
 
     def decide(
         self,
@@ -223,7 +237,7 @@ class Runtime:
             if spent_ms is None:
                 spent_ms = request.waited_ms + (start - request.begun) * 1e3
             if reads:
-                limit_ms = self.decided.left_of(request.budget_ms - spent_ms)
+                limit_ms = self.left_of(self.decided, request.budget_ms, spent_ms)
                 if choose is None:
                     expected = controller.decide_expected(
                         blocks, limit_ms, request.drift, request.limits
@@ -283,8 +297,10 @@ class Runtime:
         answer: Any = None,
         ended: float | None = None,
         learns: bool = True,
+        cost: float = math.nan,
     ) -> Result:
-        """Learn from the time of an answer since its decision, and log the request.
+        """Learn from the time of an answer since its decision, or from its cost, and log the
+        request.
 
         Args:
             decision: from `decide` or `fail`.
@@ -292,8 +308,14 @@ class Runtime:
             ended: the reading of `now` at which the time that counts ended, such as at the first
                 token of an answer that comes in parts; None for now.
             learns: False for an answer with other knobs than were decided.
+            cost: of the answer, in the controller's unit if that is none of time; NaN for unknown.
         """
         request = decision.request
+        if request.controller.unit != MS:
+            if learns and not math.isnan(cost):
+                self.learn(decision, cost)
+            # only the answer costs something
+            return self.record(Result(decision, answer, cost, cost, 0.0, decision.took_ms * 1e3))
         answered = self.now() if ended is None else ended
         answer_ms = (answered - decision.made) * 1e3
         if learns:
@@ -321,11 +343,13 @@ class Runtime:
 
     def record(self, result: Result) -> Result:
         """Log a request, and return it with its id; one that took no possible time is not logged.
+        One of unknown cost is.
         Its chances are computed only now, so that no answer waits for them."""
         if result.unlike:
             with self._lock:
                 self.unlike += 1
-        if self.log is None or math.isnan(result.total_ms):
+        impossible = math.isnan(result.total_ms) and result.controller.unit == MS
+        if self.log is None or impossible:
             return result
         decision = result.decision
         # what stands in for features that failed is not drawn
@@ -343,8 +367,7 @@ class Runtime:
 
 
 def controller_of(policy: Any) -> NumpyController:
-    """Return the controller of a policy, which decides under deadlines. Raises InputError as
-    `Runtime`."""
+    """Return the controller of a policy. Raises InputError for what is no policy."""
     controller = getattr(policy, "agent", policy)  # of a KnobPolicy
     controller = getattr(controller, "decider", controller)  # exported
     if not hasattr(controller, "header"):
@@ -352,6 +375,13 @@ def controller_of(policy: Any) -> NumpyController:
             f"runtime: {type(policy).__name__} is no policy; give one from knobwise.load, "
             "knobwise.fit or NumpyController.load"
         )
+    return controller
+
+
+def deadline_controller_of(policy: Any) -> NumpyController:
+    """Return the controller of a policy that decides under deadlines. Raises InputError for one
+    under mean budgets, or whose budgets are no times."""
+    controller = controller_of(policy)
     if controller.header["limit"] != "budget_ms":
         raise InputError(
             "runtime: the controller is for a mean over requests (budget=mean), but every "

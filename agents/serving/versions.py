@@ -148,4 +148,5 @@ class Watched:
 def _interface(controller: NumpyController) -> tuple[object, ...]:
     """Return the facts that a controller must share with another that takes its place."""
     configurations = controller.configurations.tolist()
-    return controller.knobs, configurations, controller.feature_sizes, controller.header["limit"]
+    limit = controller.header["limit"], controller.unit
+    return controller.knobs, configurations, controller.feature_sizes, *limit

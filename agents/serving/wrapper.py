@@ -16,7 +16,7 @@ from typing import Any
 from knobwise.agents.deployed.arrays import configurations_of
 from knobwise.agents.serving.request_log import RequestLog
 from knobwise.agents.serving.requests import Result
-from knobwise.agents.serving.runtime import Runtime, controller_of
+from knobwise.agents.serving.runtime import Runtime, deadline_controller_of
 from knobwise.agents.serving.tracker import LatencyTracker
 from knobwise.common.errors import InputError
 
@@ -152,7 +152,7 @@ def _check_call(
 ) -> None:
     """Refuse a callable that does not take the knobs, and a policy whose features nothing
     computes."""
-    controller = controller_of(policy)
+    controller = deadline_controller_of(policy)
     if features is None and controller.feature_sizes.keys() - controller.texts.keys():
         raise InputError(
             f"wrap: the policy reads {controller.feature_sizes}; give features=FUNCTION, "

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import inspect
 import json
+import re
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
 
 from starlette.concurrency import run_in_threadpool
 
 from knobwise.common.errors import InputError
+from knobwise.envs.tables.units import MS
 from knobwise.profiling.endpoint.messages import BLOCK, prompt_features
 
-BUDGET_HEADER = "x-budget-ms"
 LIMITS_HEADER = "x-limits"
 OURS = ("budget_ms", "limits", "features")
-"""Fields of a body that the endpoint does not get to see."""
+"""Fields of a body that the endpoint does not get to see; one of a budget in another unit is
+another, see `budget_field`."""
 
 
 class ChatRequest(NamedTuple):
@@ -27,34 +29,51 @@ class ChatRequest(NamedTuple):
     """The body without the fields that are ours."""
     is_plain: bool
     """True if none of ours was in it."""
-    budget_ms: Any
-    """The deadline as it was given; None for none."""
+    budget: Any
+    """The budget as it was given; None for none."""
     limits: Any
     """Further limits as they were given; None for none."""
     features: Mapping[str, Any]
     """Features that it brings."""
 
 
-def parse(content: bytes, headers: Mapping[str, str]) -> ChatRequest:
+def budget_field(unit: str) -> str:
+    """Return the name of the field with the budget: budget_ms, or budget_usd for US dollars."""
+    return "budget_" + re.sub(r"\W+", "_", unit.lower(), flags=re.ASCII)
+
+
+def budget_header(unit: str) -> str:
+    """Return the name of the header with the budget, such as x-budget-ms."""
+    return "x-" + budget_field(unit).replace("_", "-")
+
+
+def parse(content: bytes, headers: Mapping[str, str], unit: str = MS) -> ChatRequest:
     """Read a request. Its fields go before its headers.
 
     Args:
         headers: by names in lower case.
+        unit: of budgets.
 
     Raises:
-        InputError: no JSON object, a header that is none, features that have no names.
+        InputError: no JSON object, a header that is none, features that have no names, a budget in
+            another unit.
     """
     body = json_object(content)
+    field = budget_field(unit)
+    header = budget_header(unit)
     # the official client puts what it is given as `extra_body` beside the other fields
-    ours = {name: body.pop(name) for name in OURS if name in body}
-    budget_ms = ours.get("budget_ms")
+    ours = {name: body.pop(name) for name in {*OURS, field} if name in body}
+    budget = ours.get(field)
     limits = ours.get("limits")
+    # 800 ms must not become 800 dollars
+    if field not in OURS and ("budget_ms" in ours or budget_header(MS) in headers):
+        raise InputError(f"budget_ms: the budgets of this server are in {unit}; send {field}")
     # a gateway may add headers where it cannot change bodies
-    if budget_ms is None and BUDGET_HEADER in headers:
+    if budget is None and header in headers:
         try:
-            budget_ms = float(headers[BUDGET_HEADER])
+            budget = float(headers[header])
         except ValueError as error:
-            raise InputError(f"{BUDGET_HEADER}: must be a number of ms") from error
+            raise InputError(f"{header}: must be a number, in {unit}") from error
     if limits is None and LIMITS_HEADER in headers:
         limits = json_object(headers[LIMITS_HEADER].encode(), LIMITS_HEADER)
     if not isinstance(limits, dict | None):
@@ -62,7 +81,7 @@ def parse(content: bytes, headers: Mapping[str, str]) -> ChatRequest:
     features = ours.get("features") or {}
     if not isinstance(features, dict):
         raise InputError("features: must be values by name")
-    return ChatRequest(content, body, not ours, budget_ms, limits, features)
+    return ChatRequest(content, body, not ours, budget, limits, features)
 
 
 def json_object(content: bytes, name: str = "the body") -> dict[str, Any]:

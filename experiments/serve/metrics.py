@@ -44,7 +44,9 @@ class ServerMetrics:
         self.requests = counter("requests", "Requests by how they ended", "outcome")
         self.choices = counter("choices", "Answered requests by configuration", "knobs")
         self.fallbacks = counter("fallbacks", "Decisions without features, and why", "reason")
-        self.late = counter("late", "Answered requests that missed their deadline")
+        self.late = counter("late", "Answered requests that missed their deadline or budget")
+        self.usd = counter("usd", "What answers cost in US dollars, with prices=…")
+        self.unpriced = counter("unpriced", "Answers whose tokens the endpoint did not count")
         self.retries = counter("retries", "Further settings that were tried after a fault")
         self.broken = counter("broken", "Requests under way in processes that were killed")
         self.crowded = counter("crowded", "Requests that came while more were under way than when "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import re
 from collections.abc import AsyncIterator, Callable
 from typing import Any, NamedTuple
@@ -15,7 +16,7 @@ from starlette.types import Receive, Scope, Send
 
 from knobwise.common.errors import InputError
 from knobwise.common.progress import say
-from knobwise.experiments.serve.chat import ChatRequest, parse
+from knobwise.experiments.serve.chat import ChatRequest, budget_header, parse
 from knobwise.experiments.serve.guards import Guards, refusal
 from knobwise.experiments.serve.metrics import ServerMetrics, label_of
 from knobwise.experiments.serve.under_way import UnderWay
@@ -29,6 +30,8 @@ EVENTS = "text/event-stream"
 LAST_EVENT = re.compile(rb"(?:^|\n)data: ?\[DONE\]")
 OVERLAP = 16
 """Bytes of a chunk that are kept, since the last event may come in two."""
+USAGE_BYTES = 8_192
+"""Bytes at the end of a stream among which its usage is."""
 
 
 class FaultyAnswer(Exception):
@@ -88,7 +91,7 @@ class ChatProxy:
         request = Request(scope, receive)
         content = await self.guards.read(request)
         try:
-            chat = parse(content, request.headers)
+            chat = parse(content, request.headers, self.walk.runtime.controller.unit)
             choice = await self.walk.decide(chat, arrived)
         except InputError as error:
             self.metrics.requests.labels("refused").inc()
@@ -157,6 +160,8 @@ class Exchange:
         self._choice = choice
         self._arrived = arrived
         self._first: float | None = None
+        self._model: Any = None
+        self._end = b""
         self._scope = scope
         self._send = send
         self._settled = False
@@ -232,6 +237,7 @@ class Exchange:
                 # the user's own function of the messages
                 self._walk.fell_back("messages", error)
                 body = fields.set(chat.body, self._choice.knobs, with_messages=False)
+        self._model = body.get("model")
         # unchanged to the byte, where nothing is to be changed
         if chat.is_plain and body == chat.body:
             return chat.content
@@ -245,6 +251,7 @@ class Exchange:
             reason = answer.fault or f"status {answer.response.status}"
             self.end("endpoint_error", FaultyAnswer(reason))
         else:
+            self._end = answer.first
             await self._finish()
         await self._begin(answer.response.status, passed_back(answer.response))
         await self._send({"type": "http.response.body", "body": answer.first})
@@ -259,6 +266,8 @@ class Exchange:
         kept = b""
         try:
             while chunk:
+                if self._walk.prices is not None:
+                    self._end = (self._end + chunk)[-USAGE_BYTES:]
                 if not self.ended and LAST_EVENT.search(kept + chunk):
                     await self._finish()
                 kept = chunk[-OVERLAP:]
@@ -293,13 +302,16 @@ class Exchange:
             return [(b"x-knobwise-unchanged", b"true")]
         decision = self._choice.decision
         about = decision.request.about or {}
+        budget = budget_header(decision.request.controller.unit).removeprefix("x-")
         chosen = {
             "request-id": about["id"],
             "knobs": label_of(self._choice.knobs),
             "fell-back": str(decision.fell_back).lower(),
-            "budget-ms": f"{decision.request.budget_ms:g}",
+            budget: f"{decision.request.budget_ms:g}",
             "attempts": str(self._choice.attempts),
         }
+        if decision.unlike:
+            chosen["unlike"] = "true"
         if decision.limits_note:
             chosen["limits-note"] = decision.limits_note
         if "shadow" in about:
@@ -317,8 +329,11 @@ class Exchange:
         self.end("answered")
         self._metrics.choices.labels(label_of(self._choice.knobs)).inc()
         ended = self._first if self._proxy.first_counts else now
+        usd = math.nan
+        if self._walk.prices is not None:
+            usd = self._walk.price_of(self._model, usage_in(self._end))
         # a disk may take its time for a row, which other streams do not wait for
-        await run_in_threadpool(self._walk.finish, self._choice, ended)
+        await run_in_threadpool(self._walk.finish, self._choice, ended, usd)
         # whoever has its last byte was not broken off
         self.settle()
 
@@ -342,6 +357,25 @@ class Exchange:
         self._metrics.answer.observe(now - self._arrived)
         if self._first is not None:
             self._metrics.first.observe(self._first - self._arrived)
+
+
+def usage_in(content: bytes) -> dict[str, Any] | None:
+    """Return the tokens that an endpoint counted, in an answer that is JSON or the end of one that
+    is a stream of events; None if it did not."""
+    lines = [content]
+    if not content.startswith(b"{"):
+        lines = [line[5:] for line in content.splitlines() if line.startswith(b"data:")]
+    for line in reversed(lines):
+        if b'"usage"' not in line:
+            continue
+        try:
+            usage = json.loads(line)["usage"]
+        except (LookupError, TypeError, ValueError):
+            continue
+        # of the events of a stream, only the last has it, and null is in others
+        if isinstance(usage, dict):
+            return usage
+    return None
 
 
 def _is_json(content: bytes) -> bool:

@@ -16,7 +16,7 @@ from starlette.routing import Route
 
 from knobwise.agents.serving.runtime import Runtime
 from knobwise.common.errors import InputError
-from knobwise.experiments.serve.chat import json_object
+from knobwise.experiments.serve.chat import budget_field, json_object
 from knobwise.experiments.serve.guards import Guards, refusal
 from knobwise.experiments.serve.metrics import ServerMetrics
 from knobwise.experiments.serve.proxy import ChatProxy
@@ -69,13 +69,14 @@ class Routes:
         return response
 
     async def decide(self, request: Request) -> Response:
-        """Decide for features and a deadline, and do nothing else."""
+        """Decide for features and a budget, and do nothing else."""
         body = await self._body(request)
-        budget_ms = _number(body, "budget_ms")
         controller = self._runtime.controller
+        field = budget_field(controller.unit)
+        budget = _number(body, field if field in body else "budget_ms")
         try:
             # a decision takes microseconds, so it may keep other requests waiting
-            return JSONResponse(controller.decide(features_in(body, controller), budget_ms))
+            return JSONResponse(controller.decide(features_in(body, controller), budget))
         except ValueError as error:
             raise InputError(str(error)) from error
 
@@ -96,7 +97,8 @@ class Routes:
         self._guards.check_host(request.headers)
         controller = self._runtime.controller
         reads = {"blocks": controller.feature_sizes, "columns": controller.columns}
-        about = {"controller": controller.digest, "knobs": controller.knobs, **reads}
+        budget = {"unit": controller.unit, "mean": controller.mean is not None}
+        about = {"controller": controller.digest, "knobs": controller.knobs, **reads, **budget}
         return JSONResponse({**about, "broken_before": self._broken})
 
     async def metrics(self, request: Request) -> Response:

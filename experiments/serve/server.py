@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import uvicorn
 
 from knobwise.agents.deployed.controller import NumpyController
@@ -17,6 +18,7 @@ from knobwise.agents.serving.runtime import Runtime
 from knobwise.common.errors import InputError
 from knobwise.common.imports import imported
 from knobwise.common.progress import say
+from knobwise.envs.tables.units import MS
 from knobwise.experiments.serve.chat import RequestFeatures
 from knobwise.experiments.serve.guards import LOOPBACK, Guards, hosts_of
 from knobwise.experiments.serve.knob_fields import KnobFields
@@ -29,6 +31,7 @@ from knobwise.experiments.serve.walk import Walk, checked_default
 from knobwise.experiments.serve.workers import Worker, listen, serve_in_workers
 from knobwise.experiments.settings.serving import ServeRun
 from knobwise.profiling.endpoint.messages import message_function
+from knobwise.profiling.endpoint.prices import Price, read_prices
 
 TOKEN = "KNOBWISE_TOKEN"
 """The variable with the token that clients must bring."""
@@ -48,7 +51,8 @@ def serve(config: ServeRun, controller: NumpyController) -> None:
     )
     if config.watch is not None:
         runtime.watch(config.watch)
-    budget_ms = _default_budget(config, controller)
+    budget = _default_budget(config, controller)
+    prices = None if config.prices is None else _prices(config.prices, runtime.configurations)
     token = os.environ.get(TOKEN) or None
     upstream = None
     fields = None
@@ -76,9 +80,8 @@ def serve(config: ServeRun, controller: NumpyController) -> None:
             metrics = ServerMetrics(folder)
             chats = None
             if upstream is not None and fields is not None:
-                walk = Walk(
-                    runtime, fields, features, metrics, budget_ms, config.log_prompts, shadow
-                )
+                about = budget, config.log_prompts, shadow, prices
+                walk = Walk(runtime, fields, features, metrics, *about)
                 first_counts = config.timed == "first_chunk"
                 chats = ChatProxy(guards, walk, upstream, metrics, first_counts, _at_once(config))
             routes = Routes(guards, runtime, metrics, upstream, broken)
@@ -94,15 +97,17 @@ def serve(config: ServeRun, controller: NumpyController) -> None:
 
             metrics.broken.inc(broken)
             worker = Worker(app, began, listening, config.drain_s)
-            _say(config, listening.getsockname()[1], broken, token)
+            _say(config, listening.getsockname()[1], broken, token, controller.unit)
             serve_in_workers(worker, config.workers, config.drain_s, gone)
 
 
-def _say(config: ServeRun, port: int, broken: int, token: str | None) -> None:
+def _say(config: ServeRun, port: int, broken: int, token: str | None, unit: str) -> None:
     """Say where the server listens, and what its operator should know."""
     host = f"[{config.host}]" if ":" in config.host else config.host
     behind = f"/v1 in front of {config.endpoint}" if config.endpoint else ", decisions only"
     say(f"http://{host}:{port}{behind}; the log is in {config.log}")
+    if unit != MS and config.prices is None:
+        say(f"without prices=FILE nobody knows whether budgets in {unit} are kept")
     if broken:
         say(f"requests that broke off when the server before this one was killed: {broken}")
     if config.host not in LOOPBACK and token is None:
@@ -134,13 +139,30 @@ def _features(name: str | None) -> Callable[..., Any] | None:
     return imported(f"features={name}", name, "function", "my_module:features")
 
 
+def _prices(path: str, configurations: list[dict[str, Any]]) -> dict[str, Price]:
+    """Return prices by model. Raises InputError if one of a model that may be chosen is missing."""
+    prices = read_prices(path)
+    for configuration in configurations:
+        model = configuration.get("model")
+        if model is not None and model not in prices:
+            raise InputError(f"{path}: has no price of {model}")
+    return prices
+
+
 def _default_budget(config: ServeRun, controller: NumpyController) -> float:
-    """Return the deadline of requests without one, in ms. Raises InputError if there is none."""
+    """Return the budget of requests without one, in the controller's unit. Raises InputError if
+    there is none, or, as a mean, if it was not calibrated."""
     if config.budget_ms is not None:
-        return limit_of(config.budget_ms)
+        budget = limit_of(config.budget_ms, controller.unit)
+        if controller.mean is not None:
+            try:
+                controller.mean.groups(np.array([budget]))
+            except ValueError as error:
+                raise InputError(f"budget_ms: {error}") from error
+        return budget
     if controller.calibrated is None:
         raise InputError(
-            "budget_ms: the controller was calibrated for no deadline; give the one of requests "
-            "that bring none"
+            "budget_ms: the controller was calibrated for no budget; give the one of requests that "
+            "bring none"
         )
     return float(controller.calibrated.budgets_ms.max())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import os
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,6 +22,7 @@ from knobwise.experiments.serve.chat import (
 from knobwise.experiments.serve.knob_fields import Freedom, KnobFields
 from knobwise.experiments.serve.metrics import ServerMetrics
 from knobwise.experiments.serve.restricted import Allowed, RestrictedController
+from knobwise.profiling.endpoint.prices import Price
 
 LOG = logging.getLogger(__name__)
 
@@ -49,7 +51,8 @@ class Walk:
         fields: how knobs are set.
         features: what the controller reads of a request.
         metrics: counts what fell back.
-        budget_ms: of requests without one.
+        budget: of requests without one, in the unit of the controller.
+        prices: by model; None for unknown.
         log_prompts: True to log the user's last message.
         shadow: None; or for a deadline the configuration that is sent instead of the choice, −1 for
             that of static.
@@ -61,15 +64,17 @@ class Walk:
         fields: KnobFields,
         features: RequestFeatures,
         metrics: ServerMetrics,
-        budget_ms: float,
+        budget: float,
         log_prompts: bool = False,
         shadow: int | None = None,
+        prices: Mapping[str, Price] | None = None,
     ) -> None:
         self.runtime = runtime
         self.fields = fields
         self._features = features
         self._metrics = metrics
-        self._budget_ms = budget_ms
+        self._budget = budget
+        self.prices = prices
         self._log_prompts = log_prompts
         self._shadow = shadow
         self._kinds: set[str] = set()
@@ -84,10 +89,10 @@ class Walk:
             InputError: a deadline or a limit that is no number, or not positive and finite.
         """
         freedom = self.fields.freedom(chat.body)
-        budget_ms = self._budget_ms if chat.budget_ms is None else chat.budget_ms
+        budget = self._budget if chat.budget is None else chat.budget
         # the guard may choose what is not allowed, and is asked again
         open_to_all = freedom is not None and freedom.allowed is None
-        request = self.runtime.begin(budget_ms, chat.limits, arrived=arrived, ask_guard=open_to_all)
+        request = self.runtime.begin(budget, chat.limits, arrived=arrived, ask_guard=open_to_all)
         if freedom is None:
             return None
         # whatever is wrong here, the request can still be answered as the client wrote it
@@ -129,9 +134,10 @@ class Walk:
         decision = choice.decision
         request = decision.request
         controller = request.controller
-        left_ms = request.budget_ms
-        left_ms -= request.waited_ms + (self.runtime.now() - request.begun) * 1e3
-        if left_ms <= 0 or self._shadow is not None:
+        left = request.budget_ms
+        if self.runtime.timed:
+            left -= request.waited_ms + (self.runtime.now() - request.begun) * 1e3
+        if left <= 0 or self._shadow is not None:
             return None
         configurations = self.runtime.configurations
         allowed = np.ones(len(configurations), bool)
@@ -144,15 +150,17 @@ class Walk:
         # expectations are those of whoever decides: of the policy with features, or of static
         seen = decision.features is not None and not decision.fell_back
         offset = np.broadcast_to(0.0 if request.drift is None else request.drift[0], len(allowed))
-        for index in np.flatnonzero(allowed).tolist():
+        # under a mean budget a single answer may cost anything
+        limited = [] if controller.mean is not None else np.flatnonzero(allowed).tolist()
+        for index in limited:
             if seen:
-                mean = controller.expected_of(decision.features or {}, left_ms, None, index)[1]
+                mean = controller.expected_of(decision.features or {}, left, None, index)[1]
             elif controller.static is not None:
                 mean = controller.static.expected(index)[1]
             else:
                 mean = math.nan
-            # what is not known to be in time is not tried
-            allowed[index] = mean + offset[index] <= math.log(left_ms)
+            # what is not known to keep the budget is not tried
+            allowed[index] = mean + offset[index] <= math.log(left)
         if not allowed.any():
             return None
         self._metrics.retries.inc()
@@ -169,17 +177,41 @@ class Walk:
         knobs = self.fields.sent(choice.body, decision.configuration)
         return Choice(decision, knobs, choice.body, allowed, choice.learns, attempts)
 
-    def finish(self, choice: Choice, ended: float | None = None) -> Result:
-        """Learn from an answer that is whole, and log it; see `Runtime.finish`."""
+    def finish(self, choice: Choice, ended: float | None = None, usd: float = math.nan) -> Result:
+        """Learn from an answer that is whole, and log it; see `Runtime.finish`.
+
+        Args:
+            usd: what it cost, as `price_of` has it.
+        """
         log = self.runtime.log
         before = log.lost if log is not None else 0
-        result = self.runtime.finish(choice.decision, ended=ended, learns=choice.learns)
+        decision = choice.decision
+        if self.prices is not None:
+            known = not math.isnan(usd)
+            about = {**(decision.request.about or {}), "usd": usd if known else None}
+            decision = decision._replace(request=decision.request._replace(about=about))
+            self._metrics.usd.inc(usd if known else 0.0)
+            self._metrics.unpriced.inc(not known)
+        result = self.runtime.finish(decision, ended=ended, learns=choice.learns, cost=usd)
         if log is not None and log.lost > before:
             self._metrics.lost.inc(log.lost - before)
-        if not result.met:
+        if not (result.met or math.isnan(result.total_ms)):
             self._metrics.late.inc()
         self._metrics.level.set(math.exp(self.runtime.tracker.level))
         return result
+
+    def price_of(self, model: Any, usage: Mapping[str, Any] | None) -> float:
+        """Return what an answer cost in US dollars, by the tokens that the endpoint counted; NaN if
+        that is not known."""
+        price = (self.prices or {}).get(str(model))
+        if price is None or usage is None:
+            return math.nan
+        try:
+            cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
+            return price.usd(usage["prompt_tokens"], usage["completion_tokens"], cached)
+        except (AttributeError, LookupError, TypeError):
+            # a server may count otherwise
+            return math.nan
 
     def _about(self, chat: ChatRequest) -> dict[str, Any]:
         """Return what the row of a request says beside the decision."""
@@ -192,7 +224,8 @@ class Walk:
     def _restricted(self, request: PendingRequest, allowed: Allowed) -> PendingRequest:
         """Return a request whose client leaves only some configurations open."""
         controller = RestrictedController(request.controller, allowed)
-        limit_ms = self.runtime.fallen_back.left_of(request.budget_ms - request.waited_ms)
+        overhead = self.runtime.fallen_back
+        limit_ms = self.runtime.left_of(overhead, request.budget_ms, request.waited_ms)
         static = controller.fall_back(limit_ms, request.drift, request.limits)
         return request._replace(controller=controller, limit_ms=limit_ms, static=static)
 

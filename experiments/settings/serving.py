@@ -30,8 +30,12 @@ class ServeRun:
     workers: int = 1
     """Number of processes that serve. One that dies is replaced."""
     budget_ms: float | None = None
-    """The deadline of requests that bring none, in ms; None for the longest that the controller was
-    calibrated for."""
+    """The deadline of requests that bring none, in ms; or their budget, in the controller's unit,
+    such as USD. None for the largest that the controller was calibrated for."""
+    prices: str | None = None
+    """A YAML file of US dollars for a million tokens by model, such as {small: {input: 0.1, output:
+    0.4}}. What each answer cost is then logged as `usd` and counted in /metrics; a streamed one
+    only if its client asks for the usage."""
     extra_body: Any = None
     """Further fields of every request, unless a client sets them, such as {max_tokens: 256}; give
     what the profile was measured with. A knob of the same name sets the field. `model` counts where

@@ -321,8 +321,11 @@ def test_mean_budgets_decide_at_their_prices_and_the_mix_where_they_fell_back():
     assert light.choose(MANY, limits, ONLY).tolist() == [1] * 5
     with pytest.raises(ValueError, match="drift"):
         light.decide_index(X, 9.0, (0.1, 1.0))
-    with pytest.raises(ValueError, match="latency"):
-        light.decide_expected(X, 12.0)
+    # nothing is expected of the mix, which takes its turns also where it does not decide
+    light.mean.turns = itertools.count(1)
+    assert [light.decide_expected(X, 12.0)[0] for _ in range(3)] == [0, 1, 0]
+    light.mean.turns = itertools.count(1)
+    assert [light.static_expected(X, 9.0)[0] for _ in range(3)] == [0, 1, 0]
 
 
 # -- what it says, and what it refuses -------------------------------------------------------------

@@ -61,6 +61,7 @@ class ByFeatures:
     configurations = GRID
     feature_sizes = {"image_features": 32, "language_features": 16}
     texts = {}
+    mean = None
     columns = ()
     limits = {}
 

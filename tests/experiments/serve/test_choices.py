@@ -108,7 +108,7 @@ def test_the_last_question():
 
 def test_fields_of_ours_are_taken_out():
     chat = parse(b'{"budget_ms": 5, "limits": {"usd": 1}, "features": {"a": 2}, "n": 1}', {})
-    assert (chat.body, chat.budget_ms, chat.limits) == ({"n": 1}, 5, {"usd": 1})
+    assert (chat.body, chat.budget, chat.limits) == ({"n": 1}, 5, {"usd": 1})
     assert (chat.features, chat.is_plain) == ({"a": 2}, False)
     assert parse(b'{"n": 1}', {"x-budget-ms": "7"})[1:4] == ({"n": 1}, True, 7.0)
     with pytest.raises(InputError, match="x-budget-ms"):
