@@ -33,7 +33,6 @@ from knobwise.agents.training.checkpoint import Loaded, load_checkpoint
 from knobwise.common.errors import InputError
 from knobwise.common.files import is_damaged, locked, write_text
 from knobwise.common.progress import say
-from knobwise.envs.tables.units import check_time
 from knobwise.experiments.evidence.run_folder import VERSION, checkpoint_at
 from knobwise.experiments.settings.options import UpdateRun
 from knobwise.experiments.settings.profiles import LongTables, read_profile
@@ -69,7 +68,6 @@ def _update(config: UpdateRun, out: Path) -> None:
     """Make a new version, and let it serve if it is better."""
     loaded = load_checkpoint(checkpoint_at(config.checkpoint))
     agent = loaded.controller
-    check_time("update", agent.controller.unit)
     if agent.constraint != "deadline" or agent.teacher is None:
         raise InputError(
             f"{config.checkpoint}: decides for mean budgets, or has no teacher whose expectations "

@@ -1,0 +1,151 @@
+"""By price instead of time: budgets in US dollars for each request, or for the mean of all; what
+answers cost; and an update from that log."""
+
+import json
+from contextlib import chdir
+
+import pytest
+from commands import words_of
+from proxied import knobs_of, serving
+
+from knobwise.__main__ import main
+from knobwise.agents import NumpyController
+from knobwise.testbeds.simulated_routing import PRICES, evaluations
+
+TRAIN = words_of(
+    "train profile=table profile.path=evaluations.csv profile.id=id profile.features=[prompt]",
+    "profile.accuracy=score profile.latency=usd profile.unit=USD policy.hidden=16",
+    "optimiser.teacher_iterations=60 optimiser.pretrain_iterations=60 optimiser.iterations=0",
+    "policy.fold_networks=2 baselines=false seeds=[0] tracking=disabled",
+)
+KINDS = {
+    "each": words_of("policy=utility budgets_ms=[0.00002,0.0003] name=each"),
+    "mean": words_of("policy=utility budget=mean budgets_ms=[0.00002,0.0001] name=mean"),
+}
+USAGE = {"stream_options": {"include_usage": True}}
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """The folder of two runs, one for each kind of budget, and their questions."""
+    folder = tmp_path_factory.mktemp("prices")
+    frame = evaluations(160)
+    frame.write_csv(folder / "evaluations.csv")
+    for factor in (1, 3):
+        lines = []
+        for model, (read, written) in PRICES.items():
+            price = {"input": factor * read, "output": factor * written}
+            lines.append(f"{model}: {json.dumps(price)}\n")
+        (folder / f"prices{factor}.yaml").write_text("".join(lines))
+    with chdir(folder):
+        for words in KINDS.values():
+            assert main([*TRAIN, *words]) == 0
+    return folder, frame["prompt"].unique(maintain_order=True).to_list()
+
+
+def controller_of(folder, kind):
+    return NumpyController.load(folder / f"runs/controller/{kind}/controller.npz")
+
+
+@pytest.fixture
+def words(endpoint):
+    return f"endpoint={endpoint.url}", "timeout_s=5"
+
+
+def asked(client, question, **fields):
+    return client.chat(messages=[{"role": "user", "content": question}], **fields)
+
+
+def rows_in(log):
+    lines = []
+    for path in sorted(log.glob("requests-*.jsonl")):
+        lines += path.read_text().splitlines()
+    return [json.loads(line) for line in lines]
+
+
+def price_by_hand(model, usage, factor=1):
+    read, written = PRICES[model]
+    cost = usage["prompt_tokens"] * read + usage["completion_tokens"] * written
+    return factor * cost / 1e6
+
+
+def test_a_mean_budget_is_served_at_its_price(trained, words, tmp_path):
+    folder, questions = trained
+    words = f"checkpoint={folder}/runs/controller/mean", "prices=prices1.yaml", *words
+    spent = 0.0
+    with serving(folder, *words, f"log={tmp_path}") as client:
+        controller = controller_of(folder, "mean")
+        for question in questions[:12]:
+            answer = asked(client, question, budget_usd=0.0001)
+            wanted = controller.decide({"prompt": question}, 0.0001)
+            assert knobs_of(answer) == wanted
+            assert float(answer.headers["x-knobwise-budget-usd"]) == 0.0001
+            spent += price_by_hand(wanted["model"], json.loads(answer.content)["usage"])
+        rows = rows_in(tmp_path)
+        assert sum(row["usd"] for row in rows) == pytest.approx(spent)
+        assert [row["total_ms"] for row in rows] == [row["usd"] for row in rows]
+        assert {row["unit"] for row in rows} == {"USD"}
+        assert client.metric("usd_total") == pytest.approx(spent)
+        # the largest that was calibrated, where a request has none
+        assert asked(client, questions[0]).headers["x-knobwise-budget-usd"] == "0.0001"
+        # a budget of time is no budget here, and a mean one must have been calibrated
+        for fields, name in (({"budget_ms": 800}, b"budget_usd"), ({"budget_usd": 1}, b"0.0001")):
+            answer = asked(client, questions[0], **fields)
+            assert answer.status == 400
+            assert name in answer.content
+        assert client.json("/health")[1]["unit"] == "USD"
+
+
+def test_what_an_answer_cost_is_known_where_its_tokens_are(trained, words, tmp_path):
+    folder, questions = trained
+    words = f"checkpoint={folder}/runs/controller/each", "prices=prices1.yaml", *words
+    with serving(folder, *words, f"log={tmp_path}", "tracker=false") as client:
+        answer = asked(client, questions[0], stream=True, **USAGE)
+        asked(client, questions[0], stream=True)
+        asked(client, questions[0], budget_usd=1e-9)
+        known, unknown, dear = rows_in(tmp_path)
+        last = answer.content.split(b"data: ")[-2]
+        usage = json.loads(last)["usage"]
+        assert known["usd"] == pytest.approx(price_by_hand(knobs_of(answer)["model"], usage))
+        assert known["met"]
+        assert (unknown["usd"], unknown["answer_ms"], unknown["total_ms"]) == (None, None, None)
+        # nothing is so cheap
+        assert not dear["met"]
+        assert (client.metric("unpriced_total"), client.metric("late_total")) == (1, 1)
+
+
+def test_the_tracker_follows_prices_and_an_update_learns_from_them(trained, words, tmp_path):
+    folder, questions = trained
+    log = tmp_path / "log"
+    words = f"checkpoint={folder}/runs/controller/each", "prices=prices3.yaml", *words
+    with serving(folder, *words, f"log={log}", "explore=0.3") as client:
+        for question in questions[:80]:
+            answer = asked(client, question, budget_usd=0.0003)
+            body = {"request_id": answer.headers["x-knobwise-request-id"], "accuracy": 1}
+            assert client.json("/v1/feedback", body)[0] == 200
+        # three times the price in the profile
+        assert client.metric("latency_level") == pytest.approx(3, rel=0.2)
+    with chdir(folder):
+        out = tmp_path / "updated"
+        update = f"update checkpoint=runs/controller/each log={log} out={out}"
+        assert main(update.split()) == 0
+    facts = json.loads((out / "versions/0001/update.json").read_bytes())
+    assert facts["requests"] == 80
+
+
+@pytest.mark.parametrize(
+    ("kind", "option", "field"),
+    [
+        ("mean", "explore=0.1", "explore"),
+        ("mean", "budget_ms=0.5", "budget_ms"),
+        ("mean", "prices=none.yaml", "none.yaml"),
+        ("each", "prices=half.yaml", "large"),
+        ("each", "budget_ms=0", "USD"),
+    ],
+)
+def test_mistakes(trained, kind, option, field, words, capsys):
+    folder, _ = trained
+    (folder / "half.yaml").write_text("small: {input: 1, output: 1}\nmedium: {input: 1, output: 1}")
+    with chdir(folder):
+        assert main(["serve", f"checkpoint=runs/controller/{kind}", *words, option]) == 2
+    assert field in capsys.readouterr().err
