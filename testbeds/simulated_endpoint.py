@@ -45,7 +45,7 @@ from starlette.routing import Route
 
 from knobwise.profiling.huggingface.smollm import QUESTIONS_CSV
 from knobwise.testbeds.simulated_tokens import (
-    next_told,
+    next_place,
     pieces,
     prompt_logprobs,
     rendered,
@@ -218,7 +218,7 @@ def chance_right(messages: Sequence[Mapping[str, Any]], name: str) -> float:
     return 1 / (1 + math.exp(-8 * ease))
 
 
-def told_of(body: Mapping[str, Any], name: str, simulation: Simulation) -> dict[str, Any]:
+def facts_of(body: Mapping[str, Any], name: str, simulation: Simulation) -> dict[str, Any]:
     """Return what a whole answer tells of the probabilities of tokens: `tokens`, how many the
     prompt has; `text`, the answer, where it follows from them; and the fields `prompt_logprobs` and
     `logprobs` where they are asked for and given."""
@@ -228,7 +228,7 @@ def told_of(body: Mapping[str, Any], name: str, simulation: Simulation) -> dict[
     if not plain:
         open_ended = bool(body.get("continue_final_message"))
         text = rendered(messages, body.get("add_generation_prompt", True), open_ended)
-    told: dict[str, Any] = {"tokens": len(pieces(text))}
+    facts: dict[str, Any] = {"tokens": len(pieces(text))}
     right = chance_right(messages, name)
     wanted = right_answer(question_of(messages))
     answer = ""
@@ -236,14 +236,14 @@ def told_of(body: Mapping[str, Any], name: str, simulation: Simulation) -> dict[
         answer = text_of(messages[-1])
         right = right if answer == wanted else (1 - right) / 2
     if simulation.logprobs == "vllm" and body.get("prompt_logprobs") is not None:
-        told["prompt_logprobs"] = prompt_logprobs(text, answer, right, body["prompt_logprobs"])
+        facts["prompt_logprobs"] = prompt_logprobs(text, answer, right, body["prompt_logprobs"])
     if simulation.logprobs in ("vllm", "openai") and body.get("logprobs") and not plain:
-        tokens = next_told(wanted, WRONG, right)
-        told["logprobs"] = top_logprobs(tokens, body.get("top_logprobs") or 0)
+        tokens = next_place(wanted, WRONG, right)
+        facts["logprobs"] = top_logprobs(tokens, body.get("top_logprobs") or 0)
         # greedy decoding gives the likeliest token
         likeliest = wanted if tokens[0].text == pieces(wanted)[0] else WRONG
-        told["text"] = "".join(pieces(likeliest)[: body.get("max_tokens")])
-    return told
+        facts["text"] = "".join(pieces(likeliest)[: body.get("max_tokens")])
+    return facts
 
 
 def reply_to(
@@ -347,9 +347,9 @@ class EndpointState:
             simulation = Simulation.parse(query or request.headers.get("x-simulated", ""))
             if wrong := _wrong_fields(body, simulation):
                 return wrong
-            told: dict[str, Any] = {}
+            facts: dict[str, Any] = {}
             if not body.get("stream"):
-                told = told_of(body, name, simulation)
+                facts = facts_of(body, name, simulation)
             if "prompt" in body:
                 body["messages"] = turns_of(body["prompt"])
             reply = reply_to(body, name, simulation, self.delay)
@@ -373,7 +373,7 @@ class EndpointState:
             usage = bool((body.get("stream_options") or {}).get("include_usage"))
             chunks = self._stream(reply, about, fault, usage)
             return StreamingResponse(chunks, media_type="text/event-stream")
-        whole = self._whole(reply, about, fault, told, "prompt" in body)
+        whole = self._whole(reply, about, fault, facts, "prompt" in body)
         return StreamingResponse(whole, media_type="application/json")
 
     async def _whole(
@@ -381,7 +381,7 @@ class EndpointState:
         reply: SimulatedReply,
         about: Mapping[str, Any],
         fault: str,
-        told: Mapping[str, Any],
+        facts: Mapping[str, Any],
         plain: bool,
     ) -> AsyncIterator[bytes]:
         """Yield an answer in one piece, once all of it is there; to a `plain` prompt in the form of
@@ -389,22 +389,22 @@ class EndpointState:
         self._begin()
         try:
             await asyncio.sleep(reply.first_s + reply.word_s * len(reply.words))
-            content = told.get("text", " ".join(reply.words))
+            content = facts.get("text", " ".join(reply.words))
             message: dict[str, Any] = {"role": "assistant", "content": content}
             if fault == "refusal":
                 message |= {"content": None, "refusal": REFUSAL}
             choice = {"index": 0, "message": message, "finish_reason": reply.finish}
             whole = {**about, "object": "chat.completion", "choices": [choice]}
-            choice["logprobs"] = told.get("logprobs")
+            choice["logprobs"] = facts.get("logprobs")
             # vLLM tells of a chat's prompt beside the choices, of a plain one in the choice
-            of_prompt = {"prompt_logprobs": told.get("prompt_logprobs")}
+            of_prompt = {"prompt_logprobs": facts.get("prompt_logprobs")}
             if plain:
                 plain_choice = {"index": 0, "text": content, "finish_reason": reply.finish}
                 choice = {**plain_choice, "logprobs": None, **of_prompt}
                 whole |= {"object": "text_completion", "choices": [choice]}
             else:
                 whole |= of_prompt
-            usage = reply._replace(prompt_tokens=told["tokens"]).usage()
+            usage = reply._replace(prompt_tokens=facts["tokens"]).usage()
             text = json.dumps(whole | {"usage": usage}).encode()
             if fault in ("cut", "json"):
                 text = text[: len(text) // 2]

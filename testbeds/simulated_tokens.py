@@ -20,7 +20,7 @@ FILLERS = 20
 Message = Mapping[str, Any]
 
 
-class Told(NamedTuple):
+class NextToken(NamedTuple):
     """What is told of the next token."""
 
     text: str
@@ -79,18 +79,18 @@ def prompt_logprobs(text: str, answer: str, right: float, count: int) -> list[An
     # the answer is the last time that its tokens come
     wanted = pieces(answer) and pieces(text[: text.rindex(answer) + len(answer)])
     first = len(pieces(text[: text.rindex(answer)].rstrip(" "))) if answer else len(whole)
-    told: list[Any] = [None]
+    tokens: list[Any] = [None]
     for place, piece in enumerate(whole[1:], 1):
         probability = SURE
         if first <= place < len(wanted):
             probability = right
         elif answer and place == len(wanted):
             probability = END
-        told.append(_told(piece, probability, count))
-    return told
+        tokens.append(_place(piece, probability, count))
+    return tokens
 
 
-def _told(piece: str, probability: float, count: int) -> dict[str, Any]:
+def _place(piece: str, probability: float, count: int) -> dict[str, Any]:
     """Return what is told of one token: itself, and the likeliest where that is another."""
     likeliest = probability >= 0.5
     rank = 1 if likeliest else 2
@@ -106,19 +106,19 @@ def _entry(piece: str, probability: float, rank: int) -> dict[str, Any]:
     return {"logprob": log_prob, "rank": rank, "decoded_token": piece}
 
 
-def next_told(right: str, wrong: str, probability: float) -> list[Told]:
+def next_place(right: str, wrong: str, probability: float) -> list[NextToken]:
     """Return all tokens that may begin an answer, the likeliest first: that of the right answer,
     that of a wrong one, and `FILLERS`."""
     left = 1 - probability
-    told = [Told(pieces(right)[0], probability), Told(pieces(wrong)[0], 0.6 * left)]
-    told += [Told(f"x{i}", 0.4 * left / FILLERS) for i in range(FILLERS)]
-    return sorted(told, key=lambda token: -token.probability)
+    tokens = [NextToken(pieces(right)[0], probability), NextToken(pieces(wrong)[0], 0.6 * left)]
+    tokens += [NextToken(f"x{i}", 0.4 * left / FILLERS) for i in range(FILLERS)]
+    return sorted(tokens, key=lambda token: -token.probability)
 
 
-def top_logprobs(told: Sequence[Told], count: int) -> dict[str, Any]:
+def top_logprobs(tokens: Sequence[NextToken], count: int) -> dict[str, Any]:
     """Return what the protocol tells of the first token of an answer."""
     entries = []
-    for text, probability in told[: max(count, 1)]:
+    for text, probability in tokens[: max(count, 1)]:
         entry = {"token": text, "logprob": math.log(max(probability, 1e-300))}
         entries.append(entry | {"bytes": list(text.encode())})
     return {"content": [{**entries[0], "top_logprobs": entries[:count]}], "refusal": None}

@@ -37,7 +37,7 @@ def prompt_tokens(content: Mapping[str, Any]) -> list[PromptToken] | None:
     Raises ValueError for another form than vLLM's.
     """
     places = content.get(PROMPT)
-    # of a plain prompt it stands in the choice
+    # of a plain prompt it stands in the logprobs
     if places is None:
         places = content["choices"][0].get(PROMPT)
     if places is None:
@@ -66,11 +66,11 @@ def next_tokens(content: Mapping[str, Any]) -> list[tuple[str, float]] | None:
 
     Raises ValueError for another form than the protocol's.
     """
-    told = content["choices"][0].get("logprobs")
-    if not told or not told.get("content"):
+    logprobs = content["choices"][0].get("logprobs")
+    if not logprobs or not logprobs.get("content"):
         return None
     try:
-        entries = told["content"][0][NEXT]
+        entries = logprobs["content"][0][NEXT]
         return [(str(entry["token"]), float(entry["logprob"])) for entry in entries] or None
     except (KeyError, TypeError, IndexError) as error:
         raise ValueError(f"{NEXT} of another form than the protocol's ({error!r})") from error

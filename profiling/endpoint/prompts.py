@@ -37,8 +37,8 @@ class ChatForm:
         """As in `PromptForm`; of the protocol alone."""
         turns: list[Message] = []
         for shot in shots:
-            turns += [_asked(shot), {"role": "assistant", "content": shot.answer}]
-        return {"messages": [*turns, _asked(item)]}
+            turns += [_question_turn(shot), {"role": "assistant", "content": shot.answer}]
+        return {"messages": [*turns, _question_turn(item)]}
 
     def answered(
         self, shots: Sequence[VQAItem], item: VQAItem, answer: str, goes_on: bool = False
@@ -67,7 +67,7 @@ class PlainForm:
         return {"prompt": text if goes_on else f"{text}\n"}
 
 
-def _asked(item: VQAItem) -> Message:
+def _question_turn(item: VQAItem) -> Message:
     """Return the turn of a question, with its image where there is one."""
     message = {"role": "user", "content": f"{item.question}\n{INSTRUCTION}"}
     picture = None if item.image is None else item.picture()

@@ -52,7 +52,7 @@ class Replies:
         try:
             for line in path.read_bytes().splitlines():
                 kept = orjson.loads(line)
-                self._known[kept["request"]] = kept["said"]
+                self._known[kept["request"]] = kept["reply"]
                 self.client.money.spent += kept["usd"]
         except (ValueError, KeyError, TypeError) as error:
             raise InputError(f"{path}: is damaged ({error}); move it away to ask again") from error
@@ -71,12 +71,12 @@ class Replies:
         affordable = itertools.takewhile(lambda job: self.client.reserve(job[1]), new.items())
         sent = 0
         with progress("requests", len(new), quiet_s=5) as tick:
-            for (key, _), (said, usd) in as_they_end(
-                lambda job: self._said(job[1], read), affordable, self._concurrency
+            for (key, _), (wanted, usd) in as_they_end(
+                lambda job: self._answer(job[1], read), affordable, self._concurrency
             ):
-                self._known[key] = said
+                self._known[key] = wanted
                 if self._file is not None:
-                    line = {"request": key, "usd": usd, "said": said}
+                    line = {"request": key, "usd": usd, "reply": wanted}
                     self._file.write(orjson.dumps(line, option=orjson.OPT_APPEND_NEWLINE))
                 sent += 1
                 tick(sent, self.client.progress)
@@ -87,7 +87,7 @@ class Replies:
             )
         return [self._known[key] for key, _ in keyed]
 
-    def _said(self, body: Body, read: Read) -> tuple[Any, float]:
+    def _answer(self, body: Body, read: Read) -> tuple[Any, float]:
         """Send a request; return what is read from the reply, and the price."""
         reply, usd = self.client.ask(body, whole=True)
         if reply.failed:

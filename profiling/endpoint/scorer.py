@@ -95,12 +95,12 @@ class EndpointScorer:
         self._form: PromptForm = ChatForm() if chats else PlainForm()
         self._extra = dict(options.extra_body or {})
         self._model = model
-        self._said = Replies(client, options.concurrency)
+        self._replies = Replies(client, options.concurrency)
         # the tokens of right answers, up to and with their end
         self._answers: dict[tuple[str, str], list[int]] = {}
         # the tokens that the server puts after an answer, of which the first ends it
         self._after: list[int] | None = None
-        self.gives = self._given(chats)
+        self.gives = self._detect(chats)
 
     @classmethod
     def load(
@@ -118,18 +118,18 @@ class EndpointScorer:
     def identity(self) -> dict[str, Any]:
         """What scores depend on besides the model: a folder goes on only with the same."""
         return {
-            "endpoint": self._said.client.url,
+            "endpoint": self._replies.client.url,
             "extra_body": self._extra,
             "log_probabilities": self.gives,
         }
 
     def keep(self, folder: Path) -> None:
         """Keep what the server says in this folder, and take what an earlier run kept there."""
-        self._said.keep(folder)
+        self._replies.keep(folder)
 
     def close(self) -> None:
         """Close the connections."""
-        self._said.close()
+        self._replies.close()
 
     def vote(self, queries: Tensor, demonstrations: Tensor) -> Tensor:
         """As in `Scorer`."""
@@ -158,13 +158,13 @@ class EndpointScorer:
         for item, (_, rows) in zip(items, prompts, strict=True):
             for answer in most_common(item.answers):
                 bodies.append(self._prompt(self._form.answered(self._shots(rows), item, answer)))
-        said = iter(self._said(bodies, self._end_of_prompt))
+        replies = iter(self._replies(bodies, self._end_of_prompt))
         chances = []
         for item in items:
             # the most common right answer comes first
             rows_of_item = []
             for answer in most_common(item.answers):
-                tokens = self._answer_in(next(said), item, answer)
+                tokens = self._answer_in(next(replies), item, answer)
                 log_prob = sum(token.log_prob for token in tokens)
                 greedy = all(token.log_prob == token.likeliest for token in tokens)
                 accuracy = greedy * soft_accuracy(answer, item.answers)
@@ -192,33 +192,33 @@ class EndpointScorer:
         for item, answer in new:
             bodies.append(self._prompt(form.before((), item)))
             bodies.append(self._prompt(form.answered((), item, answer)))
-        said = iter(self._said(bodies, _whole_prompt))
+        replies = iter(self._replies(bodies, _whole_prompt))
         for item, answer in new:
-            before = _numbers(next(said))
-            whole = _numbers(next(said))
+            before = _numbers(next(replies))
+            whole = _numbers(next(replies))
             # what follows the end is never written by the model
             end = len(whole) - max(len(self._after) - 1, 0)
-            found = whole[len(before) : end]
-            if whole[: len(before)] != before or not found:
+            tokens = whole[len(before) : end]
+            if whole[: len(before)] != before or not tokens:
                 raise self._unclear(item)
-            self._answers[item.id, answer] = found
+            self._answers[item.id, answer] = tokens
 
     def _following(self, item: VQAItem, answer: str) -> list[int]:
         """Return the tokens that the server puts after an answer."""
         forms = [self._form.answered((), item, answer, goes_on) for goes_on in (True, False)]
-        said = self._said(map(self._prompt, forms), _whole_prompt)
-        unended, ended = map(_numbers, said)
+        replies = self._replies(map(self._prompt, forms), _whole_prompt)
+        unended, ended = map(_numbers, replies)
         if ended[: len(unended)] != unended:
             raise self._unclear(item)
         return ended[len(unended) :]
 
     def _answer_in(
-        self, said: Sequence[Sequence[Any]], item: VQAItem, answer: str
+        self, replies: Sequence[Sequence[Any]], item: VQAItem, answer: str
     ) -> list[PromptToken]:
         """Return the tokens of an answer at the end of a prompt."""
         wanted = self._answers[item.id, answer]
-        end = len(said) - max(len(self._after or ()) - 1, 0)
-        tokens = [PromptToken(*token) for token in said[end - len(wanted) : end]]
+        end = len(replies) - max(len(self._after or ()) - 1, 0)
+        tokens = [PromptToken(*token) for token in replies[end - len(wanted) : end]]
         if [token.number for token in tokens] != wanted:
             raise self._unclear(item)
         return tokens
@@ -226,7 +226,7 @@ class EndpointScorer:
     def _unclear(self, item: VQAItem) -> InputError:
         return InputError(
             f"query {item.id!r}: where its answer begins and ends cannot be told from the tokens "
-            f"that {self._said.client.url} gives of a prompt; try vlm.chats=false"
+            f"that {self._replies.client.url} gives of a prompt; try vlm.chats=false"
         )
 
     def _prompt(self, fields: Fields) -> Body:
@@ -249,7 +249,7 @@ class EndpointScorer:
         for item, (_, rows) in zip(items, prompts, strict=True):
             bodies.append(self._next(self._form.before(self._shots(rows), item)))
         chances = []
-        for item, (text, tokens) in zip(items, self._said(bodies, _beginning), strict=True):
+        for item, (text, tokens) in zip(items, self._replies(bodies, _beginning), strict=True):
             right = token_chance(item.answer, tokens)
             self.unlisted += not right.listed
             accuracy = soft_accuracy(text, item.answers)
@@ -267,25 +267,25 @@ class EndpointScorer:
         bodies = []
         for text in (ONE_TOKEN, *by_answer):
             bodies.append(self._body({"messages": [{"role": "user", "content": text}]}, 1))
-        one, *counts = self._said(bodies, _tokens_read)
+        least, *counts = self._replies(bodies, _tokens_read)
         for (answer, item), count in zip(by_answer.items(), counts, strict=True):
-            if count > one:
+            if count > least:
                 raise InputError(
-                    f"query {item.id!r}: the answer {answer!r} is {count - one + 1} tokens long; "
-                    f"{self._said.client.url} gives {NEXT}, which tell of one token, but not the "
-                    f"{PROMPT} of vLLM, which tell of any answer"
+                    f"query {item.id!r}: the answer {answer!r} is {count - least + 1} tokens long; "
+                    f"{self._replies.client.url} gives {NEXT}, which tell of one token, not "
+                    f"the {PROMPT} of vLLM, which tell of any answer"
                 )
 
     # -- requests ----------------------------------------------------------------------------------
 
-    def _given(self, chats: bool) -> str:
+    def _detect(self, chats: bool) -> str:
         """Return what the server gives. Raises InputError if it gives nothing of use."""
         fields = self._form.before((), self.data.queries[0])
         ways: list[tuple[str, Body, Callable[[Any], Any]]] = []
         ways.append((PROMPT, self._prompt(fields), prompt_tokens))
         if chats:
             ways.append((NEXT, self._next(fields), next_tokens))
-        client = self._said.client
+        client = self._replies.client
         for name, body, read in ways:
             try:
                 reply, _ = client.ask(body, whole=True)
