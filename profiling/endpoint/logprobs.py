@@ -44,7 +44,7 @@ def prompt_tokens(content: Mapping[str, Any]) -> list[PromptToken] | None:
         return None
     try:
         return [_prompt_token(place) for place in places]
-    except (AttributeError, KeyError, TypeError, IndexError) as error:
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{PROMPT} of another form than vLLM's ({error!r})") from error
 
 
@@ -72,7 +72,7 @@ def next_tokens(content: Mapping[str, Any]) -> list[tuple[str, float]] | None:
     try:
         entries = logprobs["content"][0][NEXT]
         return [(str(entry["token"]), float(entry["logprob"])) for entry in entries] or None
-    except (KeyError, TypeError, IndexError) as error:
+    except (KeyError, TypeError, IndexError, ValueError) as error:
         raise ValueError(f"{NEXT} of another form than the protocol's ({error!r})") from error
 
 

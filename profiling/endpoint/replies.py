@@ -48,6 +48,8 @@ class Replies:
         Raises InputError for a damaged file, or one that another process writes.
         """
         path = folder / REPLIES
+        # what is known by now was paid for too
+        before = self.client.money.spent
         self._file = self._open.enter_context(appended(path))
         try:
             for line in path.read_bytes().splitlines():
@@ -56,6 +58,13 @@ class Replies:
                 self.client.money.spent += kept["usd"]
         except (ValueError, KeyError, TypeError) as error:
             raise InputError(f"{path}: is damaged ({error}); move it away to ask again") from error
+        self._write("first", None, before)
+
+    def _write(self, request: str, reply: Any, usd: float) -> None:
+        """Note what was said to a request, where it is kept."""
+        if self._file is not None:
+            line = {"request": request, "usd": usd, "reply": reply}
+            self._file.write(orjson.dumps(line, option=orjson.OPT_APPEND_NEWLINE))
 
     def __call__(self, bodies: Iterable[Body], read: Read) -> list[Any]:
         """Return what the server says to each request. Equal ones are sent once, and what is known
@@ -75,9 +84,7 @@ class Replies:
                 lambda job: self._answer(job[1], read), affordable, self._concurrency
             ):
                 self._known[key] = wanted
-                if self._file is not None:
-                    line = {"request": key, "usd": usd, "reply": wanted}
-                    self._file.write(orjson.dumps(line, option=orjson.OPT_APPEND_NEWLINE))
+                self._write(key, wanted, usd)
                 sent += 1
                 tick(sent, self.client.progress)
         if sent < len(new):

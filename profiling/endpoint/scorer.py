@@ -3,7 +3,7 @@ them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,7 +23,7 @@ from knobwise.profiling.endpoint.logprobs import (
 )
 from knobwise.profiling.endpoint.paid import LIMITS, PaidClient
 from knobwise.profiling.endpoint.prompts import ChatForm, Fields, PlainForm, PromptForm
-from knobwise.profiling.endpoint.replies import Body, Replies
+from knobwise.profiling.endpoint.replies import Body, Read, Replies
 from knobwise.profiling.endpoint.settings import EndpointOptions
 from knobwise.profiling.measuring.questions import (
     Prompt,
@@ -101,6 +101,8 @@ class EndpointScorer:
         # the tokens that the server puts after an answer, of which the first ends it
         self._after: list[int] | None = None
         self.gives = self._detect(chats)
+        if self.gives == NEXT:
+            self._refuse_long_answers()
 
     @classmethod
     def load(
@@ -243,7 +245,6 @@ class EndpointScorer:
 
     def _by_next(self, prompts: Sequence[Prompt]) -> list[_Chances]:
         """Score by the likeliest first tokens."""
-        self._refuse_long_answers()
         items = [self.data.queries[query] for query, _ in prompts]
         bodies = []
         for item, (_, rows) in zip(items, prompts, strict=True):
@@ -281,25 +282,22 @@ class EndpointScorer:
     def _detect(self, chats: bool) -> str:
         """Return what the server gives. Raises InputError if it gives nothing of use."""
         fields = self._form.before((), self.data.queries[0])
-        ways: list[tuple[str, Body, Callable[[Any], Any]]] = []
-        ways.append((PROMPT, self._prompt(fields), prompt_tokens))
+        ways: list[tuple[str, Body, Read]] = [(PROMPT, self._prompt(fields), _whole_prompt)]
         if chats:
-            ways.append((NEXT, self._next(fields), next_tokens))
-        client = self._replies.client
+            ways.append((NEXT, self._next(fields), _beginning))
         for name, body, read in ways:
             try:
-                reply, _ = client.ask(body, whole=True)
-                if read(reply.content):
-                    return name
-            except ValueError:
+                self._replies([body], read)
+                return name
+            except InputError:
                 # some servers refuse fields that they do not know
                 continue
-        # a model that does not exist is said here
-        client.ask(self._body(fields, 1), whole=True)
+        # a model that does not exist, or a limit of money, is said here
+        self._replies([self._body(fields, 1)], _text)
         names = " nor ".join(name for name, *_ in ways)
         raise InputError(
-            f"endpoint={client.url}: gives no log-probabilities of a given answer (no {names}), so "
-            "demonstrations cannot be scored there; vLLM gives them"
+            f"endpoint={self._replies.client.url}: gives no log-probabilities of a given answer "
+            f"(no {names}), so demonstrations cannot be scored there; vLLM gives them"
         )
 
     def _body(self, fields: Fields, max_tokens: int) -> Body:
@@ -321,7 +319,7 @@ def _whole_prompt(reply: EndpointReply) -> list[Any]:
     """Read the tokens of a prompt, as lists, since they go into a file."""
     tokens = prompt_tokens(reply.content)
     if tokens is None:
-        raise ValueError(f"gives no {PROMPT} any more")
+        raise ValueError(f"gives no {PROMPT}")
     return [[*token] for token in tokens]
 
 
@@ -329,8 +327,13 @@ def _beginning(reply: EndpointReply) -> tuple[str, list[tuple[str, float]]]:
     """Read the first tokens of an answer, and what could stand in place of the first."""
     tokens = next_tokens(reply.content)
     if tokens is None:
-        raise ValueError(f"gives no {NEXT} any more")
+        raise ValueError(f"gives no {NEXT}")
     return reply.text, tokens
+
+
+def _text(reply: EndpointReply) -> str:
+    """Read the text of an answer."""
+    return reply.text
 
 
 def _tokens_read(reply: EndpointReply) -> int:
