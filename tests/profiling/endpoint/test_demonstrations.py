@@ -3,7 +3,6 @@ and its faults."""
 
 import json
 import math
-from collections import Counter
 from pathlib import Path
 
 import polars as pl
@@ -11,9 +10,6 @@ import pytest
 from commands import BEAMS, Command, launch, mistake, read_json, refused, stop_when
 from helpers import close, input_error
 
-from knobwise.agents.selector.selector import Selector
-from knobwise.agents.selector.settings import SelectorConfig
-from knobwise.agents.training.checkpoint import save_checkpoint
 from knobwise.envs.demonstrations.beam_table import BeamTable, bank_rows
 from knobwise.envs.demonstrations.settings import METHODS
 from knobwise.profiling.endpoint.logprobs import next_tokens, prompt_tokens, token_chance
@@ -166,7 +162,7 @@ def test_every_sequence_has_the_log_probability_of_its_answer_and_its_end(endpoi
 
 
 def test_an_answer_is_as_right_as_people_agree(endpoint):
-    people = ["two", "2", "2", "two", "two"]
+    people = ["pair", "2", "2", "pair", "pair"]
     rows = [{"id": "a", "question": "What is 1 + 1?", "answers": people}]
     rows.append({"id": "b", "question": "What is 1 + 2?", "answers": ["3"]})
     pl.DataFrame(rows).write_ndjson("questions.jsonl")
@@ -175,7 +171,7 @@ def test_an_answer_is_as_right_as_people_agree(endpoint):
     sums = {"a": ("What is 1 + 1?", "2"), "b": ("What is 1 + 2?", "3")}
     (of_a, *_, of_b) = [chance for _, chance in chances(table, sums)]
     assert min(of_a, of_b) > 0.5
-    # the model gives "2", as two of five did; most said "two", which it does not
+    # the model gives "2", as two of five did; most said "pair", which it does not
     close(table.fields["vqa_acc_score"][table.beam_mask].unique(), [2 / 3, 1])
     close(table.fields["vqa_correct"][table.beam_mask].unique(), [1.0])
     close(table.fields["logprob_score"][0, :1], [math.log((1 - of_a) / 2 * END)], 1e-5)
