@@ -11,6 +11,9 @@ how long it takes, follows from the model (`MODELS`), `max_tokens`, `reasoning_e
 question, so the same request always gets the same bytes. All times are multiplied by `delay`, the
 second word of the command line: `8001 0.01` is a hundred times as fast, and 0 waits for nothing.
 
+It tells of the probabilities of tokens as vLLM does (`simulated_tokens`), and also takes plain
+prompts at /v1/completions: demonstrations of the query's own kind make the right answer likelier.
+
 What a request is to suffer follows a model's name, or stands in the header `X-Simulated`:
 `small?fault=429&times=1`. `Simulation` lists what there is.
 """
@@ -21,13 +24,14 @@ import asyncio
 import functools
 import hashlib
 import json
+import math
 import re
 import socket
 import sys
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 from urllib.parse import parse_qsl
@@ -40,6 +44,15 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from knobwise.profiling.huggingface.smollm import QUESTIONS_CSV
+from knobwise.testbeds.simulated_tokens import (
+    next_place,
+    pieces,
+    prompt_logprobs,
+    rendered,
+    text_of,
+    top_logprobs,
+    turns_of,
+)
 
 
 class SimulatedModel(NamedTuple):
@@ -61,6 +74,7 @@ MODELS = {
 THINKING = {"none": 0, "minimal": 5, "low": 20, "medium": 60, "high": 150}
 """The tokens of thought on a question of middling difficulty, by `reasoning_effort`."""
 FAULTS = ("401", "429", "500", "cut", "json", "refusal")
+LOGPROBS = ("vllm", "openai", "none", "refused")
 CREATED = 1_700_000_000
 REFUSAL = "I cannot help with that."
 WRONG = "I do not know"
@@ -78,6 +92,9 @@ class Simulation:
         first_ms: time to the first byte, whatever `delay` is; negative as the model has it.
         chunks: so many chunks of text, whatever the answer; 0 for one a word.
         chunk_ms: time between two chunks, whatever `delay` is; negative as the model has it.
+        logprobs: one of `LOGPROBS`: what is told of the probabilities of tokens. vllm tells of the
+            prompt and of the answer; openai of the answer; none ignores such fields, and refused
+            refuses them.
     """
 
     fault: str = ""
@@ -86,6 +103,7 @@ class Simulation:
     first_ms: float = -1.0
     chunks: int = 0
     chunk_ms: float = -1.0
+    logprobs: str = "vllm"
 
     @classmethod
     def parse(cls, text: str) -> Simulation:
@@ -98,6 +116,8 @@ class Simulation:
         simulation = cls(**values)
         if simulation.fault and simulation.fault not in FAULTS:
             raise ValueError(f"fault={simulation.fault} is none of {', '.join(FAULTS)}")
+        if simulation.logprobs not in LOGPROBS:
+            raise ValueError(f"logprobs={simulation.logprobs} is none of {', '.join(LOGPROBS)}")
         return simulation
 
 
@@ -143,14 +163,11 @@ def known_questions() -> Mapping[str, KnownQuestion]:
     return dict(zip(questions["question"], known, strict=True))
 
 
-def question_of(messages: list[dict[str, Any]]) -> str:
+def question_of(messages: Sequence[Mapping[str, Any]]) -> str:
     """Return the text of the last message of the user, without what is no text."""
     for message in reversed(messages):
         if message["role"] == "user":
-            content = message["content"]
-            if isinstance(content, str):
-                return content
-            return "\n".join(part["text"] for part in content if part["type"] == "text")
+            return text_of(message)
     return ""
 
 
@@ -160,12 +177,18 @@ def known_in(text: str) -> KnownQuestion | None:
     return next((known_questions()[line] for line in lines if line in known_questions()), None)
 
 
+def kind_of(text: str) -> str:
+    """Return the kind of a question; of a sum, how many digits it has."""
+    known = known_in(text)
+    return known.kind if known else f"{sum(map(str.isdigit, text))} digits"
+
+
 def difficulty_of(text: str, model: str) -> float:
     """Return how difficult a question is for a model, from 0 to 1. Most of it follows from the kind
     of question (of a sum, from its length), and every model is better at some kinds."""
     known = known_in(text)
     digits = sum(map(str.isdigit, text))
-    kind = known.kind if known else f"{digits} digits"
+    kind = kind_of(text)
     of_kind = hashed(kind) if known else min(digits / 12, 1.0)
     for_model = hashed(kind, model)
     of_question = (hashed(text) + hashed(text, model)) / 2
@@ -181,6 +204,46 @@ def right_answer(text: str) -> str:
         results = {"+": int(first) + int(second), "-": int(first) - int(second)}
         return str(results.get(sign, int(first) * int(second)))
     return WRONG
+
+
+def chance_right(messages: Sequence[Mapping[str, Any]], name: str) -> float:
+    """Return the probability of each token of the right answer to the last question, after the
+    questions before it: each of its own kind makes it easier by .3."""
+    questions = [text_of(message) for message in messages if message["role"] == "user"]
+    if not questions:
+        return 0.0
+    *shots, question = questions
+    alike = sum(kind_of(shot) == kind_of(question) for shot in shots)
+    ease = MODELS[name].skill + 0.3 * alike - difficulty_of(question, name)
+    return 1 / (1 + math.exp(-8 * ease))
+
+
+def facts_of(body: Mapping[str, Any], name: str, simulation: Simulation) -> dict[str, Any]:
+    """Return what a whole answer tells of the probabilities of tokens: `tokens`, how many the
+    prompt has; `text`, the answer, where it follows from them; and the fields `prompt_logprobs` and
+    `logprobs` where they are asked for and given."""
+    plain = "prompt" in body
+    messages = turns_of(body["prompt"]) if plain else list(body["messages"])
+    text = body.get("prompt", "")
+    if not plain:
+        open_ended = bool(body.get("continue_final_message"))
+        text = rendered(messages, body.get("add_generation_prompt", True), open_ended)
+    facts: dict[str, Any] = {"tokens": len(pieces(text))}
+    right = chance_right(messages, name)
+    wanted = right_answer(question_of(messages))
+    answer = ""
+    if messages and messages[-1]["role"] == "assistant":
+        answer = text_of(messages[-1])
+        right = right if answer == wanted else (1 - right) / 2
+    if simulation.logprobs == "vllm" and body.get("prompt_logprobs") is not None:
+        facts["prompt_logprobs"] = prompt_logprobs(text, answer, right, body["prompt_logprobs"])
+    if simulation.logprobs in ("vllm", "openai") and body.get("logprobs") and not plain:
+        tokens = next_place(wanted, WRONG, right)
+        facts["logprobs"] = top_logprobs(tokens, body.get("top_logprobs") or 0)
+        # greedy decoding gives the likeliest token
+        likeliest = wanted if tokens[0].text == pieces(wanted)[0] else WRONG
+        facts["text"] = "".join(pieces(likeliest)[: body.get("max_tokens")])
+    return facts
 
 
 def reply_to(
@@ -224,6 +287,16 @@ def problem(status: int, message: str, headers: Mapping[str, str] | None = None)
     return JSONResponse({"error": about}, status, headers)
 
 
+def _wrong_fields(body: Mapping[str, Any], simulation: Simulation) -> Response | None:
+    """Return what is said to a request for probabilities that this server does not take."""
+    wanted = [name for name in ("prompt_logprobs", "logprobs") if body.get(name) is not None]
+    if wanted and simulation.logprobs == "refused":
+        return problem(422, f"Unsupported fields in the request: {wanted}")
+    if body.get("stream") and "prompt_logprobs" in wanted:
+        return problem(400, "`prompt_logprobs` are not available when `stream=True`.")
+    return None
+
+
 class EndpointState:
     """The server's state and routes.
 
@@ -247,6 +320,7 @@ class EndpointState:
             routes=[
                 Route("/v1/models", self.models),
                 Route("/v1/chat/completions", self.complete, methods=["POST"]),
+                Route("/v1/completions", self.complete, methods=["POST"]),
             ]
         )
 
@@ -271,6 +345,13 @@ class EndpointState:
             if name not in MODELS:
                 return problem(404, f"The model {name!r} does not exist; there are {[*MODELS]}")
             simulation = Simulation.parse(query or request.headers.get("x-simulated", ""))
+            if wrong := _wrong_fields(body, simulation):
+                return wrong
+            facts: dict[str, Any] = {}
+            if not body.get("stream"):
+                facts = facts_of(body, name, simulation)
+            if "prompt" in body:
+                body["messages"] = turns_of(body["prompt"])
             reply = reply_to(body, name, simulation, self.delay)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             return problem(400, f"The request cannot be used: {error!r}")
@@ -292,21 +373,39 @@ class EndpointState:
             usage = bool((body.get("stream_options") or {}).get("include_usage"))
             chunks = self._stream(reply, about, fault, usage)
             return StreamingResponse(chunks, media_type="text/event-stream")
-        return StreamingResponse(self._whole(reply, about, fault), media_type="application/json")
+        whole = self._whole(reply, about, fault, facts, "prompt" in body)
+        return StreamingResponse(whole, media_type="application/json")
 
     async def _whole(
-        self, reply: SimulatedReply, about: Mapping[str, Any], fault: str
+        self,
+        reply: SimulatedReply,
+        about: Mapping[str, Any],
+        fault: str,
+        facts: Mapping[str, Any],
+        plain: bool,
     ) -> AsyncIterator[bytes]:
-        """Yield an answer in one piece, once all of it is there."""
+        """Yield an answer in one piece, once all of it is there; to a `plain` prompt in the form of
+        /v1/completions."""
         self._begin()
         try:
             await asyncio.sleep(reply.first_s + reply.word_s * len(reply.words))
-            message: dict[str, Any] = {"role": "assistant", "content": " ".join(reply.words)}
+            content = facts.get("text", " ".join(reply.words))
+            message: dict[str, Any] = {"role": "assistant", "content": content}
             if fault == "refusal":
                 message |= {"content": None, "refusal": REFUSAL}
             choice = {"index": 0, "message": message, "finish_reason": reply.finish}
             whole = {**about, "object": "chat.completion", "choices": [choice]}
-            text = json.dumps(whole | {"usage": reply.usage()}).encode()
+            choice["logprobs"] = facts.get("logprobs")
+            # vLLM tells of a chat's prompt beside the choices, of a plain one in the choice
+            of_prompt = {"prompt_logprobs": facts.get("prompt_logprobs")}
+            if plain:
+                plain_choice = {"index": 0, "text": content, "finish_reason": reply.finish}
+                choice = {**plain_choice, "logprobs": None, **of_prompt}
+                whole |= {"object": "text_completion", "choices": [choice]}
+            else:
+                whole |= of_prompt
+            usage = reply._replace(prompt_tokens=facts["tokens"]).usage()
+            text = json.dumps(whole | {"usage": usage}).encode()
             if fault in ("cut", "json"):
                 text = text[: len(text) // 2]
             yield text

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -111,11 +111,6 @@ def _summary(folder: Path) -> None:
 
 def _check(config: ProfileRun, has_knobs: bool) -> None:
     """Refuse a model without items, and options for another kind of model."""
-    if config.model == ENDPOINT and config.vlm.data:
-        raise InputError(
-            f"vlm.data: model={ENDPOINT} cannot score demonstrations, since an endpoint gives no "
-            "log-probabilities of a given answer; use data=FILE to measure knobs"
-        )
     if not has_knobs and not config.vlm.data and config.model not in RECORDED:
         raise InputError(
             f"model={config.model}: needs the items that it answers: data=FILE to measure its "
@@ -130,10 +125,13 @@ def _check(config: ProfileRun, has_knobs: bool) -> None:
             unread.append("importance")
         if config.model in (*BUILT_IN, "learner"):
             unread.append("data")
-    if config.model == ENDPOINT and has_knobs:
-        unread += ["importance", "dtype", "device"]
-    else:
+    if config.model != ENDPOINT:
         unread += NAMES
+    else:
+        unread += ["importance", "dtype", "device"]
+        # without knobs there is nothing to make messages of
+        if not has_knobs:
+            unread.append("messages")
     for name in unread:
         if getattr(config, name) != getattr(ProfileRun(), name):
             raise InputError(
@@ -150,20 +148,27 @@ def _profile_beams(config: ProfileRun) -> None:
     from knobwise.profiling.measuring.machine import one_thread
     from knobwise.testbeds.canvases.task import learner_task
 
-    limits: AbstractContextManager[Any] = nullcontext()
+    stack = ExitStack()
     if config.model == "learner":
         task = learner_task(config.learner, config.pool)
-        limits = one_thread()
+        stack.enter_context(one_thread())
     else:
-        task = vlm_task(config.model, config.vlm, config.pool)
+        task = vlm_task(config.model, config.vlm, config.pool, options_in(config))
+        if hasattr(task.scorer, "close"):
+            stack.callback(task.scorer.close)
     # without a checkpoint nothing but the search finds sequences
     draw = None
     drawn_by = ""
-    if config.checkpoint is not None:
-        draw = _draws_of(config.checkpoint, task.table, config.beams.shots)
-        drawn_by = hashlib.sha256(Path(config.checkpoint).read_bytes()).hexdigest()
-    with limits:
+    with stack:
+        if config.checkpoint is not None:
+            draw = _draws_of(config.checkpoint, task.table, config.beams.shots)
+            drawn_by = hashlib.sha256(Path(config.checkpoint).read_bytes()).hexdigest()
         profile_beams(config.out, task, config.beams, draw, drawn_by)
+    if unlisted := getattr(task.scorer, "unlisted", 0):
+        print(
+            f"note:  {unlisted} scores are of answers that the server did not list among the "
+            "likeliest tokens; they hold the most that it can be"
+        )
     print(f"beams: {config.out}")
     print(
         f"next:  knobwise train experiment=selector_language beams=files "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import replace
 from math import inf, nan
 from pathlib import Path
@@ -127,10 +128,14 @@ def _answering(config: BeamFiles, table: BeamTable) -> tuple[Scorer, Kinds | Non
             were recorded.
     """
     assert config.model is not None
-    answerer = read_answerer(config.model, config.vlm, "beams.")
+    answerer = read_answerer(config.model, config.vlm, "beams.", config.served)
     data = answerer.data
     _check_items(data, table)
-    scorer = CachedScorer(answerer.load())
+    answering = answerer.load()
+    scorer = CachedScorer(answering)
+    # connections last as long as anybody may ask
+    if hasattr(answering, "close"):
+        weakref.finalize(scorer, answering.close)
     _remember(scorer, table)
     return scorer, kinds_of(data)
 

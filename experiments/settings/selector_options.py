@@ -16,6 +16,8 @@ from knobwise.envs.demonstrations.settings import GROUPS, DemonstrationRewardCon
 from knobwise.experiments.settings.tracking import Training
 from knobwise.losses.settings import SelectorLossConfig
 from knobwise.profiling.demonstrations.settings import VLMTaskConfig
+from knobwise.profiling.endpoint.settings import NAME as ENDPOINT
+from knobwise.profiling.endpoint.settings import EndpointOptions
 
 if TYPE_CHECKING:
     from knobwise.envs.demonstrations.beam_table import BeamTable
@@ -51,11 +53,14 @@ class BeamFiles:
     """Embeddings of the queries; None if they are the same."""
     model: str | None = None
     """The model that was recorded, which answers new sequences: a Hugging Face model (a folder, or
-    a name on the hub), smollm2, or module:Class; None replays the records. Each seed that is
-    trained at the same time (`jobs`) loads its own."""
+    a name on the hub), smollm2, openai, or module:Class; None replays the records. Each seed that
+    is trained at the same time (`jobs`) loads its own."""
     vlm: VLMTaskConfig = field(default_factory=VLMTaskConfig)
     """The items of `model`, as they were recorded, and how it runs; embeddings are those of the
     beams."""
+    served: EndpointOptions = field(default_factory=EndpointOptions)
+    """With beams.model=openai: how it is asked, as in `knobwise profile`; `max_usd` holds for each
+    seed and call."""
     train: float = 0.8
     """Share of the queries to fit on."""
     validation: float = 0.1
@@ -68,6 +73,10 @@ class BeamFiles:
         usual = language_task() if isinstance(self, SmollmBeams) else VLMTaskConfig()
         if self.model is None and self.vlm != usual:
             raise InputError("beams.vlm: is for beams.model, the model that answers new sequences")
+        if self.model != ENDPOINT and self.served != EndpointOptions():
+            raise InputError(f"beams.served: is for beams.model={ENDPOINT}; leave it out")
+        if self.served.messages is not None:
+            raise InputError("beams.served.messages: demonstrations are the messages; leave it out")
         for name in ("embeddings", "query_embeddings", "image_columns"):
             if getattr(self.vlm, name):
                 raise InputError(f"beams.vlm.{name}: the beams hold their embeddings; leave it out")

@@ -83,6 +83,10 @@ def profile_beams(
         {"task": task.options, "table": task.table.digest, **task.sources, **settings},
     )
 
+    # what was paid for is kept as it comes
+    if hasattr(task.scorer, "keep"):
+        task.scorer.keep(state)
+
     # the search, by methods that need no policy
     beams = _in_chunks(state / "search", config.chunk, task.table, partial(_search, task, config))
     table = _with_found(task.table, beams)

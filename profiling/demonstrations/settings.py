@@ -93,6 +93,8 @@ class VLMTaskConfig:
     chats: bool | None = None
     """Whether prompts follow the model's chat template; None: where it has one. Without it a prompt
     is plain: a line for each question and each answer."""
+    model: str = ""
+    """With model=openai: the name by which the server knows the model."""
     dtype: str = "auto"
     """Type of the weights: auto, bfloat16, float16 or float32."""
     device: str | None = None

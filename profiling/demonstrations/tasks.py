@@ -11,13 +11,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from knobwise.common.errors import InputError
+from knobwise.common.errors import InputError, Missing
 from knobwise.common.imports import imported, instance
 from knobwise.envs.demonstrations.beam_files import read_embeddings
 from knobwise.envs.demonstrations.beam_table import BeamTable
 from knobwise.profiling.demonstrations.pools import Kinds, draw_pools
 from knobwise.profiling.demonstrations.scorers import Scorer
 from knobwise.profiling.demonstrations.settings import SAMPLERS, PoolConfig, VLMTaskConfig
+from knobwise.profiling.endpoint.settings import NAME as ENDPOINT
+from knobwise.profiling.endpoint.settings import EndpointOptions
 from knobwise.profiling.huggingface import smollm
 from knobwise.profiling.measuring.machine import digests
 from knobwise.profiling.measuring.questions import VQAData, read_vqa_data
@@ -40,9 +42,11 @@ class BeamTask(NamedTuple):
     kinds: Kinds | None = None
 
 
-def vlm_task(model: str, config: VLMTaskConfig, pool: PoolConfig) -> BeamTask:
-    """Load a vision-language model or a language model (a folder, or a name on the Hugging Face
-    hub) with data and embeddings from files.
+def vlm_task(
+    model: str, config: VLMTaskConfig, pool: PoolConfig, endpoint: EndpointOptions | None = None
+) -> BeamTask:
+    """Load a vision-language model or a language model (a folder, a name on the Hugging Face hub,
+    or `openai` for one behind an endpoint) with data and embeddings from files.
 
     Raises InputError for settings that are missing or do not fit, files that cannot be read, no
     such model.
@@ -52,7 +56,7 @@ def vlm_task(model: str, config: VLMTaskConfig, pool: PoolConfig) -> BeamTask:
             f"pool.sampler=covers is for model=learner; other models take {', '.join(SAMPLERS)}"
         )
     # the model comes last, since it takes longest
-    answerer = read_answerer(model, config)
+    answerer = read_answerer(model, config, endpoint=endpoint)
     data = answerer.data
     queries, candidates, blocks = _read_embeddings(data, config)
     table = BeamTable(
@@ -66,9 +70,15 @@ def vlm_task(model: str, config: VLMTaskConfig, pool: PoolConfig) -> BeamTask:
         blocks=blocks,
     )
     table = replace(table, pool=draw_pools(table, pool, data.queries is data.bank))
-    options = {"model": model, "vlm": asdict(config), "pool": asdict(pool)}
+    scorer = answerer.load()
+    settings = asdict(config)
+    # only models behind an endpoint have a name of their own
+    if not config.model:
+        settings.pop("model")
+    options = {"model": model, "vlm": settings, "pool": asdict(pool)}
+    options |= getattr(scorer, "identity", {})
     sources = digests(Path(), filter(None, (str(answerer.path), config.bank)))
-    return BeamTask(table, answerer.load(), options, sources, kinds_of(data))
+    return BeamTask(table, scorer, options, sources, kinds_of(data))
 
 
 def kinds_of(data: VQAData) -> Kinds | None:
@@ -92,12 +102,16 @@ class Answerer(NamedTuple):
     """Loads the model. Raises InputError if it cannot be loaded."""
 
 
-def read_answerer(model: str, config: VLMTaskConfig, prefix: str = "") -> Answerer:
-    """Read the items of a model: a folder, a name on the Hugging Face hub, smollm2, or
-    `module:Class`, a scorer of the user's own that is made from its items. If its class has
-    `sees = False`, the items need no images. `prefix` is that of the settings, for messages.
+def read_answerer(
+    model: str, config: VLMTaskConfig, prefix: str = "", endpoint: EndpointOptions | None = None
+) -> Answerer:
+    """Read the items of a model: a folder, a name on the Hugging Face hub, smollm2, `openai` for a
+    model behind an endpoint, or `module:Class`, a scorer of the user's own that is made from its
+    items. If its class has `sees = False`, the items need no images. `prefix` is that of the
+    settings, for messages.
 
-    Raises InputError for settings that are missing, files that cannot be read, no such model.
+    Raises InputError for settings that are missing or that this model does not read, files that
+    cannot be read, no such model.
     """
     if not config.data and model != smollm.NAME:
         raise InputError(
@@ -110,6 +124,10 @@ def read_answerer(model: str, config: VLMTaskConfig, prefix: str = "") -> Answer
         made = imported(key, model, "class", "my_module:MyScorer")
         data = read_vqa_data(path, config.bank or None, images=getattr(made, "sees", True))
         return Answerer(path, data, partial(instance, key, made, MEMBERS, Scorer, data))
+    if model == ENDPOINT:
+        return _behind_endpoint(path, config, prefix, endpoint or EndpointOptions())
+    if config.model:
+        raise InputError(f"{prefix}vlm.model: is for {prefix}model={ENDPOINT}; leave it out")
     from knobwise.profiling.huggingface.loading import reads_text_alone
     from knobwise.profiling.huggingface.scorer import VLMScorer
     from knobwise.profiling.huggingface.text_scorer import TextScorer
@@ -120,6 +138,25 @@ def read_answerer(model: str, config: VLMTaskConfig, prefix: str = "") -> Answer
     options = {name: getattr(config, name) for name in ("device", "dtype", "batch_size", "chats")}
     kind = TextScorer if text_alone else VLMScorer
     return Answerer(path, data, partial(kind.load, source, data, **options))
+
+
+def _behind_endpoint(
+    path: Path, config: VLMTaskConfig, prefix: str, endpoint: EndpointOptions
+) -> Answerer:
+    """Read the items of a model behind an endpoint."""
+    try:
+        from knobwise.profiling.endpoint.scorer import EndpointScorer
+    except ImportError as error:
+        raise Missing(f"model={ENDPOINT} needs: pip install 'knobwise[endpoint]'") from error
+    if not config.model:
+        raise InputError(f"{prefix}vlm.model: is needed, the server's name of the model")
+    # how a model runs is the server's matter
+    for name in ("dtype", "device", "batch_size"):
+        if getattr(config, name) != getattr(VLMTaskConfig(), name):
+            raise InputError(f"{prefix}vlm.{name}: {ENDPOINT} does not read it; leave it out")
+    data = read_vqa_data(path, config.bank or None, images=None)
+    chats = config.chats is not False
+    return Answerer(path, data, partial(EndpointScorer.load, config.model, data, endpoint, chats))
 
 
 def _read_embeddings(

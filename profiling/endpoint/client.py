@@ -1,8 +1,9 @@
 """Ask an OpenAI-compatible server, and take the time of each answer.
 
-Requests are streamed, all by one thread with an event loop; any number of other threads may wait
-for answers. An attempt that fails by no fault of the request, as when the server says that it has
-too much to do, is made again, and only the attempt that succeeds counts as time.
+Requests are sent by one thread with an event loop; any number of other threads may wait for
+answers. Those whose time counts are streamed. An attempt that fails by no fault of the request, as
+when the server says that it has too much to do, is made again, and only the attempt that succeeds
+counts as time.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Coroutine, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
@@ -54,6 +55,8 @@ class EndpointReply:
     counted: bool = False
     """Whether the server told the tokens."""
     attempts: int = 1
+    content: dict[str, Any] = field(default_factory=dict)
+    """The whole answer, of a request that is not streamed."""
 
 
 class EndpointClient:
@@ -117,20 +120,29 @@ class EndpointClient:
             return
 
     def ask(
-        self, body: Mapping[str, Any], lost: Callable[[], None] = lambda: None
+        self,
+        body: Mapping[str, Any],
+        lost: Callable[[], None] = lambda: None,
+        whole: bool = False,
     ) -> EndpointReply:
         """Send a request, and wait for its answer.
 
         Args:
-            body: arguments of the client's `chat.completions.create`.
+            body: arguments of the client's `chat.completions.create`; with a `prompt` instead of
+                messages, of its `completions.create`.
             lost: called for each attempt that may cost money and came to nothing.
+            whole: read the answer in one piece, with all that the server says in it. A time-out is
+                then a failure as others are, and not the time of an answer.
 
         Raises:
             InputError: the request is refused as wrong, or the server fails `ATTEMPTS` times.
         """
-        return self._in_loop(self._ask(body, lost))
+        return self._in_loop(self._ask(body, lost, whole))
 
-    async def _ask(self, body: Mapping[str, Any], lost: Callable[[], None]) -> EndpointReply:
+    async def _ask(
+        self, body: Mapping[str, Any], lost: Callable[[], None], whole: bool
+    ) -> EndpointReply:
+        read = self._whole if whole else self._streamed
         failures = 0
         attempts = 0
         while True:
@@ -142,13 +154,17 @@ class EndpointClient:
             start = time.perf_counter()
             try:
                 async with asyncio.timeout(self.timeout_s):
-                    await self._read(body, reply, start)
+                    await read(body, reply, start)
                 return reply
             except TimeoutError:
-                reply.failed = "timed out"
-                reply.total_ms = 1e3 * self.timeout_s
-                reply.first_ms = reply.first_ms or reply.total_ms
-                return reply
+                if whole:
+                    lost()
+                    problem = f"no answer within timeout_s={self.timeout_s:g}"
+                else:
+                    reply.failed = "timed out"
+                    reply.total_ms = 1e3 * self.timeout_s
+                    reply.first_ms = reply.first_ms or reply.total_ms
+                    return reply
             except openai.APIStatusError as error:
                 if _refused(error):
                     reply.failed = "refused"
@@ -171,7 +187,7 @@ class EndpointClient:
                 raise InputError(f"endpoint={self.url}: failed {ATTEMPTS} times ({problem})")
             await asyncio.sleep(_wait_s(failures))
 
-    async def _read(self, body: Mapping[str, Any], reply: EndpointReply, start: float) -> None:
+    async def _streamed(self, body: Mapping[str, Any], reply: EndpointReply, start: float) -> None:
         """Read a stream to its end into a reply."""
         usage = {"include_usage": True}
         finish = None
@@ -202,6 +218,26 @@ class EndpointClient:
             raise ValueError("the stream ended before the answer did")
         if not reply.counted:
             reply.tokens_out = chunks
+
+    async def _whole(self, body: Mapping[str, Any], reply: EndpointReply, start: float) -> None:
+        """Read an answer in one piece into a reply."""
+        create: Any = self._client.chat.completions.create
+        if "prompt" in body:
+            create = self._client.completions.create
+        answer = await create(**body)
+        # what is no JSON comes as text
+        if isinstance(answer, str) or not answer.choices:
+            raise ValueError("the answer is none of the protocol's")
+        reply.total_ms = 1e3 * (time.perf_counter() - start)
+        reply.first_ms = reply.total_ms
+        reply.content = answer.to_dict()
+        if answer.usage is not None:
+            _count(answer.usage, reply)
+        message = getattr(answer.choices[0], "message", answer.choices[0])
+        refusal = getattr(message, "refusal", None)
+        reply.text = getattr(message, "content", None) or getattr(message, "text", "") or ""
+        if refusal or answer.choices[0].finish_reason == "content_filter":
+            reply.failed = "refused"
 
     def _refuse_mistake(self, error: openai.APIStatusError) -> None:
         """Raise InputError for a status after which another attempt would fare no better."""

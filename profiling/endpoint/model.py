@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import math
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -13,15 +12,12 @@ import polars as pl
 from openai.resources.chat.completions import AsyncCompletions
 
 from knobwise.common.errors import InputError
-from knobwise.profiling.endpoint.client import EndpointClient, EndpointReply
 from knobwise.profiling.endpoint.messages import (
-    images_in,
     message_function,
-    most_tokens,
     prompt_features,
     with_image,
 )
-from knobwise.profiling.endpoint.prices import Money, Price, read_prices
+from knobwise.profiling.endpoint.paid import LIMITS, PaidClient
 from knobwise.profiling.endpoint.settings import NAME, EndpointOptions
 from knobwise.profiling.measuring.adaptive_model import (
     Answer,
@@ -38,8 +34,6 @@ OURS = {
     *("extra_headers", "extra_query", "extra_body"),
 }
 """Arguments of the client that are no knobs."""
-LIMITS = ("max_tokens", "max_completion_tokens")
-"""Fields that bound an answer."""
 
 
 @functools.cache
@@ -79,23 +73,12 @@ class EndpointModel:
                 "knobs.values: must name the model or models, such as {model: [small, large]}"
             )
         # everything that can be refused without the server comes first
-        self.money = Money(options.max_usd or math.inf)
-        self._prices: dict[str, Price] = {}
-        if options.prices is not None:
-            self._prices = read_prices(options.prices)
-            if unpriced := [name for name in values["model"] if name not in self._prices]:
-                raise InputError(f"{options.prices}: has no price of {unpriced[0]}")
+        self._client = PaidClient(options, values["model"])
         self.measured = dict(values)
         self.concurrency = options.concurrency
         self.columns: tuple[str, ...] = ("prompt", "tokens_in", "tokens_out")
-        if self._prices:
+        if self._client.prices:
             self.columns += ("usd",)
-        self._client = EndpointClient(options.endpoint, options.timeout_s)
-        try:
-            self._client.check(options.concurrency)
-        except InputError:
-            self.close()
-            raise
 
     def _knob(self, name: str, values: Sequence[Any]) -> KnobSupport:
         """Describe a knob. Raises InputError if it sets nothing."""
@@ -130,7 +113,7 @@ class EndpointModel:
     @property
     def progress(self) -> str:
         """What was spent, for people; "" without prices."""
-        return str(self.money) if self._prices else ""
+        return self._client.progress
 
     def set_knobs(self, configuration: Configuration) -> AbstractContextManager[None]:
         """Do nothing but check the values: every request brings its own. Raises InputError for a
@@ -165,28 +148,18 @@ class EndpointModel:
             fields["extra_body"] = extra
         return fields
 
-    def most_usd(self, body: Mapping[str, Any]) -> float:
-        """Return the most that a request can cost in US dollars; 0 without prices."""
-        if not self._prices:
-            return 0.0
-        price = self._prices[body["model"]]
-        # the lowest of several limits holds
-        fields = {**body, **body.get("extra_body", {})}
-        tokens_out = min(fields[name] for name in LIMITS if name in fields)
-        images = images_in(body["messages"]) * price.image_tokens
-        return price.usd(most_tokens(body["messages"]) + images, tokens_out)
-
     def affords(self, request: Request, configuration: Configuration) -> bool:
         """Reserve what `answer` can cost at most; False if that is too much."""
-        enough = self.money.reserve(self.most_usd(self.body(request, configuration)))
+        enough = self._client.reserve(self.body(request, configuration))
         if not enough:
-            self.limit = f"max_usd={self.money.limit:g}"
+            self.limit = self._client.limit
         return enough
 
     def continues(self, log: pl.DataFrame) -> None:
         """Count what was spent on the measurements of a log, in earlier calls too."""
         if "extra.usd" in log.columns:
-            self.money.spent = max(self.money.spent, float(log["extra.usd"].sum()))
+            money = self._client.money
+            money.spent = max(money.spent, float(log["extra.usd"].sum()))
 
     def answer(self, stages: Sequence[FirstStage], configuration: Configuration) -> list[Answer]:
         """Ask for the answers, one after the other; several threads may ask at once.
@@ -198,38 +171,13 @@ class EndpointModel:
 
     def _answer(self, body: dict[str, Any]) -> Answer:
         """Ask for one answer, and pay for it."""
-        most = self.most_usd(body)
-
-        def lost() -> None:
-            self.money.pay(most)
-            if self.money.spent + most > self.money.limit:
-                raise InputError(f"max_usd={self.money.limit:g}: is spent on answers that broke")
-
-        try:
-            reply = self._client.ask(body, lost)
-            usd = self._usd(reply, body, most)
-            self.money.pay(usd)
-        finally:
-            self.money.free(most)
+        reply, usd = self._client.ask(body)
         extra = {"tokens_in": float(reply.tokens_in), "tokens_out": float(reply.tokens_out)}
         extra |= {"failed": float(bool(reply.failed)), "attempts": float(reply.attempts)}
-        if self._prices:
+        if self._client.prices:
             extra["usd"] = usd
         times = (reply.total_ms, reply.first_ms, 0.0)
         return Answer(reply.text, *times, 0, reply.tokens_in, reply.tokens_out, extra)
-
-    def _usd(self, reply: EndpointReply, body: Mapping[str, Any], most: float) -> float:
-        """Return the price of an answer; of one that was given up, the most that it can be."""
-        if not self._prices:
-            return 0.0
-        if reply.counted:
-            price = self._prices[body["model"]]
-            return price.usd(reply.tokens_in, reply.tokens_out, reply.cached)
-        if reply.failed:
-            return most
-        raise InputError(
-            "prices: the server does not count the tokens of streamed answers; leave out prices"
-        )
 
     def close(self) -> None:
         """Close the connections."""

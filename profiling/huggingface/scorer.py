@@ -17,17 +17,16 @@ from knobwise.common.checks import at_least
 from knobwise.common.errors import InputError
 from knobwise.profiling.huggingface.loading import PromptedModel
 from knobwise.profiling.measuring.questions import (
+    Prompt,
     VQAData,
     VQAItem,
     agreeing,
-    most_common,
+    prompts_of,
     soft_accuracy,
 )
 
 MAX_CHOICES = 16
 """The most candidate answers of a query for which the data name no choices."""
-Prompt = tuple[int, list[int]]
-"""A query's row and its demonstrations' rows, in order."""
 
 
 class _Candidates(NamedTuple):
@@ -67,11 +66,6 @@ class DemonstrationScorer(PromptedModel):
         special = {i for i, token in self.tokenizer.added_tokens_decoder.items() if token.special}
         self._end_tokens = special | self._stops
 
-    def _prompts(self, queries: Tensor, demonstrations: Tensor) -> list[Prompt]:
-        """Return each query with its demonstrations."""
-        pairs = zip(queries.tolist(), demonstrations.tolist(), strict=True)
-        return [(query, [row for row in rows if row >= 0]) for query, rows in pairs]
-
     def _batches(self, lengths: Sequence[int]) -> Iterator[list[int]]:
         """Yield the indices of all prompts, in batches of similar length, which need less
         padding."""
@@ -86,16 +80,8 @@ class DemonstrationScorer(PromptedModel):
         return self.model(**inputs, use_cache=False).logits[:, -count:]
 
     def vote(self, queries: Tensor, demonstrations: Tensor) -> Tensor:
-        """As in `Scorer`; an answer is right where none of the reference answers has a higher soft
-        accuracy."""
-        right = torch.zeros(len(queries))
-        for i, (query, rows) in enumerate(self._prompts(queries, demonstrations)):
-            if rows:
-                references = self.data.queries[query].answers
-                voted, *_ = most_common([self.data.bank[row].answer for row in rows])
-                best = max(soft_accuracy(answer, references) for answer in references)
-                right[i] = float(soft_accuracy(voted, references) == best)
-        return right
+        """As in `Scorer`."""
+        return self.data.vote(queries, demonstrations)
 
     def _text(self, query: int, rows: Sequence[int]) -> str:
         """Return a query with its demonstrations as the model reads them."""
@@ -168,7 +154,7 @@ class VLMScorer(DemonstrationScorer):
 
     @torch.inference_mode()
     def __call__(self, queries: Tensor, demonstrations: Tensor) -> dict[str, Tensor]:
-        prompts = self._prompts(queries, demonstrations)
+        prompts = prompts_of(queries, demonstrations)
         fields = ("logprob_score", "vqa_gt_prob", "vqa_acc_score", "vqa_correct", "vqa_rel_score")
         scores = torch.empty(len(fields), len(prompts))
         for batch in self._batches([len(rows) for _, rows in prompts]):

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from knobwise.profiling.huggingface.scorer import DemonstrationScorer
-from knobwise.profiling.measuring.questions import most_common, soft_accuracy
+from knobwise.profiling.measuring.questions import most_common, prompts_of, soft_accuracy
 
 
 class _Fed(NamedTuple):
@@ -50,7 +50,7 @@ class TextScorer(DemonstrationScorer):
 
     @torch.inference_mode()
     def __call__(self, queries: Tensor, demonstrations: Tensor) -> dict[str, Tensor]:
-        prompts = self._prompts(queries, demonstrations)
+        prompts = prompts_of(queries, demonstrations)
         rows = []
         for prompt_index, (query, shots) in enumerate(prompts):
             text = self._text(query, shots)

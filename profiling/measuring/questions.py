@@ -14,12 +14,16 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import torch
 from PIL import Image
+from torch import Tensor
 
 from knobwise.common.errors import InputError, naming
 from knobwise.envs.readers.frames import read_frame, refuse_lost_digits
 from knobwise.profiling.measuring.answer_metrics import normalised
 
+Prompt = tuple[int, list[int]]
+"""A query's row and its demonstrations' rows, in order."""
 PARTS = ("query", "demonstration")
 """What an item of a file may be."""
 
@@ -109,6 +113,21 @@ class VQAData:
             spelling.setdefault(normalised(answer), answer)
         return tuple(sorted(spelling.values()))
 
+    def vote(self, queries: Tensor, demonstrations: Tensor) -> Tensor:
+        """Return 1 where the most common answer of the demonstrations is right, else 0: float32
+        [n]. It is right where none of the reference answers has a higher soft accuracy.
+
+        `queries` is int64 [n], `demonstrations` int64 [n, T], −1 padded.
+        """
+        right = torch.zeros(len(queries))
+        for i, (query, rows) in enumerate(prompts_of(queries, demonstrations)):
+            if rows:
+                references = self.queries[query].answers
+                voted, *_ = most_common([self.bank[row].answer for row in rows])
+                best = max(soft_accuracy(answer, references) for answer in references)
+                right[i] = float(soft_accuracy(voted, references) == best)
+        return right
+
     @cached_property
     def _answers_by_start(self) -> dict[str | None, tuple[str, ...]]:
         """The bank's answers by the first two words of their question; under None all of them."""
@@ -117,6 +136,12 @@ class VQAData:
             groups[None].append(item.answer)
             groups.setdefault(_start(item.question), []).append(item.answer)
         return {start: most_common(answers) for start, answers in groups.items()}
+
+
+def prompts_of(queries: Tensor, demonstrations: Tensor) -> list[Prompt]:
+    """Return each query, int64 [n], with its demonstrations, int64 [n, T], −1 padded."""
+    pairs = zip(queries.tolist(), demonstrations.tolist(), strict=True)
+    return [(query, [row for row in rows if row >= 0]) for query, rows in pairs]
 
 
 def most_common(answers: Sequence[str]) -> tuple[str, ...]:

@@ -1,0 +1,115 @@
+"""A client of an endpoint that pays for its requests."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from knobwise.common.errors import InputError
+from knobwise.profiling.endpoint.client import EndpointClient, EndpointReply
+from knobwise.profiling.endpoint.messages import images_in, most_tokens
+from knobwise.profiling.endpoint.prices import Money, Price, read_prices
+from knobwise.profiling.endpoint.settings import EndpointOptions
+
+LIMITS = ("max_tokens", "max_completion_tokens")
+"""Fields that bound an answer."""
+
+
+class PaidClient:
+    """A client of one server, and what its requests cost. Close it at the end.
+
+    Args:
+        options: how it is asked, what that costs, and how much may be spent.
+        models: those that are asked.
+
+    Attributes:
+        url: the address.
+        prices: by model; empty without prices.
+        money: what was spent.
+
+    Raises:
+        InputError: prices that lack a model, an address that nothing answers at; see also
+            `read_prices`.
+    """
+
+    def __init__(self, options: EndpointOptions, models: Sequence[str]) -> None:
+        self.money = Money(options.max_usd or math.inf)
+        self.prices: dict[str, Price] = {}
+        if options.prices is not None:
+            self.prices = read_prices(options.prices)
+            if unpriced := [name for name in models if name not in self.prices]:
+                raise InputError(f"{options.prices}: has no price of {unpriced[0]}")
+        self._client = EndpointClient(options.endpoint, options.timeout_s)
+        self.url = self._client.url
+        try:
+            self._client.check(options.concurrency)
+        except InputError:
+            self.close()
+            raise
+
+    @property
+    def progress(self) -> str:
+        """What was spent, for people; "" without prices."""
+        return str(self.money) if self.prices else ""
+
+    @property
+    def limit(self) -> str:
+        """The setting that bounds what may be spent."""
+        return f"max_usd={self.money.limit:g}"
+
+    def most_usd(self, body: Mapping[str, Any]) -> float:
+        """Return the most that a request can cost in US dollars; 0 without prices."""
+        if not self.prices:
+            return 0.0
+        price = self.prices[body["model"]]
+        # the lowest of several limits holds
+        fields = {**body, **body.get("extra_body", {})}
+        tokens_out = min(fields[name] for name in LIMITS if name in fields)
+        messages = body.get("messages") or [{"content": body["prompt"]}]
+        images = images_in(messages) * price.image_tokens
+        return price.usd(most_tokens(messages) + images, tokens_out)
+
+    def reserve(self, body: Mapping[str, Any]) -> bool:
+        """Reserve what a request can cost at most; False if that is too much."""
+        return self.money.reserve(self.most_usd(body))
+
+    def ask(self, body: Mapping[str, Any], whole: bool = False) -> tuple[EndpointReply, float]:
+        """Send a request that was reserved or not, wait for its answer (see `EndpointClient.ask`),
+        and pay for it; return its price in US dollars too.
+
+        Raises:
+            InputError: the server refuses the request as wrong, or keeps failing; more is spent
+                than may be, on answers that broke.
+        """
+        most = self.most_usd(body)
+
+        def lost() -> None:
+            self.money.pay(most)
+            if self.money.spent + most > self.money.limit:
+                raise InputError(f"{self.limit}: is spent on answers that broke")
+
+        try:
+            reply = self._client.ask(body, lost, whole)
+            usd = self._usd(reply, body, most)
+            self.money.pay(usd)
+        finally:
+            self.money.free(most)
+        return reply, usd
+
+    def _usd(self, reply: EndpointReply, body: Mapping[str, Any], most: float) -> float:
+        """Return the price of an answer; of one that was given up, the most that it can be."""
+        if not self.prices:
+            return 0.0
+        if reply.counted:
+            price = self.prices[body["model"]]
+            return price.usd(reply.tokens_in, reply.tokens_out, reply.cached)
+        if reply.failed:
+            return most
+        raise InputError(
+            "prices: the server does not count the tokens of its answers; leave out prices"
+        )
+
+    def close(self) -> None:
+        """Close the connections."""
+        self._client.close()

@@ -1,0 +1,120 @@
+"""Requests that are sent once each: several at once, paid for, and kept in a file."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import orjson
+
+from knobwise.common.errors import InputError
+from knobwise.common.progress import progress
+from knobwise.profiling.endpoint.client import EndpointReply
+from knobwise.profiling.endpoint.paid import PaidClient
+from knobwise.profiling.measuring.measuring import appended, as_they_end
+
+REPLIES = "replies.jsonl"
+"""The file of what the server said, in the state folder."""
+Body = dict[str, Any]
+"""What is sent, as arguments of the client."""
+Read = Callable[[EndpointReply], Any]
+"""Takes what is needed from a reply, as JSON holds it. Raises ValueError for a reply without it."""
+
+
+class Replies:
+    """What a server said to requests. Close it at the end.
+
+    Args:
+        client: the server.
+        concurrency: how many requests are sent at once.
+    """
+
+    def __init__(self, client: PaidClient, concurrency: int) -> None:
+        self.client = client
+        self._concurrency = concurrency
+        # by the digest of the request
+        self._known: dict[str, Any] = {}
+        self._file: BinaryIO | None = None
+        self._open = ExitStack()
+
+    def keep(self, folder: Path) -> None:
+        """Keep what is said in a file of this folder, and take what an earlier run kept there.
+
+        Raises InputError for a damaged file, or one that another process writes.
+        """
+        path = folder / REPLIES
+        # what is known by now was paid for too
+        before = self.client.money.spent
+        self._file = self._open.enter_context(appended(path))
+        try:
+            for line in path.read_bytes().splitlines():
+                kept = orjson.loads(line)
+                self._known[kept["request"]] = kept["reply"]
+                self.client.money.spent += kept["usd"]
+        except (ValueError, KeyError, TypeError) as error:
+            raise InputError(f"{path}: is damaged ({error}); move it away to ask again") from error
+        self._write("first", None, before)
+
+    def _write(self, request: str, reply: Any, usd: float) -> None:
+        """Note what was said to a request, where it is kept."""
+        if self._file is not None:
+            line = {"request": request, "usd": usd, "reply": reply}
+            self._file.write(orjson.dumps(line, option=orjson.OPT_APPEND_NEWLINE))
+
+    def __call__(self, bodies: Iterable[Body], read: Read) -> list[Any]:
+        """Return what the server says to each request. Equal ones are sent once, and what is known
+        is not asked.
+
+        Raises:
+            InputError: the money is spent; the server refuses a request, fails, or says something
+                else than what is read. What was said until then is kept.
+        """
+        keyed = [(_digest(body), body) for body in bodies]
+        new = {key: body for key, body in keyed if key not in self._known}
+        # reserved one by one, right before each is sent
+        affordable = itertools.takewhile(lambda job: self.client.reserve(job[1]), new.items())
+        sent = 0
+        with progress("requests", len(new), quiet_s=5) as tick:
+            for (key, _), (wanted, usd) in as_they_end(
+                lambda job: self._answer(job[1], read), affordable, self._concurrency
+            ):
+                self._known[key] = wanted
+                self._write(key, wanted, usd)
+                sent += 1
+                tick(sent, self.client.progress)
+        if sent < len(new):
+            raise InputError(
+                f"{self.client.limit}: the next request could cost more than is left; what was "
+                "answered is kept, and the same command with more goes on"
+            )
+        return [self._known[key] for key, _ in keyed]
+
+    def _answer(self, body: Body, read: Read) -> tuple[Any, float]:
+        """Send a request; return what is read from the reply, and the price."""
+        reply, usd = self.client.ask(body, whole=True)
+        if reply.failed:
+            text = json.dumps(body.get("messages") or body["prompt"], ensure_ascii=False)
+            raise InputError(
+                f"endpoint={self.client.url}: a request is {reply.failed}, which gives no "
+                f"log-probability; leave out what ends in …{text[-80:]}"
+            )
+        try:
+            return read(reply), usd
+        except ValueError as error:
+            raise InputError(f"endpoint={self.client.url}: {error}") from error
+
+    def close(self) -> None:
+        """Close the connections and the file."""
+        self._open.close()
+        self.client.close()
+
+
+def _digest(body: Mapping[str, Any]) -> str:
+    """Return what tells a request from others."""
+    text = orjson.dumps(body, option=orjson.OPT_SORT_KEYS)
+    return hashlib.blake2b(text, digest_size=16).hexdigest()
