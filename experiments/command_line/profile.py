@@ -8,14 +8,15 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from knobwise.common.checks import a_device, at_least
-from knobwise.common.errors import InputError
+from knobwise.common.errors import InputError, Missing
 from knobwise.common.files import write_json
 from knobwise.experiments.settings.options import InspectRun, ProfileRun
-from knobwise.experiments.settings.profiles import TableProfile, read_profile
+from knobwise.experiments.settings.profiles import TableProfile, read_profile, workers_of
 from knobwise.experiments.settings.words import typed
 from knobwise.profiling.endpoint.settings import NAME as ENDPOINT
 from knobwise.profiling.endpoint.settings import NAMES, options_in
@@ -191,6 +192,9 @@ def _check_workers(config: ProfileRun) -> None:
             f"workers={config.workers}: model={ENDPOINT} runs elsewhere; take "
             f"concurrency={config.workers}"
         )
+    # before a model is loaded
+    if find_spec("ray") is None:
+        raise Missing(f"workers={config.workers} needs: pip install 'knobwise[ray]'")
     on_gpu = (config.device or "cpu").startswith("cuda")
     if on_gpu != bool(config.gpus) and config.device is not None:
         raise InputError(
@@ -260,7 +264,9 @@ def inspect(config: InspectRun) -> None:
         facts = logs.inspect_log(config.log)
         logs.print_log(facts, Console())
     else:
-        facts = of_profile.inspect_table(read_profile(config.profile), config.learning_curve)
+        workers = workers_of(getattr(config.profile, "path", None))
+        table = read_profile(config.profile)
+        facts = of_profile.inspect_table(table, config.learning_curve, workers)
         page.print_inspection(facts, Console())
         if config.html is not None:
             print(f"page: {page.write_inspection(facts, config.html)}")

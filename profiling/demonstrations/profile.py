@@ -49,7 +49,7 @@ Draw = Callable[[Tensor, int], Tensor]
 """Queries, int64 [n], and how many sequences for each → int64 [n, count, T], places in their pools,
 −1 padded."""
 Find = Callable[[BeamTask, Tensor], Fields]
-"""A task and queries, int64 [n] → the `sequences` found for them, int64 [n, B, T], how (`found_by`),
+"""A task and queries, int64 [n] → the `sequences` found, int64 [n, B, T], how (`found_by`),
 their scores (`fields.…`), and those without demonstrations (`zero_shot.…`, [n])."""
 Do = Callable[[Find, Iterable[Tensor]], Iterator[tuple[Tensor, Fields]]]
 """Finds sequences for each chunk of queries; yields them as they end."""
@@ -88,11 +88,11 @@ def profile_beams(
     )
 
     # the search, by methods that need no policy
-    def here(find: Find, chunks: Iterable[Tensor]) -> Iterator[tuple[Tensor, Fields]]:
+    def one_by_one(find: Find, chunks: Iterable[Tensor]) -> Iterator[tuple[Tensor, Fields]]:
         for rows in chunks:
             yield rows, find(task, rows)
 
-    in_chunks = partial(_in_chunks, chunk=config.chunk, do=do or here)
+    in_chunks = partial(_in_chunks, chunk=config.chunk, do=do or one_by_one)
     beams = in_chunks(state / "search", table=task.table, find=partial(_search, config))
     table = _with_found(task.table, beams)
     zero_shot = with_prefix(beams, "zero_shot.")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import threading
 from collections.abc import Iterator
@@ -10,8 +9,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import ray
+
 from knobwise.common.checks import at_least
-from knobwise.common.errors import InputError, Missing
+from knobwise.common.errors import InputError
 from knobwise.common.imports import in_a_line
 
 
@@ -36,7 +37,6 @@ def cluster(options: WorkerOptions) -> Iterator[dict[str, Any]]:
     may be.
 
     Raises:
-        Missing: Ray is not installed.
         InputError: no cluster at the address, or one with too few cores or GPUs for so many
             workers.
     """
@@ -45,12 +45,6 @@ def cluster(options: WorkerOptions) -> Iterator[dict[str, Any]]:
         raise InputError(
             f"ray_address={options.address}: give auto or HOST:PORT, on a machine of the cluster"
         )
-    # no report of its use goes to Ray's makers unless somebody wants that
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    try:
-        import ray
-    except ImportError as error:
-        raise Missing(f"workers={options.workers} needs: pip install 'knobwise[ray]'") from error
     started = not ray.is_initialized()
     if started:
         _connect(options)
@@ -63,8 +57,6 @@ def cluster(options: WorkerOptions) -> Iterator[dict[str, Any]]:
 
 def _connect(options: WorkerOptions) -> None:
     """Connect to a cluster, or start one on this machine that ends with this process."""
-    import ray
-
     quiet = {"log_to_driver": False, "logging_level": "ERROR", "include_dashboard": False}
     if options.address is not None:
         quiet.pop("include_dashboard")

@@ -102,12 +102,41 @@ def compared(state: Path) -> list[dict[str, Any]]:
     return workers
 
 
-def slow(workers: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Return those of `compared` whose times differ from the others', beyond three errors."""
-    differing = []
-    for worker in workers:
-        if worker["times"] is not None:
-            ln_times = abs(math.log(worker["times"]))
-            if ln_times > max(math.log1p(SLOWER), 3 * worker["times_error"]):
-                differing.append(worker)
-    return differing
+def differing(workers: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return the machines, and of those that do not differ the workers, whose times differ from the
+    others': by more than `SLOWER` and more than three errors. The slowest comes first.
+
+    Args:
+        workers: see `compared`.
+
+    Returns:
+        `name`, `shared`, `times` and `times_error` of each, as in `compared`.
+    """
+    timed = [worker for worker in workers if worker["times"] is not None]
+    machines: dict[str, list[Mapping[str, Any]]] = {}
+    for worker in timed:
+        name = ", ".join([worker["host"], worker["accelerator"]]).removesuffix(", none")
+        machines.setdefault(name, []).append(worker)
+    compare = []
+    for name, those in machines.items():
+        ln_times = sum(math.log(worker["times"]) for worker in those) / len(those)
+        if len(those) < len(timed):
+            # against the other machines, and not also against the others of its own
+            ln_times *= (len(timed) - 1) / (len(timed) - len(those))
+        squares = sum(worker["times_error"] ** 2 for worker in those)
+        row = {"name": name, "shared": those[0]["shared"], "times": math.exp(ln_times)}
+        row["times_error"] = math.sqrt(squares) / len(those)
+        if _differs(row) and len(machines) > 1:
+            compare.append(row)
+        else:
+            compare += [
+                {**worker, "name": f"Worker {worker['worker']} on {name}"}
+                for worker in those
+                if _differs(worker)
+            ]
+    return sorted(compare, key=lambda row: -row["times"])
+
+
+def _differs(row: Mapping[str, Any]) -> bool:
+    ln_times = abs(math.log(row["times"]))
+    return bool(ln_times > max(math.log1p(SLOWER), 3 * row["times_error"]))

@@ -83,7 +83,7 @@ class PoolRunner:
             content=(self._plan, [*columns]),
             name=self._name,
             notes=self._state / NOTES,
-            own=self._shared,
+            private=self._shared,
         )
 
     def as_they_end(self, jobs: Iterable[Job]) -> Iterator[tuple[Job, Taken]]:

@@ -21,7 +21,7 @@ from knobwise.common.imports import in_a_line
 from knobwise.common.progress import duration, say
 from knobwise.profiling.workers.cluster import WorkerOptions, cluster
 from knobwise.profiling.workers.machines import number_of
-from knobwise.profiling.workers.worker import Worker
+from knobwise.profiling.workers.worker import ModelWorker
 
 J = TypeVar("J")
 R = TypeVar("R")
@@ -34,6 +34,8 @@ AHEAD = 2
 """Jobs that a worker has, so that it need not wait for the next one."""
 CHECK_S = 1.0
 """Seconds between two looks at what takes long."""
+LOADING = "loading the model"
+"""What a new worker does."""
 LONG_S = 60.0
 LONG = 10
 """A job is reported when it has taken so many seconds, and so many times as long as half of the
@@ -55,13 +57,10 @@ class Work(Generic[J, R]):
     """The name of a job in messages."""
     notes: Path
     """The file of the notes about workers."""
-    own: Callable[[int], Sequence[J]] = lambda number: ()
+    private: Callable[[int], Sequence[J]] = lambda number: ()
     """The jobs that the worker with this number does beside the others."""
     keep: Callable[[R], object] = lambda result: None
     """Called with the result of each of these."""
-
-
-LOADING = "loading the model"
 
 
 @dataclass(eq=False)
@@ -72,7 +71,7 @@ class _Call:
     does: str
     """What it is about, for messages."""
     job: Any = None
-    own: bool = False
+    private: bool = False
 
 
 @dataclass(eq=False)
@@ -91,8 +90,8 @@ class _Replica:
     number: int = -1
     work: Work[Any, Any] | None = None
     """What it has begun."""
-    own: deque[Any] = field(default_factory=deque)
-    """What is left of its own jobs."""
+    private: deque[Any] = field(default_factory=deque)
+    """What is left of its private jobs."""
     turn: int = 0
 
     def __str__(self) -> str:
@@ -120,7 +119,7 @@ class WorkerPool:
     ) -> None:
         self._load = load
         self._options = options
-        self._actor = ray.remote(Worker).options(**share)
+        self._actor = ray.remote(ModelWorker).options(**share)
         self._calls: dict[Any, _Call] = {}
         self._times_s: deque[float] = deque(maxlen=999)
         self._deaths: Counter[str] = Counter()
@@ -190,12 +189,12 @@ class WorkerPool:
                 continue
             call, result, problem = ended
             if isinstance(problem, DEATHS):
-                # a worker that takes its place has the same jobs of its own
-                if call.job is not None and not call.own:
+                # a worker that takes its place has the same private jobs
+                if call.job is not None and not call.private:
                     again.append(call.job)
             elif problem is not None:
                 failed = failed or problem
-            elif call.own:
+            elif call.private:
                 work.keep(result)
             elif call.job is not None:
                 yield call.job, result
@@ -210,23 +209,23 @@ class WorkerPool:
         again: deque[J],
         waiting: Iterator[J],
     ) -> None:
-        """Give a worker what it may have ahead: jobs in turn with its own ones."""
+        """Give a worker what it may have ahead: jobs in turn with its private ones."""
         if replica.work is not work:
-            replica.own.clear()
+            replica.private.clear()
         while len(replica.calls) < AHEAD:
             replica.turn += 1
-            own = bool(replica.own) and replica.turn % 2 == 0
+            private = bool(replica.private) and replica.turn % 2 == 0
             job: J | None = None
-            if not own:
+            if not private:
                 job = again.popleft() if again else next(waiting, None)
-                own = job is None and bool(replica.own)
-            if own:
-                job = replica.own.popleft()
+                private = job is None and bool(replica.private)
+            if private:
+                job = replica.private.popleft()
             if job is None:
                 return
             if replica.work is not work:
                 self._begin(replica, work, content)
-            self._call(_Call(replica, work.name(job), job, own), "do", job)
+            self._call(_Call(replica, work.name(job), job, private), "do", job)
 
     def _begin(self, replica: _Replica, work: Work[J, R], content: Any) -> None:
         """Have a worker prepare for jobs; it has a number from then on."""
@@ -234,7 +233,7 @@ class WorkerPool:
             taken = {each.number for each in self._replicas}
             replica.number = number_of(work.notes, replica.note, taken)
         replica.work = work
-        replica.own.extend(work.own(replica.number))
+        replica.private.extend(work.private(replica.number))
         arguments = work.begin, content, replica.number
         self._call(_Call(replica, "warming up"), "begin", *arguments)
 
@@ -263,7 +262,7 @@ class WorkerPool:
             return call, None, self._lost(call, first, error)
         if call.does == LOADING:
             replica.note = result
-            self._deaths.clear()
+            self._deaths.pop(LOADING, None)
         elif call.job is not None:
             self._times_s.append(time.monotonic() - replica.since)
         replica.next()

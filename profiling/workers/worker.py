@@ -15,7 +15,7 @@ GPUS = "CUDA_VISIBLE_DEVICES"
 """The environment variable by which Ray gives GPUs to a worker."""
 
 
-class Worker:
+class ModelWorker:
     """The class of the actor. Its calls run one after the other, in one thread.
 
     A model is loaded by a call and not when the actor is made, so that a mistake comes back as the
