@@ -11,6 +11,9 @@ import pytest
 import ray
 import worker_models
 from commands import launch, mistake, read_json, refused, started, stop_when, words_of
+from helpers import identical
+from safetensors.torch import load_file
+from tiny_models import saved, tiny_language_model
 from worker_models import BAD, SAMPLES
 
 from knobwise.__main__ import main
@@ -63,6 +66,14 @@ def untimed(out):
     return table.drop(name for name in table.columns if name.endswith("_ms"))
 
 
+def same_tensors(name):
+    """Check that a file holds the same in the folders `two` and `one`."""
+    tensors, wanted = (load_file(f"{out}/{name}") for out in ("two", "one"))
+    assert tensors.keys() == wanted.keys()
+    for block, values in wanted.items():
+        identical(tensors[block], values)
+
+
 def logged(out="out"):
     """The log, and how often each cell is in it."""
     log = read_measurements(Path(out) / "state" / LOG)
@@ -74,8 +85,7 @@ def test_two_workers_measure_the_cells_of_one(home, capsys):
     launch(ELASTIC, "out=one")
     launch(ELASTIC, "out=two", TWO)
     assert untimed("two").equals(untimed("one"))
-    features = [Path(out, "features.safetensors").read_bytes() for out in ("one", "two")]
-    assert features[0] == features[1]
+    same_tensors("features.safetensors")
     log = read_measurements(Path("two/state") / LOG)
     assert len(log) == 48
     # each measured the shared cells beside them
@@ -226,6 +236,50 @@ def test_times_are_compared_with_those_of_the_others(tmp_path):
 
 
 # -- what takes longer -----------------------------------------------------------------------------
+
+
+QUESTIONS = """id,question,answers,question_type
+a,How many dogs?,2,count
+b,What color is the cat?,red,color
+c,How many cats are red?,1,count
+d,Is it blue?,no,color
+e,How many dogs are red?,3,count
+f,What is it?,cats,other
+"""
+
+
+@pytest.mark.campaign
+@pytest.mark.usefixtures("_ray")
+def test_two_workers_measure_a_hugging_face_model_as_one_does(home):
+    saved(home / "tiny", *tiny_language_model())
+    Path("questions.csv").write_text(QUESTIONS)
+    words = words_of("""
+        profile model=tiny data=questions.csv knobs.repeats=1 knobs.clock=cpu knobs.top_k=[1,2]
+        knobs.num_active_blocks=[3,4] knobs.max_new_tokens=4
+    """)
+    launch(words, "out=one")
+    launch(words, "out=two", TWO)
+    assert untimed("two").equals(untimed("one"))
+    # answers that depend on the knobs, so that equal ones say something
+    assert untimed("one")["pred"].n_unique() > 6
+    same_tensors("features.safetensors")
+
+
+@pytest.mark.campaign
+@pytest.mark.usefixtures("_ray")
+def test_two_workers_record_the_demonstrations_that_one_records(home):
+    words = words_of("""
+        profile model=learner learner.queries=60 learner.candidates=200 beams.chunk=10
+        beams.width=2 beams.json=false
+    """)
+    launch(words, "out=one")
+    launch(words, "out=two", TWO)
+    same_tensors("beams.safetensors")
+    assert read_json("two/state/workers.json")[0]["threads"] == 1
+    # what is finished needs no worker
+    Path("two/state/search/20.safetensors").unlink()
+    launch(words, "out=two", TWO)
+    same_tensors("beams.safetensors")
 
 
 @pytest.mark.campaign
