@@ -5,17 +5,18 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from knobwise.common.checks import a_device
-from knobwise.common.errors import InputError
+from knobwise.common.checks import a_device, at_least
+from knobwise.common.errors import InputError, Missing
 from knobwise.common.files import write_json
 from knobwise.experiments.settings.options import InspectRun, ProfileRun
-from knobwise.experiments.settings.profiles import TableProfile, read_profile
+from knobwise.experiments.settings.profiles import TableProfile, read_profile, workers_of
 from knobwise.experiments.settings.words import typed
 from knobwise.profiling.endpoint.settings import NAME as ENDPOINT
 from knobwise.profiling.endpoint.settings import NAMES, options_in
@@ -64,7 +65,8 @@ def measure(config: ProfileRun, needed: Callable[[Any], Any] | None = None) -> P
     from knobwise.profiling.measuring.profiler import profile_vlm
     from knobwise.profiling.models import load_model
 
-    model, items = load_model(
+    load = partial(
+        load_model,
         config.model,
         config.data,
         config.knobs,
@@ -73,16 +75,47 @@ def measure(config: ProfileRun, needed: Callable[[Any], Any] | None = None) -> P
         device=config.device,
         endpoint=options_in(config),
     )
-    usual = config.data or getattr(model, "dataset", model.name)
-    knobs = replace(config.knobs, name=config.knobs.name or Path(str(usual)).name.split(".")[0])
-    identity = {}
+    identity: dict[str, Any] = {}
     if config.data is None or ":" in config.model:
         identity["class"] = config.model
+    runner = None
     with ExitStack() as stack:
-        if hasattr(model, "close"):
-            stack.callback(model.close)
-        stack.enter_context(one_thread())  # as it is served live
-        return profile_vlm(config.out, model, items, knobs, identity, outlook_of, needed)
+        if config.workers > 1:
+            from knobwise.profiling.workers.measuring import PoolRunner, described, machine_of
+
+            # this process holds no replica
+            pool = stack.enter_context(_workers(config, load, config.knobs.clock == "cpu"))
+            (model, items), note = pool.ask(described)
+            identity["machine"] = machine_of(Path(config.out), note)
+            runner = partial(PoolRunner, pool)
+        else:
+            model, items = load()
+            if hasattr(model, "close"):
+                stack.callback(model.close)
+            stack.enter_context(one_thread())  # as it is served live
+        usual = config.data or getattr(model, "dataset", model.name)
+        name = config.knobs.name or Path(str(usual)).name.split(".")[0]
+        knobs = replace(config.knobs, name=name)
+        folder = profile_vlm(
+            config.out, model, items, knobs, identity, outlook_of, needed, runner=runner
+        )
+    if (folder / "state/workers.json").exists():
+        from knobwise.profiling.workers.machines import note_workers
+
+        note_workers(folder)
+    return folder
+
+
+def _workers(
+    config: ProfileRun, load: Callable[[], Any], shares: bool
+) -> AbstractContextManager[Any]:
+    """Start workers for a block, each with what `load` returns; they may share cores if nothing is
+    timed that depends on it."""
+    from knobwise.profiling.workers.cluster import WorkerOptions
+    from knobwise.profiling.workers.pool import worker_pool
+
+    options = WorkerOptions(config.workers, config.gpus, config.ray_address, shares)
+    return worker_pool(load, options)
 
 
 def _summary(folder: Path) -> None:
@@ -138,7 +171,34 @@ def _check(config: ProfileRun, has_knobs: bool) -> None:
                 f"{name}: model={config.model} does not read it; leave it out. data=FILE has the "
                 "questions to measure a model on, vlm.data=FILE those to record demonstrations for"
             )
-    a_device(config.device, usable=True)
+    _check_workers(config)
+    # that of a worker is looked for where it is
+    a_device(config.device, usable=config.workers == 1)
+
+
+def _check_workers(config: ProfileRun) -> None:
+    """Refuse workers that cannot be, and what only they read."""
+    at_least("workers", config.workers, 1)
+    at_least("gpus", config.gpus, 0)
+    if config.workers == 1:
+        for name in ("gpus", "ray_address"):
+            if getattr(config, name):
+                raise InputError(f"{name}: only several workers read it; leave it out")
+        return
+    if config.model == ENDPOINT:
+        raise InputError(
+            f"workers={config.workers}: model={ENDPOINT} runs elsewhere; take "
+            f"concurrency={config.workers}"
+        )
+    # before a model is loaded
+    if find_spec("ray") is None:
+        raise Missing(f"workers={config.workers} needs: pip install 'knobwise[ray]'")
+    on_gpu = (config.device or "cpu").startswith("cuda")
+    if on_gpu != bool(config.gpus) and config.device is not None:
+        raise InputError(
+            f"device={config.device}: does not fit gpus={config.gpus}, the GPUs of each worker; "
+            "leave out device"
+        )
 
 
 def _profile_beams(config: ProfileRun) -> None:
@@ -148,22 +208,33 @@ def _profile_beams(config: ProfileRun) -> None:
     from knobwise.profiling.measuring.machine import one_thread
     from knobwise.testbeds.canvases.task import learner_task
 
-    stack = ExitStack()
+    load: Callable[[], Any] = partial(
+        vlm_task, config.model, config.vlm, config.pool, options_in(config)
+    )
     if config.model == "learner":
-        task = learner_task(config.learner, config.pool)
-        stack.enter_context(one_thread())
-    else:
-        task = vlm_task(config.model, config.vlm, config.pool, options_in(config))
-        if hasattr(task.scorer, "close"):
-            stack.callback(task.scorer.close)
-    # without a checkpoint nothing but the search finds sequences
-    draw = None
-    drawn_by = ""
-    with stack:
+        load = partial(learner_task, config.learner, config.pool)
+    do = None
+    with ExitStack() as stack:
+        if config.workers > 1:
+            from knobwise.profiling.workers.recording import find_by, without_scorer
+
+            # scores are the same however long they take
+            pool = stack.enter_context(_workers(config, load, shares=True))
+            task, _ = pool.ask(without_scorer)
+            do = partial(find_by, pool, Path(config.out) / "state")
+        else:
+            task = load()
+            if config.model == "learner":
+                stack.enter_context(one_thread())
+            if hasattr(task.scorer, "close"):
+                stack.callback(task.scorer.close)
+        # without a checkpoint nothing but the search finds sequences
+        draw = None
+        drawn_by = ""
         if config.checkpoint is not None:
             draw = _draws_of(config.checkpoint, task.table, config.beams.shots)
             drawn_by = hashlib.sha256(Path(config.checkpoint).read_bytes()).hexdigest()
-        profile_beams(config.out, task, config.beams, draw, drawn_by)
+        profile_beams(config.out, task, config.beams, draw, drawn_by, do)
     if unlisted := getattr(task.scorer, "unlisted", 0):
         print(
             f"note:  {unlisted} scores are of answers that the server did not list among the "
@@ -199,7 +270,9 @@ def inspect(config: InspectRun) -> None:
         facts = logs.inspect_log(config.log)
         logs.print_log(facts, Console())
     else:
-        facts = of_profile.inspect_table(read_profile(config.profile), config.learning_curve)
+        workers = workers_of(getattr(config.profile, "path", None))
+        table = read_profile(config.profile)
+        facts = of_profile.inspect_table(table, config.learning_curve, workers)
         page.print_inspection(facts, Console())
         if config.html is not None:
             print(f"page: {page.write_inspection(facts, config.html)}")

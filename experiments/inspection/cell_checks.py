@@ -233,6 +233,24 @@ def other_machine(measured: Measured) -> Findings:
         yield Finding(words, "likely", "Measure all configurations on the same machine.")
 
 
+def slow_workers(measured: Measured) -> Findings:
+    """Workers take longer than others for the same cells, which each of them measured."""
+    workers = measured.facts.get("workers", ())
+    if not workers:
+        return
+    # only what several workers measured has something to compare
+    from knobwise.profiling.workers.machines import differing
+
+    for machine in differing(workers):
+        factor = f"{machine['times']:.2f} (± {machine['times'] * machine['times_error']:.2f})"
+        yield Finding(
+            f"{machine['name']} took {factor} times as long as the others for "
+            f"{machine['shared']} cells that all workers measured",
+            "certain",
+            "Accuracies hold, but times mix machines: measure on equal ones, in another folder.",
+        )
+
+
 def missing_where_slow(measured: Measured) -> Findings:
     """Cells are missing where the model is slow."""
     missing = np.isnan(measured.log_ms)

@@ -4,7 +4,8 @@ Training refuses one finding: a feature that is a measured latency, to the preci
 honest profile may show all others.
 
 A profile does not hold when and where a cell was measured. So drift is seen in the order of samples
-and of repeats alone, and another machine only where knobs cannot explain a configuration's time.
+and of repeats alone, and another machine only where knobs cannot explain a configuration's time, or
+where workers measured shared cells.
 """
 
 from __future__ import annotations
@@ -74,6 +75,7 @@ CHECKS = (
     Check(cell_checks.later_repeats, timed=True),
     Check(cell_checks.later_samples, timed=True),
     Check(cell_checks.other_machine, timed=True),
+    Check(cell_checks.slow_workers, WARNING, timed=True),
     Check(knob_checks.reversed_values),
     Check(knob_checks.value_elsewhere),
     Check(knob_checks.cold_configurations),

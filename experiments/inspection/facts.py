@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -45,12 +45,15 @@ EXAMPLES = 6
 """How many samples are given as examples."""
 
 
-def inspect_table(table: ProfileTable, curve: bool = False) -> dict[str, Any]:
+def inspect_table(
+    table: ProfileTable, curve: bool = False, workers: Sequence[Facts] = ()
+) -> dict[str, Any]:
     """Return the facts about a profile, as plain values for JSON.
 
     Args:
         table: the profile.
         curve: also estimate the learning curve, which takes minutes.
+        workers: those that measured it, as `profile.json` notes them.
 
     Returns:
         - `samples`, `configurations`, `grid` (how many there could be), `unit` of latencies
@@ -71,7 +74,7 @@ def inspect_table(table: ProfileTable, curve: bool = False) -> dict[str, Any]:
         - `learning_curve`: likewise; [] without `curve`
         - `configuration_means`: see `_configurations`; `pareto`: which of them are on the front
         - `examples`: samples from easy to hard, with the latency of their cheapest right answer
-        - `datasets`, `clusters`, `features`, `digest`, `notes` (of the reader)
+        - `datasets`, `clusters`, `features`, `digest`, `notes` (of the reader), `workers`
         - `findings`: what the checks notice, refused ones first, see `_findings`; `faults` and
           `warnings`: the same in sentences
     """
@@ -121,6 +124,7 @@ def inspect_table(table: ProfileTable, curve: bool = False) -> dict[str, Any]:
         "clusters": len(set(table.clusters)) or None,
         "features": {name: block.shape[1] for name, block in table.features.items()},
         "notes": list(table.notes),
+        "workers": list(workers),
         "examples": _examples(table),
         "pareto": sorted(front.tolist(), key=lambda i: means[i]["latency_ms"]),
     }

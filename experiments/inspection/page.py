@@ -77,6 +77,8 @@ def _sentences(facts: Facts) -> list[str]:
             f"The samples form {facts['clusters']:,} groups (profile.group); a split never "
             "divides one."
         )
+    if facts["workers"]:
+        lines.append(_machines(facts["workers"]))
     # cells that were measured more than once show how much a measurement varies
     jitter = facts["latency_jitter_within_cell"]
     if jitter is not None:
@@ -102,6 +104,21 @@ def _sentences(facts: Facts) -> list[str]:
             "better features may give more."
         )
     return [*lines, f"Features: {widths or 'none'}."]
+
+
+def _machines(workers: Sequence[Facts]) -> str:
+    """Say who measured, and how times compare on the cells that all workers measured."""
+    machines = {(worker["host"], worker["accelerator"]) for worker in workers}
+    line = f"Measured by {len(workers)} workers on {len(machines)} machines."
+    if len(machines) == 1:
+        line = f"Measured by {len(workers)} workers on one machine."
+    factors = [worker["times"] for worker in workers if worker["times"] is not None]
+    if not factors:
+        return f"{line} They shared no cells, so their times cannot be compared."
+    return (
+        f"{line} For cells that they all measured, a worker took {min(factors):.2f} to "
+        f"{max(factors):.2f} times as long as the others."
+    )
 
 
 def _differing(facts: Facts) -> str:

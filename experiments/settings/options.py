@@ -293,6 +293,13 @@ class ProfileRun(EndpointOptions):
     """A run that was trained on the profile in `out`, of which part of the cells was measured: what
     its controller and static choose on validation and test samples is measured too, and the guard
     is calibrated again by these measurements. Settings of `knobs` are those of the profile."""
+    workers: int = 1
+    """Processes that measure or record at the same time, each with a replica of the model. More
+    than one needs the packages of knobwise[ray]."""
+    gpus: int = 0
+    """GPUs that each of several workers has to itself."""
+    ray_address: str | None = None
+    """The Ray cluster with these workers: auto, or HOST:PORT. None starts Ray on this machine."""
     knobs: VLMProfileConfig = field(default_factory=VLMProfileConfig)
     """With a model that has knobs: which knob values are measured, and how."""
     importance: str | None = None

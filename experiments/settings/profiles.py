@@ -299,14 +299,25 @@ def read_profile(
 def measured_at_once(path: str | None) -> int | None:
     """Return how many requests were sent at once when the profile at this path was measured through
     an endpoint, from the file `profile.json` beside it; None without one."""
+    at_once = _noted_beside(path, "concurrency")
+    return at_once if isinstance(at_once, int) else None
+
+
+def workers_of(path: str | None) -> list[dict[str, Any]]:
+    """Return the workers that measured the profile at this path, from the file `profile.json`
+    beside it; [] where one process did, or nobody knows."""
+    workers = _noted_beside(path, "workers")
+    return workers if isinstance(workers, list) else []
+
+
+def _noted_beside(path: str | None, name: str) -> Any:
     if not path:
         return None
     try:
-        at_once = json.loads(Path(path).with_name("profile.json").read_bytes())["concurrency"]
+        return json.loads(Path(path).with_name("profile.json").read_bytes())[name]
     except (OSError, ValueError, KeyError, TypeError):
-        # there is no such file, or it is damaged, or of a model that runs here
+        # there is no such file, or it is damaged, or holds nothing of this name
         return None
-    return at_once if isinstance(at_once, int) else None
 
 
 def read_questions(config: Any) -> dict[str, str]:

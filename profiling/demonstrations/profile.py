@@ -12,7 +12,7 @@ It can be interrupted. `profile_beams("out", task)` writes:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -48,9 +48,11 @@ from knobwise.profiling.measuring.machine import (
 Draw = Callable[[Tensor, int], Tensor]
 """Queries, int64 [n], and how many sequences for each → int64 [n, count, T], places in their pools,
 −1 padded."""
-Find = Callable[[Tensor], Fields]
-"""Queries, int64 [n] → the `sequences` found for them, int64 [n, B, T], how (`found_by`), their
-scores (`fields.…`), and those without demonstrations (`zero_shot.…`, [n])."""
+Find = Callable[[BeamTask, Tensor], Fields]
+"""A task and queries, int64 [n] → the `sequences` found, int64 [n, B, T], how (`found_by`),
+their scores (`fields.…`), and those without demonstrations (`zero_shot.…`, [n])."""
+Do = Callable[[Find, Iterable[Tensor]], Iterator[tuple[Tensor, Fields]]]
+"""Finds sequences for each chunk of queries; yields them as they end."""
 _SEED_STEP = 1_000_003
 _OF_A_ROUND = ("json", "draws", "draw_seed")  # settings that do not change what the search records
 
@@ -61,6 +63,7 @@ def profile_beams(
     config: BeamProfileConfig,
     draw: Draw | None = None,
     drawn_by: str = "",
+    do: Do | None = None,
 ) -> BeamTable:
     """Record the sequences that `config` names, and write them; a policy adds a round of draws.
 
@@ -68,8 +71,9 @@ def profile_beams(
     with another policy adds a round; a sequence that was recorded before is recorded again as found
     by the policy, but not scored again.
 
-    `draw` is the policy, and `drawn_by` identifies it, such as the digest of its checkpoint. Raises
-    InputError if `out_dir` holds another run, or an unfinished round of another policy.
+    `draw` is the policy, and `drawn_by` identifies it, such as the digest of its checkpoint. `do`
+    works where the scorer of the task is; None works here. Raises InputError if `out_dir` holds
+    another run, or an unfinished round of another policy.
     """
     out = Path(out_dir)
     state = out / "state"
@@ -88,7 +92,12 @@ def profile_beams(
         task.scorer.keep(state)
 
     # the search, by methods that need no policy
-    beams = _in_chunks(state / "search", config.chunk, task.table, partial(_search, task, config))
+    def one_by_one(find: Find, chunks: Iterable[Tensor]) -> Iterator[tuple[Tensor, Fields]]:
+        for rows in chunks:
+            yield rows, find(task, rows)
+
+    in_chunks = partial(_in_chunks, chunk=config.chunk, do=do or one_by_one)
+    beams = in_chunks(state / "search", table=task.table, find=partial(_search, config))
     table = _with_found(task.table, beams)
     zero_shot = with_prefix(beams, "zero_shot.")
 
@@ -106,8 +115,8 @@ def profile_beams(
             write_json(begun, rounds)
         find = None  # earlier rounds are only read
         if draw is not None and beginning == this_round:
-            find = partial(_draw_round, task, config, draw, table, zero_shot)
-        beams = _in_chunks(state / f"round-{index}", config.chunk, table, find)
+            find = partial(_draw_round, config, draw, table, zero_shot)
+        beams = in_chunks(state / f"round-{index}", table=table, find=find)
         table = _with_found(table, beams, index)
     info = _write(out, table, task, config)
     info |= {"rounds": rounds, "figures": figures(table, zero_shot)}
@@ -122,11 +131,11 @@ def _with_found(table: BeamTable, beams: Fields, index: int = 0) -> BeamTable:
 
 
 def _draw_round(
-    task: BeamTask,
     config: BeamProfileConfig,
     draw: Draw,
     table: BeamTable,
     zero_shot: Fields,
+    task: BeamTask,
     rows: Tensor,
 ) -> Fields:
     """Draw sequences for the queries `rows` and score those that the table lacks."""
@@ -143,7 +152,7 @@ def _draw_round(
     return _scored(scorer, rows, pool, {"policy": sequences})
 
 
-def _search(task: BeamTask, config: BeamProfileConfig, rows: Tensor) -> Fields:
+def _search(config: BeamProfileConfig, task: BeamTask, rows: Tensor) -> Fields:
     """Find sequences of the queries `rows` by all methods that need no policy."""
     table = task.table
     scorer = CachedScorer(task.scorer)
@@ -178,27 +187,34 @@ def _scored(
     return beams | {f"fields.{name}": field for name, field in fields.items()}
 
 
-def _in_chunks(folder: Path, chunk: int, table: BeamTable, find: Find | None) -> Fields:
+def _in_chunks(folder: Path, *, chunk: int, table: BeamTable, find: Find | None, do: Do) -> Fields:
     """Find the sequences of all queries of a table, a chunk at a time.
 
     Each chunk is a file, and files that exist are read.
     """
-    parts = []
-    with progress(folder.name, table.num_queries) as tick:
-        for rows in torch.arange(table.num_queries).split(chunk):
-            path = folder / f"{int(rows[0])}.safetensors"
-            # a finished chunk is read, unless it is damaged
-            part = tensors_if_whole(path)
-            if part is None:
-                if find is None:
-                    raise InputError(
-                        f"{folder}: is not finished; give the checkpoint that it was begun with"
-                    )
-                part = find(rows)
-                save_tensors(path, part)
-            parts.append(part)
-            tick(int(rows[-1]) + 1)
-    return joined_by_name(parts)
+    # by the first query of each chunk
+    parts: dict[int, Fields] = {}
+    missing = []
+    for rows in torch.arange(table.num_queries).split(chunk):
+        # a finished chunk is read, unless it is damaged
+        part = tensors_if_whole(folder / f"{int(rows[0])}.safetensors")
+        if part is None:
+            missing.append(rows)
+        else:
+            parts[int(rows[0])] = part
+    count = table.num_queries - sum(map(len, missing))
+    with progress(folder.name, table.num_queries, count) as tick:
+        if missing and find is None:
+            raise InputError(
+                f"{folder}: is not finished; give the checkpoint that it was begun with"
+            )
+        if find is not None:
+            for rows, part in do(find, missing):
+                save_tensors(folder / f"{int(rows[0])}.safetensors", part)
+                parts[int(rows[0])] = part
+                count += len(rows)
+                tick(count)
+    return joined_by_name([parts[first] for first in sorted(parts)])
 
 
 def _write(

@@ -12,12 +12,12 @@ from __future__ import annotations
 import gc
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO, TypeVar
+from typing import BinaryIO, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import orjson
@@ -57,6 +57,8 @@ STAGE_TIMES = ("features_ms", "first_look_ms")
 TOKENS = ("vision_tokens", "language_tokens", "output_tokens")
 EXTRA = "extra."
 """Prefix of the columns that a model adds to its answers."""
+WORKER = "measured_by"
+"""The column of the log with the number of the worker, where there were several."""
 CELL = ("sample", "configuration")
 """The columns that number a cell."""
 INDEX = pl.UInt32
@@ -78,13 +80,15 @@ COLUMNS = {
     "sampling_weight",
     "measured_round",
     "changed",
+    WORKER,
     "latency_ms",
     "decode_ms",
     *(f"num_{name}" for name in (*TOKENS, "total_tokens")),
 }
 """Columns of the log and of the tables made from it; neither a knob nor a number that a model adds
 may have such a name."""
-_COLLECT_EVERY = 64  # measurements between two garbage collections
+COLLECT_EVERY = 64
+"""Measurements between two garbage collections."""
 # with clock=cpu a model's time may be this much more than the thread's CPU time: a factor, and ms
 _SLACK = 1.02, 0.2
 
@@ -185,8 +189,45 @@ def appended(path: str | Path) -> Iterator[BinaryIO]:
         yield file
 
 
+Job = tuple[int, int, list[int]]
+"""Measurements to take: repeat, sample and configurations; features alone without any."""
+
+
+class Taken(NamedTuple):
+    """What a job gave."""
+
+    features: Mapping[str, NDArray[np.float32]]
+    """Of the sample, [d] by name."""
+    lines: list[bytes]
+    """A line of the log for each configuration."""
+
+
+class Runner(Protocol):
+    """Takes the measurements of a plan with a model: here, or elsewhere in several processes."""
+
+    together: bool
+    """Whether all configurations of a sample are one job."""
+
+    @property
+    def progress(self) -> str:
+        """A text beside the progress."""
+        ...
+
+    def affords(self, job: Job) -> bool:
+        """Tell whether a job may begin; False ends the measuring."""
+        ...
+
+    def warm_up(self, columns: Sequence[int]) -> None:
+        """Answer untimed with each of the configurations `columns`, `knobs.warm_up` times."""
+        ...
+
+    def as_they_end(self, jobs: Iterable[Job]) -> Iterator[tuple[Job, Taken]]:
+        """Do jobs, each taken from `jobs` right before it begins; see `as_they_end`."""
+        ...
+
+
 def measure(
-    model: AdaptiveVLM,
+    run: Runner,
     plan: MeasurementPlan,
     log: BinaryIO,
     done: Bools,
@@ -201,7 +242,7 @@ def measure(
     take get their features at the end.
 
     Args:
-        model: the model to measure.
+        run: measures the model.
         plan: the measurements to take.
         log: an open file that gets a line for each measurement.
         done: bool [R, N, C], what was measured before.
@@ -216,7 +257,6 @@ def measure(
         InputError: the model failed, or gave an impossible answer; the message names sample and
             configuration.
     """
-    run = _Runner(model, plan)
     # cells that are not of the design count as done, but not in what is shown
     left_out = len(done) * int((~plan.design.cells).sum())
     count = int(done.sum()) - left_out
@@ -224,58 +264,35 @@ def measure(
     keys = enumerate(plan.contents)
     lacking = {i for i, key in keys if plan.config.force or key not in store}
 
-    def keep(i: int, stage: FirstStage) -> None:
+    def keep(i: int, taken: Taken) -> None:
         if i in lacking:
-            store.add(plan.contents[i], stage.features, plan.items[i].id)
+            store.add(plan.contents[i], taken.features, plan.items[i].id)
             lacking.discard(i)
 
     with clocked_by(plan.config.clock):
-        _warm_up(run, done, plan.config.warm_up)
+        run.warm_up(np.flatnonzero(~done.all((0, 1))).tolist())
         # asked right before each
         jobs = itertools.takewhile(
-            lambda job: not out_of_time() and run.affords(*job[1:]),
-            missing(done, run.answer_all is not None),
+            lambda job: not out_of_time() and run.affords(job), missing(done, run.together)
         )
-        ended = as_they_end(lambda job: run(*job[1:]), jobs, run.concurrency)
         with progress("measuring", total, count) as tick, collected_between() as collect:
-            for (repeat, i, columns), (stage, answers) in ended:
-                keep(i, stage)
-                for j, answer in zip(columns, answers, strict=True):
-                    log.write(run.line(repeat, i, j, stage, answer))
+            for (_, i, columns), taken in run.as_they_end(jobs):
+                keep(i, taken)
+                log.write(b"".join(taken.lines))
                 count += len(columns)
-                tick(count, getattr(model, "progress", ""))
-                if count % _COLLECT_EVERY < len(columns):
+                tick(count, run.progress)
+                if count % COLLECT_EVERY < len(columns):
                     collect()
         rest = sorted(lacking)
         with progress("features", len(rest), quiet_s=5) as tick:
-            for number, i in enumerate(rest, 1):
-                stage, _ = run(i, [])
-                keep(i, stage)
+            without: Iterator[Job] = ((0, i, []) for i in rest)
+            for number, ((_, i, _), taken) in enumerate(run.as_they_end(without), 1):
+                keep(i, taken)
                 tick(number)
     return count == total
 
 
-def _warm_up(run: _Runner, done: Bools, rounds: int) -> None:
-    """Answer once a round, untimed, with each configuration that is still to be measured.
-
-    The warm-up of an earlier session does not count for this one.
-    """
-    needed = np.flatnonzero(~done.all((0, 1))).tolist()
-    samples = done.shape[1]
-    total = rounds * len(needed)
-    with progress("warming up", total, quiet_s=5) as tick:
-        jobs = []
-        for step in range(total):
-            # another sample in each round
-            turn, j = divmod(step, len(needed))
-            jobs.append((turn % samples, [needed[j]]))
-        affordable = itertools.takewhile(lambda job: run.affords(*job), jobs)
-        answered = as_they_end(lambda job: run(*job), affordable, run.concurrency)
-        for step, _ in enumerate(answered, 1):
-            tick(step)
-
-
-def missing(done: Bools, together: bool) -> Iterator[tuple[int, int, list[int]]]:
+def missing(done: Bools, together: bool) -> Iterator[Job]:
     """Yield repeat, sample and configurations of the missing measurements, in measuring order:
     one configuration at a time, or all of a sample `together`.
 
@@ -339,24 +356,58 @@ def as_they_end(
         pool.shutdown(wait=False, cancel_futures=True)
 
 
-class _Runner:
-    """Runs one sample under some configurations, and writes down what came out."""
+class LocalRunner:
+    """A `Runner` in this process.
 
-    def __init__(self, model: AdaptiveVLM, plan: MeasurementPlan) -> None:
+    Args:
+        model: the model to measure.
+        plan: the measurements to take.
+        number: of this process among several, which each line then names.
+    """
+
+    def __init__(
+        self, model: AdaptiveVLM, plan: MeasurementPlan, number: int | None = None
+    ) -> None:
         self.model = model
         self.plan = plan
         self.answer_all = getattr(model, "answer_all", None)
+        self.together = self.answer_all is not None
         self.concurrency = getattr(model, "concurrency", 1)
+        self._noted = {} if number is None else {WORKER: number}
 
-    def affords(self, i: int, columns: Sequence[int]) -> bool:
-        """Ask the model whether sample i may be answered under the configurations `columns`."""
+    @property
+    def progress(self) -> str:
+        return getattr(self.model, "progress", "")
+
+    def affords(self, job: Job) -> bool:
+        """Ask the model whether a job may begin."""
         if not hasattr(self.model, "affords"):
             return True
+        _, i, columns = job
         request = self.plan.requests.request(self.plan.items[i].id)
         return all(self.model.affords(request, self.plan.configurations[j]) for j in columns)
 
-    def __call__(self, i: int, columns: Sequence[int]) -> tuple[FirstStage, list[Answer]]:
-        """Run the first stage of sample i, and answer it under the configurations `columns`."""
+    def warm_up(self, columns: Sequence[int]) -> None:
+        """Answer untimed; the warm-up of an earlier session does not count for this one."""
+        samples = len(self.plan.items)
+        total = self.plan.config.warm_up * len(columns)
+        with progress("warming up", total, quiet_s=5) as tick:
+            jobs: list[Job] = []
+            for step in range(total):
+                # another sample in each round
+                turn, place = divmod(step, len(columns))
+                jobs.append((0, turn % samples, [columns[place]]))
+            affordable = itertools.takewhile(self.affords, jobs)
+            for step, _ in enumerate(self.as_they_end(affordable), 1):
+                tick(step)
+
+    def as_they_end(self, jobs: Iterable[Job]) -> Iterator[tuple[Job, Taken]]:
+        """Do jobs, as many at once as the model has `concurrency`."""
+        return as_they_end(self, jobs, self.concurrency)
+
+    def __call__(self, job: Job) -> Taken:
+        """Run the first stage of a sample, and answer it under the configurations of the job."""
+        repeat, i, columns = job
         item = self.plan.items[i]
         configurations = [self.plan.configurations[j] for j in columns]
         request = self.plan.requests.request(item.id)
@@ -378,9 +429,12 @@ class _Runner:
                 f"({type(error).__name__}: {reason}). What was measured is on disk: repeat the "
                 "command to continue, if need be without some values or samples"
             ) from error
-        return stage, answers
+        lines = []
+        for j, answer in zip(columns, answers, strict=True):
+            lines.append(self._line(repeat, i, j, stage, answer))
+        return Taken(stage.features, lines)
 
-    def line(self, repeat: int, i: int, j: int, stage: FirstStage, answer: Answer) -> bytes:
+    def _line(self, repeat: int, i: int, j: int, stage: FirstStage, answer: Answer) -> bytes:
         """Return one measurement as a line of the log."""
         configuration = self.plan.configurations[j]
         values = {
@@ -397,6 +451,7 @@ class _Runner:
         values |= {name: int(getattr(answer, name)) for name in TOKENS}
         finite = {name: x for name, x in answer.extra.items() if math.isfinite(x)}
         values |= {EXTRA + name: float(value) for name, value in finite.items()}
+        values |= self._noted
         return orjson.dumps(values, option=orjson.OPT_APPEND_NEWLINE | orjson.OPT_SERIALIZE_NUMPY)
 
 

@@ -44,7 +44,9 @@ from knobwise.profiling.measuring.measuring import (
     EXTRA,
     LOG,
     SEED,
+    LocalRunner,
     MeasurementPlan,
+    Runner,
     appended,
     measure,
     read_measurements,
@@ -82,6 +84,7 @@ def profile_vlm(
     choose: Callable[[ProfileTable], Outlook] | None = None,
     needed: Callable[[ProfileTable], Tensor] | None = None,
     clock_s: Callable[[], float] = time.monotonic,
+    runner: Callable[[AdaptiveVLM, MeasurementPlan, Path], Runner] | None = None,
 ) -> Path:
     """Measure the model on the items, write the profile, and return its folder.
 
@@ -89,11 +92,14 @@ def profile_vlm(
     rounds adds them. Another model, machine, version or data set needs another folder.
 
     Args:
-        identity: what tells this model from others, beside `model.identity`.
+        identity: what tells this model from others, beside `model.identity`; also the `machine`, if
+            another one measures.
         choose: what to measure in further rounds, from the profile so far; None for one round.
         needed: cells that are measured too whatever is drawn, bool [n, c] from the profile so far,
             which must be there.
         clock_s: the clock of `knobs.max_hours`, in seconds.
+        runner: makes what measures, from the model, the plan and the state folder; None measures in
+            this process.
 
     Raises:
         InputError: settings, metric or folder do not fit, the model fails on a sample, or time runs
@@ -112,7 +118,7 @@ def profile_vlm(
     values = {k.name: [k.default, *(k.values or (k.least, k.most))] for k in model.knobs}
     versions = getattr(model, "identity", {})
     identity = {"model": model.name, "knobs": values, **versions, **(identity or {})}
-    identity["machine"] = machine()
+    identity.setdefault("machine", machine())
     # a change of the prompt changes the content of every sample
     questions = [question_text(item, config.prompt) for item in items]
     contents = content_keys(items, questions)
@@ -151,7 +157,10 @@ def profile_vlm(
             done = plan.done(known)
             if hasattr(model, "continues"):
                 model.continues(known)
-            whole = measure(model, plan, log, done, store, out_of_time)
+            run: Runner = LocalRunner(model, plan)
+            if runner is not None:
+                run = runner(model, plan, state)
+            whole = measure(run, plan, log, done, store, out_of_time)
             measurements = read_measurements(path)
             limit = f"knobs.max_hours={config.max_hours}"
             if not whole:
