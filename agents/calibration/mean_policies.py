@@ -331,9 +331,9 @@ def make_priced_baselines(
     """
     rows = split.fitted
     experts = experts or Experts.fit(measured_of(table), rows, budgets_ms[:0], tuple(FAMILIES), 0)
-    _, normaliser, fitted = experts
-    latency_ms = table.latency_ms[rows]
-    allowed = table.mask[rows]
+    measured, normaliser, fitted = experts
+    latency_ms = table.latency_ms[measured.rows]
+    allowed = table.mask[measured.rows]
 
     def priced(name: str, family: FittedExpert) -> MeanBudgetPolicy:
         accuracy = None

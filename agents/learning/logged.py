@@ -6,10 +6,12 @@ counted by reason.
 
 from __future__ import annotations
 
+import functools
 import heapq
 import json
 import math
 import sys
+import zlib
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
@@ -31,6 +33,10 @@ ROUNDED = 0.005
 """The relative difference that rounding may make between a time and a sum of others."""
 AT_LIMIT = 1e-4
 """The relative difference between time and budget within which rounding may decide what is late."""
+MAX_ROWS = 1 << 18
+"""Of a longer log about so many requests are read, with their labels."""
+MAX_CELLS = 1 << 25
+"""And at most so many requests × configurations."""
 MAX_BESIDE = 100.0
 """A request may take this many times as long as its answer, not counting what was taken off its
 budget before. Only for rows that do not say what the rest took."""
@@ -106,7 +112,9 @@ def read_log(
 ) -> ReadLog:
     """Read a log and join the labels to the requests. If a label is above 1, none counts.
 
-    A row may hold its `accuracy` itself, where it was known at once; later labels replace it.
+    A row may hold its `accuracy` itself, where it was known at once; later labels replace it. Of a
+    log of more than `MAX_ROWS` one request in so many is read, chosen by its id, so that its labels
+    are read with it; the others are counted.
 
     Args:
         folder: of the log.
@@ -123,11 +131,18 @@ def read_log(
             f"log={folder}: {problem}; give the folder that you passed as log=… to wrap or "
             "AdaptiveModel"
         )
+    most = MAX_ROWS
+    if controller is not None:
+        most = min(most, max(MAX_CELLS // len(controller.configurations), 1))
+    every = math.ceil(_count_lines(folder) / most)
     aside = Counter[str]()
     rows: dict[str, dict[str, Any]] = {}
     unused: set[str] = set()
     labels = []
     for _, row in _lines(folder, REQUESTS, aside):
+        if not _is_read(row, every):
+            aside[f"the log is large: one request in {every} is read, chosen by its id"] += 1
+            continue
         try:
             reason = next(_faults(row, controller, versions), "")
         except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError):
@@ -142,7 +157,8 @@ def read_log(
             if row.get("accuracy") is not None:
                 labels.append(row)
     # a label comes after its request; of several the one sent last counts
-    labels += _as_sent(_lines(folder, LABELS, aside))
+    of_read = (line for line in _lines(folder, LABELS, aside) if _is_read(line[1], every))
+    labels += _as_sent(of_read)
     # of labels from 0 to 100, only those of wrong answers would count
     if any(_is_number(label.get("accuracy")) and label["accuracy"] > 1 for label in labels):
         aside["a label of a log that has labels above 1, such as in per cent"] = len(labels)
@@ -191,18 +207,38 @@ def _lines(folder: Path, kind: str, aside: Counter[str]) -> Iterator[tuple[str, 
     """Yield the rows of all files of a kind, each with the name of its file. Count in `aside` the
     lines that are no rows."""
     for path in sorted(folder.glob(f"{kind}-*.jsonl")):
-        *whole, last = path.read_bytes().split(b"\n")
-        if last:
-            aside["the truncated last line of a file"] += 1
-        for line in whole:
-            try:
-                row = json.loads(line)
-                if row["format"] != FORMAT:
-                    raise ValueError(line)
-            except (LookupError, RecursionError, TypeError, ValueError):
-                aside["no row of a log"] += 1
-            else:
-                yield path.name, row
+        with path.open("rb") as file:
+            for line in file:
+                if not line.endswith(b"\n"):
+                    aside["the truncated last line of a file"] += 1
+                    continue
+                try:
+                    row = json.loads(line)
+                    if row["format"] != FORMAT:
+                        raise ValueError(line)
+                except (LookupError, RecursionError, TypeError, ValueError):
+                    aside["no row of a log"] += 1
+                else:
+                    yield path.name, row
+
+
+def _count_lines(folder: Path) -> int:
+    """Return how many lines the requests of a log have."""
+    count = 0
+    for path in folder.glob(f"{REQUESTS}-*.jsonl"):
+        with path.open("rb") as file:
+            parts = iter(functools.partial(file.read, 1 << 20), b"")
+            count += sum(part.count(b"\n") for part in parts)
+    return count
+
+
+def _is_read(row: Mapping[str, Any], every: int) -> bool:
+    """Return whether a row, a request or a label, is of one of the requests that are read: one in
+    so many, whatever order they are in."""
+    if every <= 1:
+        return True
+    name = str(row.get("id")).encode(errors="replace")
+    return zlib.crc32(name) % every == 0
 
 
 def _as_sent(lines: Iterable[tuple[str, dict[str, Any]]]) -> list[dict[str, Any]]:

@@ -12,6 +12,7 @@ import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from joblib import Parallel, delayed
 from threadpoolctl import threadpool_limits
@@ -21,19 +22,23 @@ from knobwise.agents.controller.features import FeatureNormaliser
 from knobwise.agents.teacher.outcomes import Prediction, pick
 from knobwise.agents.teacher.regressors import FAMILIES, KINDS, Regressor, Trees, constant
 from knobwise.agents.teacher.targets import Targets
-from knobwise.common.progress import progress
-from knobwise.envs.bandit.budgets import log_measured
+from knobwise.common.progress import progress, say
+from knobwise.envs.bandit.budgets import log_measured, subsample
 from knobwise.envs.bandit.reward import share_on_time
 from knobwise.envs.tables.profile_table import ProfileTable
 from knobwise.envs.tables.splits import FOLDS, Fold, Rows, folds_of
 
+MAX_SAMPLES = 1 << 14
+"""Experts are fitted, and the teacher's weights chosen, on at most so many samples."""
+MAX_CELLS = 1 << 21
+"""And on at most so many cells."""
 SPREAD_FACTORS = (0.35, 0.5, 0.75, 1.0, 1.5, 2.2)
 """Factors on the residual spread of the log-latency: below 1 the predicted latency is trusted more,
 above 1 less."""
 
 
 class MeasuredRows(NamedTuple):
-    """The rows that experts are fitted on, and what was measured of them.
+    """The rows that experts are fitted on, of a large table a part, and what was measured of them.
 
     Attributes:
         rows: int64 [n].
@@ -183,6 +188,8 @@ class Experts(NamedTuple):
         spread is that of the residuals out of fold, times the factor with the best utility out of
         fold (for deadlines only).
 
+        Of more rows than `sampled` keeps the others are left out, and a message says so.
+
         Args:
             rows: int64 [n].
             budgets_ms: deadlines [B] that the spreads are chosen for; empty at a price.
@@ -192,8 +199,14 @@ class Experts(NamedTuple):
             folds: how many the rows are cut into.
         """
         division = folds_of(table, rows, seed, folds)
-        measured = MeasuredRows.from_table(table, rows, budgets_ms, division)
         normaliser = normaliser or FeatureNormaliser.fit(table, rows)
+        kept = sampled(len(rows), table.num_configurations)
+        if len(kept) < len(rows):
+            say(f"experts are fitted on a sample: {len(kept):,} of {len(rows):,} samples")
+            # each stays in its fold, so that networks of the folds have not seen it either
+            division = [(places(fit, kept), places(hold, kept)) for fit, hold in division]
+            rows = rows[kept]
+        measured = MeasuredRows.from_table(table, rows, budgets_ms, division)
         if not families:
             return cls(measured, normaliser, [])
         x = padded(normaliser.of_rows(table, rows)).double().numpy()
@@ -216,6 +229,17 @@ class Experts(NamedTuple):
         """Return the experts of these families, in their order."""
         named = {fitted.expert.name: fitted for fitted in self.fitted}
         return [named[family] for family in families]
+
+
+def sampled(samples: int, configurations: int) -> Tensor:
+    """Return the positions of the samples that experts are fitted on, evenly spread: int64 [n]."""
+    most = min(MAX_SAMPLES, max(MAX_CELLS // configurations, 1))
+    return subsample(torch.arange(samples), most)
+
+
+def places(positions: Rows, kept: Tensor) -> Rows:
+    """Return the places in `kept` of those of the positions that are in it, both rising."""
+    return np.flatnonzero(np.isin(kept.numpy(), positions))
 
 
 def padded(x: Tensor) -> Tensor:
@@ -282,7 +306,8 @@ def _fit(
         # the setting with the smallest error out of fold, profiled cells only
         squares = (held_out[..., columns] - wanted).square().masked_fill(~measured.mask, 0.0)
         best = int(squares.sum((1, 2)).argmin())
-        unseen.append(held_out[best, :, columns])
+        # a copy, which does not keep the predictions of the other settings
+        unseen.append(held_out[best, :, columns].clone())
         words.append(f"{part} {('constant', *settings)[best]}")
         in_folds = [models[best].outputs(columns) for models in of_folds]
         # trees are not refitted: their mean over the folds is better

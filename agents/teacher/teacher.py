@@ -331,7 +331,7 @@ def fit_teacher(
     measured = experts.measured
     folds = [torch.from_numpy(hold) for _, hold in measured.folds]
     # weights from predictions out of fold
-    unseen = _held_out(network, table, rows, folds)
+    unseen = _held_out(network, table, measured.rows, folds)
     predictions = [unseen, *(family.out_of_fold for family in fitted)]
     known = HeldOutScores.of_predictions(predictions, measured, limits, constraint)
     weights, of_folds = _weights(known, measured)
@@ -346,7 +346,7 @@ def fit_teacher(
         teachers.append(
             Teacher(inner, normaliser, experts_of_fold, weights_of_fold, constraint).eval()
         )
-    return FittedTeacher(teacher.eval(), teachers, rows, folds)
+    return FittedTeacher(teacher.eval(), teachers, measured.rows, folds)
 
 
 def _held_out(

@@ -9,6 +9,7 @@ judged on the fold's samples, and a last one of all samples, which is deployed.
 from __future__ import annotations
 
 import copy
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -208,7 +209,7 @@ class ControllerSetup:
         """The encoder of the actor, which looks rows of the table up."""
         return self.actor.module[0].module
 
-    @property
+    @functools.cached_property
     def seen(self) -> list[str]:
         """Fingerprints of the samples fitted or chosen on, also by the checkpoint started from."""
         fitted = self.table.fingerprints(self.split.fitted)

@@ -25,7 +25,7 @@ from knobwise.envs.tables.profile_table import ProfileTable, Split
 from knobwise.envs.tables.splits import folds_of
 
 MAX_JUDGED = 1 << 16
-"""Held-out samples that a network is judged on in training."""
+"""Held-out samples that networks are judged on in training."""
 PRICED_METRICS = ("Reward", "Accuracy", "Latency", "Loss")
 """What is logged of a validation under prices, where nothing is late."""
 
@@ -48,7 +48,7 @@ def divided(
             "samples (or images) outside its test part; use fewer networks"
         )
     fitted, held_out = zip(*folds, strict=True)
-    judged = [subsample(rows[hold], MAX_JUDGED) for hold in held_out]
+    judged = [subsample(rows[hold], MAX_JUDGED // len(folds)) for hold in held_out]
     return [rows[fit] for fit in fitted], judged
 
 

@@ -143,12 +143,12 @@ def _note_log(
     frame: pl.DataFrame, keys: pl.DataFrame, knobs: Sequence[str], notes: list[str]
 ) -> None:
     """Note if most samples have one setting alone, as in a log of decisions with retries."""
-    settings = keys.hstack(frame.select(knobs)).unique()
-    sizes = settings.group_by(keys.columns).len()["len"]
-    several = (sizes > 1).sum()
-    if len(sizes) >= MIN_SAMPLES and 2 * several < len(sizes) and settings.n_unique(knobs) > 1:
+    spread = _spread(frame, keys, knobs)
+    several = spread.select(pl.any_horizontal(pl.col(knobs) > 1).sum()).item()
+    count = len(spread)
+    if count >= MIN_SAMPLES and 2 * several < count and frame.n_unique(knobs) > 1:
         notes.append(
-            f"{several} of {len(sizes)} samples have more than one setting: for the others, as in "
+            f"{several} of {count} samples have more than one setting: for the others, as in "
             "a log of decisions, nothing else can be replayed"
         )
 
@@ -300,7 +300,9 @@ def _features_in(
             f"features: {', '.join(varying)} differs between configurations of a sample, so it is "
             "not known before the decision; leave it out"
         )
-    samples = keys.hstack(frame.select(names)).unique(maintain_order=True)
+    # in each row of a sample they are the same, so its first row will do
+    samples = keys.hstack(frame.select(names))
+    samples = samples.unique(keys.columns, keep="first", maintain_order=True)
     fitted = list(columns)
     if not columns:
         for name in names:
@@ -356,8 +358,14 @@ def _candidates(frame: pl.DataFrame, other: Set[str]) -> list[str]:
 
 def _varying(frame: pl.DataFrame, keys: pl.DataFrame, names: Sequence[str]) -> list[str]:
     """Return those of these columns that have several values in a sample."""
-    spread = keys.hstack(frame.select(names)).group_by(keys.columns).agg(pl.col(names).n_unique())
+    spread = _spread(frame, keys, names)
     return [name for name in names if (spread[name] > 1).any()]
+
+
+def _spread(frame: pl.DataFrame, keys: pl.DataFrame, names: Sequence[str]) -> pl.DataFrame:
+    """Return how many values each of these columns has in each sample."""
+    grouped = keys.hstack(frame.select(names)).group_by(keys.columns)
+    return grouped.agg(pl.col(names).n_unique())
 
 
 def _constant_columns(

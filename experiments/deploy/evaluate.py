@@ -27,7 +27,7 @@ from knobwise.envs.tables.profile_table import ProfileTable, Split
 from knobwise.envs.tables.units import check_time
 from knobwise.experiments.evidence.controllers import EVALUATORS, gain_on_held_out, held_out_choices
 from knobwise.experiments.evidence.decisions import write_decisions
-from knobwise.experiments.evidence.evaluate import Deadlines
+from knobwise.experiments.evidence.evaluate import Deadlines, judged_part
 from knobwise.experiments.evidence.run_folder import checkpoint_at
 from knobwise.experiments.evidence.schema import RunResults
 from knobwise.experiments.evidence.selectors import evaluate_selectors
@@ -181,7 +181,7 @@ def _split_for(loaded: Loaded, table: ProfileTable, config: EvaluateRun) -> Spli
         raise InputError(
             f"{config.checkpoint}: was trained on every test sample of profile {table.name!r}"
         )
-    return split._replace(test=split.test[new])
+    return judged_part(split._replace(test=split.test[new]))
 
 
 def evaluate_selector(loaded: Loaded, config: EvaluateRun) -> tuple[RunResults, pl.DataFrame]:

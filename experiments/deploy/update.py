@@ -178,14 +178,17 @@ def _from_log(config: UpdateRun, loaded: Loaded, digest: str) -> tuple[Loaded, d
     # requests count if this controller or an earlier version of it decided them
     versions = loaded.extra.get("versions", [])
     log = read_log(str(config.log), agent.decider, versions)
-    print(f"{counted(len(log.rows), 'request')} of {config.log}", *log.lines(), sep="\n")
-    # each step learns on some folds of the requests and is judged on the others
+    count = len(log.rows)
+    print(f"{counted(count, 'request')} of {config.log}", *log.lines(), sep="\n")
     logged = logged_of(log.rows, agent.decider)
+    # from here on they would only take memory
+    log.rows.clear()
+    # each step learns on some folds of the requests and is judged on the others
     result = update(agent, logged, config.accept, loaded.extra.get("loss", 0.0))
     _print_steps(result, config.accept)
     facts = {
         "better": result.better,
-        "requests": len(log.rows),
+        "requests": count,
         "set_aside": dict(log.aside),
         "steps": {name: estimate._asdict() for name, estimate in result.steps.items()},
         "doubts": result.objections,

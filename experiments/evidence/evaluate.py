@@ -28,7 +28,8 @@ from knobwise.agents.evaluation.own_cost import OwnCost
 from knobwise.agents.evaluation.policy import Policy
 from knobwise.agents.teacher.completed import CompletedTable
 from knobwise.agents.teacher.experts import Experts
-from knobwise.common.progress import progress
+from knobwise.common.progress import progress, say
+from knobwise.envs.bandit.budgets import subsample
 from knobwise.envs.bandit.reward import RewardTable
 from knobwise.envs.readers.joint import rows_by_dataset
 from knobwise.envs.tables.divisions import budget_rows
@@ -38,6 +39,8 @@ from knobwise.experiments.evidence.schema import RunResults
 from knobwise.experiments.evidence.summarise import with_references
 from knobwise.experiments.evidence.task import DEADLINE, Task
 
+MAX_JUDGED = 1 << 16
+"""Test samples that policies are judged on; of a larger test part these are spread evenly."""
 Policies = Mapping[str, Mapping[int | None, Any]]
 """Name → seed → policy; the seed is None where none changes the policy."""
 
@@ -93,6 +96,15 @@ def evaluate(
                 frames.append(decision_rows(name, seed, *about, columns))
                 tick(len(frames), name)
     return pl.concat(frames)
+
+
+def judged_part(split: Split) -> Split:
+    """Return a split whose test part has at most `MAX_JUDGED` samples; if it had more, a message
+    says so."""
+    test = subsample(split.test, MAX_JUDGED)
+    if len(test) < len(split.test):
+        say(f"judged is a sample: {len(test):,} of {len(split.test):,} test samples")
+    return split._replace(test=test)
 
 
 def alone(policies: Sequence[Any]) -> dict[str, dict[int | None, Any]]:

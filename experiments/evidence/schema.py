@@ -373,6 +373,7 @@ class RunResults(TypedDict, total=False):
     split: str
     split_seeds: list[int]
     test_samples: int
+    sampled: dict[str, list[int]]
     test_clusters: int | None
     test_queries: int
     test_digest: str

@@ -26,7 +26,7 @@ from knobwise.agents.evaluation.limits import table_for
 from knobwise.agents.evaluation.own_cost import expected_cost_ms
 from knobwise.agents.evaluation.texts import as_read, with_texts_encoded
 from knobwise.agents.teacher.completed import CompletedTable, measured_of
-from knobwise.agents.teacher.experts import Experts
+from knobwise.agents.teacher.experts import Experts, sampled
 from knobwise.agents.teacher.regressors import FAMILIES
 from knobwise.agents.training.checkpoint import Loaded, load_checkpoint
 from knobwise.agents.training.controllers import best_is_of_grpo
@@ -46,7 +46,7 @@ from knobwise.experiments.evidence.controllers import (
     gain_on_held_out,
     held_out_choices,
 )
-from knobwise.experiments.evidence.evaluate import Deadlines
+from knobwise.experiments.evidence.evaluate import Deadlines, judged_part
 from knobwise.experiments.evidence.explanation import Explained, explain_policy
 from knobwise.experiments.evidence.mean_budgets import MeanBudgets
 from knobwise.experiments.evidence.run_folder import checkpoint_at
@@ -79,7 +79,10 @@ class ControllerExperiment(Experiment):
         if config.policy.dataset_input and not number:
             table = with_dataset_input(table)
         self.number = number
-        self.split = divide(table, **asdict(config.split), number=number)
+        split = divide(table, **asdict(config.split), number=number)
+        self.split = judged_part(split)
+        # what a large table is sampled for: how many samples are used, and how many there are
+        self.sampled = {"test": [len(self.split.test), len(split.test)]}
         table = with_texts_encoded(table, self.split, config.chat, self._encoders())
         self.notes = [f"{table.name}: {note}" for note in table.notes]
         self.warnings: list[str] = []
@@ -96,6 +99,9 @@ class ControllerExperiment(Experiment):
         self.table = table_for(config.unprofiled, table, self.split, config.budget)
         # what everything but the trainers is fitted on
         self.fitted = self.split.fitted
+        if config.policy.experts or config.baselines:
+            kept = sampled(len(self.fitted), table.num_configurations)
+            self.sampled["experts"] = [len(kept), len(self.fitted)]
         self.evaluator = EVALUATORS[config.budget.constraint]
         self.evaluator.check(table, max(config.split.folds, config.split.repeats))
         # the budgets to judge at, float [B]
@@ -238,6 +244,8 @@ class ControllerExperiment(Experiment):
         copy_policy(folder)
         if not self.number:
             test = self.split.test
+            if part := {name: used for name, used in self.sampled.items() if used[0] < used[1]}:
+                results["sampled"] = part
             results["warnings"] = self.warnings
             questions = read_questions(self.config.profile)
             with threadpool_limits(self.config.threads):

@@ -5,17 +5,23 @@ import json
 import math
 import re
 import time
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 import torch
 from helpers import table_of
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from replayed import ReplayedModel, logging_model, serve_requests, small_stack, untrained
 from tiny_models import tiny_llama
 
 import knobwise
 from knobwise.agents import AdaptiveModel, Selector, SelectorConfig
+from knobwise.agents.learning import logged
 from knobwise.agents.learning.logged import read_log
 from knobwise.agents.serving import request_log
 from knobwise.agents.serving.request_log import RequestLog
@@ -270,3 +276,56 @@ def test_labels_of_other_programs_count_by_their_order_in_a_file_and_between_fil
         (tmp_path / f"labels-{file}.jsonl").write_text("".join(lines))
     accuracies = {row["id"]: row["accuracy"] for row in read_log(tmp_path).rows}
     assert (accuracies[first], accuracies[second]) == (0.5, 1.0)
+
+
+# -- long logs -------------------------------------------------------------------------------------
+
+
+def write_log(folder, rows, labels, files):
+    """Write requests and labels to a few files each, in turn."""
+    for kind, lines in (("requests", rows), ("labels", labels)):
+        for file in range(files):
+            text = "".join(json.dumps(line) + "\n" for line in lines[file::files])
+            (folder / f"{kind}-{file}.jsonl").write_text(text)
+
+
+@settings(max_examples=15)
+@given(st.integers(1, 80), st.integers(1, 4), st.lists(st.integers(0, 59), max_size=40))
+def test_a_part_of_a_long_log_is_read_as_a_log_of_these_requests_is(rows, most, files, labelled):
+    labels = []
+    for turn, row in enumerate(labelled):
+        about = {"format": request_log.FORMAT, "time": turn, "id": rows[row]["id"]}
+        labels.append(about | {"accuracy": turn / 40})
+    with TemporaryDirectory() as name, pytest.MonkeyPatch.context() as patch:
+        folder = Path(name)
+        write_log(folder, rows, labels, files)
+        patch.setattr(logged, "MAX_ROWS", most)
+        part = read_log(folder)
+        assert len(part.rows) + part.aside.total() == len(rows)
+        assert bool(part.aside) == (most < len(rows))
+        # the same again, without the others
+        ids = {row["id"] for row in part.rows}
+        of_part = ([each for each in lines if each["id"] in ids] for lines in (rows, labels))
+        write_log(folder, *of_part, files)
+        patch.setattr(logged, "MAX_ROWS", len(rows))
+        whole = read_log(folder)
+    assert whole == (part.rows, Counter())
+
+
+def test_a_controller_of_many_configurations_reads_fewer_requests(rows, tmp_path, monkeypatch):
+    controller = small_stack()[0].decider
+    monkeypatch.setattr(logged, "MAX_CELLS", 20 * len(controller.configurations))
+    log = read(tmp_path, rows)
+    (reason,) = log.aside
+    assert "one request in 3" in reason
+    assert len(read_log(tmp_path).rows) == 60
+    assert 5 < len(log.rows) < 35
+
+
+def test_lines_that_are_no_rows_are_counted_and_a_last_one_that_is_cut_off_too(rows, tmp_path):
+    lines = [json.dumps(row) for row in rows[:3]]
+    text = "\n".join([*lines[:2], "", "{", "[]", lines[2][:50]])
+    (tmp_path / "requests-0.jsonl").write_text(text)
+    log = read_log(tmp_path)
+    assert [row["id"] for row in log.rows] == [row["id"] for row in rows[:2]]
+    assert sorted(log.aside.values()) == [1, 3]

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from sklearn.linear_model import Ridge
 
 from knobwise.agents.controller.features import FeatureNormaliser
+from knobwise.agents.teacher import experts
 from knobwise.agents.teacher.experts import SPREAD_FACTORS, Expert, Experts, MeasuredRows
 from knobwise.agents.teacher.outcomes import Prediction, pick
 from knobwise.agents.teacher.regressors import FAMILIES, Trees
@@ -309,3 +310,39 @@ def test_pick_takes_the_faster_among_equals_and_stays_in_the_mask():
     assert pick(scores, latency, mask).tolist() == [2, 1, 0]
     with pytest.raises(ValueError, match="configuration"):
         pick(scores, latency, mask & False)
+
+
+# -- large tables ----------------------------------------------------------------------------------
+
+
+@given(st.integers(1, 200), st.integers(1, 60), st.integers(1, 5), st.data())
+def test_positions_in_a_sample_are_those_of_the_samples_that_are_in_it(count, most, c, data):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(experts, "MAX_SAMPLES", most)
+        patch.setattr(experts, "MAX_CELLS", 2 * most)
+        kept = experts.sampled(count, c)
+    assert 1 <= len(kept) <= max(1, min(most, 2 * most // c, count))
+    # evenly spread, from the first on
+    assert len({*(kept[1:] - kept[:-1]).tolist()}) <= 1
+    assert kept[0] == 0
+    chosen = data.draw(st.sets(st.integers(0, count - 1)))
+    positions = np.array(sorted(chosen), np.int64)
+    found = kept[torch.from_numpy(experts.places(positions, kept))]
+    assert found.tolist() == [position for position in kept.tolist() if position in chosen]
+
+
+def test_of_many_samples_a_part_is_fitted_in_the_same_folds_and_it_says_so(monkeypatch, capsys):
+    whole = Experts.fit(HOLED, EIGHTY, BUDGETS, FAST, seed=0)
+    assert "sample" not in capsys.readouterr().err
+    monkeypatch.setattr(experts, "MAX_SAMPLES", 40)
+    part = Experts.fit(HOLED, EIGHTY, BUDGETS, FAST, seed=0)
+    assert "40 of 80" in capsys.readouterr().err
+    rows = part.measured.rows
+    assert torch.equal(rows, EIGHTY[::2])
+    close(part.measured.accuracy, HOLED.accuracy[rows])
+    for of_part, of_whole in zip(part.measured.folds, whole.measured.folds, strict=True):
+        for places, all_places in zip(of_part, of_whole, strict=True):
+            held = {*EIGHTY[torch.from_numpy(all_places)].tolist()}
+            assert {*rows[torch.from_numpy(places)].tolist()} == held & {*rows.tolist()}
+    for fitted in part.fitted:
+        assert fitted.out_of_fold.accuracy.shape == (40, HOLED.num_configurations)
