@@ -21,7 +21,7 @@ def without_scorer(task: BeamTask) -> BeamTask:
     """Return a task without its model. Raises InputError for one behind an endpoint."""
     if hasattr(task.scorer, "keep"):
         raise InputError(
-            "workers: an endpoint answers several requests at once; take workers=1 and concurrency=…"
+            "workers: with an endpoint take workers=1, and concurrency=… for more requests at once"
         )
     nothing: Any = None
     return task._replace(scorer=nothing)
