@@ -259,8 +259,9 @@ def test_two_workers_measure_a_hugging_face_model_as_one_does(home):
     Path("questions.csv").write_text(QUESTIONS)
     words = words_of("""
         profile model=tiny data=questions.csv knobs.repeats=1 knobs.clock=cpu knobs.top_k=[1,2]
-        knobs.num_active_blocks=[3,4] knobs.max_new_tokens=4
+        knobs.num_active_blocks=[3,4] knobs.max_new_tokens=4 knobs.metric=scoring:share
     """)
+    Path("scoring.py").write_text("share = lambda answer, right: 1 / (1 + len(answer))\n")
     launch(words, "out=one")
     launch(words, "out=two", TWO)
     assert untimed("two").equals(untimed("one"))
