@@ -40,7 +40,7 @@ COMMON = {
     "inspect": "profile profile.path profile.features log json html",
     "profile": """
         model data out checkpoint knobs.samples knobs.values importance device endpoint prices
-        max_usd concurrency vlm.data vlm.embeddings""",
+        max_usd concurrency workers vlm.data vlm.embeddings""",
     "export": "checkpoint profile profile.path profile.features out onnx int8",
     "serve": """
         checkpoint endpoint host port workers budget_ms extra_body messages features log explore

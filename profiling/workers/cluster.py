@@ -14,6 +14,7 @@ import ray
 from knobwise.common.checks import at_least
 from knobwise.common.errors import InputError
 from knobwise.common.imports import in_a_line
+from knobwise.common.progress import say
 
 
 @dataclass(frozen=True)
@@ -87,6 +88,8 @@ def _share_of(options: WorkerOptions, resources: dict[str, float]) -> dict[str, 
             f"gpus={options.gpus}: workers={workers} need {workers * options.gpus} GPUs, and Ray "
             f"has {gpus}; a GPU that workers share spoils their times"
         )
+    if gpus and not options.gpus:
+        say(f"workers see no GPU; gpus=1 gives each of them one of the {gpus} that Ray has")
     share: dict[str, Any] = {"num_cpus": 1, "num_gpus": options.gpus, "max_restarts": 0}
     if workers <= cores:
         return share

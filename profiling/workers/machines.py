@@ -120,12 +120,11 @@ def differing(workers: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     compare = []
     for name, those in machines.items():
         ln_times = sum(math.log(worker["times"]) for worker in those) / len(those)
-        if len(those) < len(timed):
-            # against the other machines, and not also against the others of its own
-            ln_times *= (len(timed) - 1) / (len(timed) - len(those))
-        squares = sum(worker["times_error"] ** 2 for worker in those)
-        row = {"name": name, "shared": those[0]["shared"], "times": math.exp(ln_times)}
-        row["times_error"] = math.sqrt(squares) / len(those)
+        error = math.sqrt(sum(worker["times_error"] ** 2 for worker in those)) / len(those)
+        # against the other machines, and not also against the others of its own
+        against = (len(timed) - 1) / max(1, len(timed) - len(those))
+        row = {"name": name, "shared": those[0]["shared"]}
+        row |= {"times": math.exp(against * ln_times), "times_error": against * error}
         if _differs(row) and len(machines) > 1:
             compare.append(row)
         else:

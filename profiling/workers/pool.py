@@ -150,7 +150,7 @@ class WorkerPool:
                 try:
                     return ray.get(replica.actor.ask.remote(question)), replica.note
                 except RayTaskError as error:
-                    raise error.cause from None
+                    raise _cause(error) from None
                 except DEATHS:
                     # the same question to the next one
                     self._replace(replica, "answering")
@@ -256,13 +256,13 @@ class WorkerPool:
             result = ray.get(ready[0])
         except RayTaskError as error:
             if call.does == LOADING:
-                raise error.cause from None
-            return call, None, error.cause
+                raise _cause(error) from None
+            return call, None, _cause(error)
         except DEATHS as error:
             return call, None, self._lost(call, first, error)
+        self._deaths.pop(call.does, None)
         if call.does == LOADING:
             replica.note = result
-            self._deaths.pop(LOADING, None)
         elif call.job is not None:
             self._times_s.append(time.monotonic() - replica.since)
         replica.next()
@@ -317,6 +317,12 @@ class WorkerPool:
                 replica.reported = True
                 usual = f"; half of the jobs take less than {usual_s:.3g} s" if usual_s else ""
                 say(f"{replica} has been at it for {duration(spent_s)}: {call.does}{usual}")
+
+
+def _cause(error: RayTaskError) -> Exception:
+    """Return what was raised in a worker; what nobody expects comes with its traceback there."""
+    cause = getattr(error, "cause", None)
+    return cause if isinstance(cause, ValueError | OSError) else error
 
 
 @contextmanager

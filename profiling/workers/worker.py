@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import sys
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
@@ -45,6 +46,9 @@ class ModelWorker:
                 "that the command is given in"
             )
         os.chdir(folder)
+        # as in the process of the command, also for functions that only a setting names
+        if folder not in sys.path:
+            sys.path.insert(0, folder)
         if not gpus:
             os.environ[GPUS] = ""
         # torch reads the environment when it is first used

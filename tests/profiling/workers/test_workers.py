@@ -17,6 +17,10 @@ from tiny_models import saved, tiny_language_model
 from worker_models import BAD, SAMPLES
 
 from knobwise.__main__ import main
+from knobwise.agents.selector.selector import Selector
+from knobwise.agents.selector.settings import SelectorConfig
+from knobwise.agents.training.checkpoint import save_checkpoint
+from knobwise.envs.demonstrations.beam_table import BeamTable
 from knobwise.experiments.settings.profiles import workers_of
 from knobwise.profiling.measuring import measuring
 from knobwise.profiling.measuring.measuring import LOG, read_measurements
@@ -255,8 +259,9 @@ def test_two_workers_measure_a_hugging_face_model_as_one_does(home):
     Path("questions.csv").write_text(QUESTIONS)
     words = words_of("""
         profile model=tiny data=questions.csv knobs.repeats=1 knobs.clock=cpu knobs.top_k=[1,2]
-        knobs.num_active_blocks=[3,4] knobs.max_new_tokens=4
+        knobs.num_active_blocks=[3,4] knobs.max_new_tokens=4 knobs.metric=scoring:share
     """)
+    Path("scoring.py").write_text("share = lambda answer, right: 1 / (1 + len(answer))\n")
     launch(words, "out=one")
     launch(words, "out=two", TWO)
     assert untimed("two").equals(untimed("one"))
@@ -276,10 +281,15 @@ def test_two_workers_record_the_demonstrations_that_one_records(home):
     launch(words, "out=two", TWO)
     same_tensors("beams.safetensors")
     assert read_json("two/state/workers.json")[0]["threads"] == 1
-    # what is finished needs no worker
+    # a lost chunk is found again, and a selector's draws are as in one process
     Path("two/state/search/20.safetensors").unlink()
-    launch(words, "out=two", TWO)
+    table = BeamTable.load("one/beams.safetensors")
+    selector = Selector.fitted(SelectorConfig(width=8), table.queries, table.candidates)
+    save_checkpoint("policy.pt", selector, table, {})
+    launch(words, "out=one checkpoint=policy.pt beams.draws=3")
+    launch(words, "out=two checkpoint=policy.pt beams.draws=3", TWO)
     same_tensors("beams.safetensors")
+    assert BeamTable.load("two/beams.safetensors").round.max() == 1
 
 
 @pytest.mark.campaign
