@@ -23,6 +23,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +54,7 @@ def main() -> None:
     """Run the steps at each size."""
     parser = argparse.ArgumentParser(description="Time and memory of each step, by size.")
     parser.add_argument("folder", nargs="?", type=Path)
-    parser.add_argument("--steps", default=",".join(STEPS))
+    parser.add_argument("--steps", default=",".join(STEPS), help="none: only print and draw")
     parser.add_argument("--shapes", default=SHAPES)
     parser.add_argument("--rounds", help="not used: each step runs once")
     options = parser.parse_args()
@@ -64,7 +65,8 @@ def main() -> None:
         rows: list[dict[str, Any]] = []
         if kept.exists():
             rows = json.loads(kept.read_text())
-        for step, shape in itertools.product(options.steps.split(","), options.shapes.split(",")):
+        steps = [step for step in STEPS if step in options.steps.split(",")]
+        for step, shape in itertools.product(steps, options.shapes.split(",")):
             samples, configurations = map(int, shape.split("x"))
             if step in OF_REQUESTS and configurations != CONFIGURATIONS:
                 continue
@@ -72,9 +74,8 @@ def main() -> None:
             row |= measured(command_of(step, samples, configurations, folder))
             rows = [old for old in rows if not same(old, row)] + [row]
             kept.write_text(json.dumps(rows, indent=1))
-            print(line_of(row), flush=True)
-    for step in STEPS:
-        print(f"| {step} grows with exponent | {slope(rows, step):.2f} | | |")
+            print(step, shape, row, flush=True)
+    print(*lines_of(rows), sep="\n")
     draw(rows)
 
 
@@ -88,14 +89,22 @@ def cells(row: dict[str, Any]) -> int:
     return row["samples"] * row["configurations"]
 
 
-def line_of(row: dict[str, Any]) -> str:
-    """Return a row of the table in Markdown."""
-    shape = f"{row['samples']:,} × {row['configurations']}"
-    if row["step"] in OF_REQUESTS:
-        shape = f"{cells(row):,} requests"
-    times = f"{row['cpu_s']:.1f} s | {row['wall_s']:.1f} s | {row['memory_gb']:.2f} GB"
-    failed = f" (status {row['status']})" * bool(row["status"])
-    return f"| {row['step']}, {shape}{failed} | {times} |"
+def lines_of(rows: list[dict[str, Any]]) -> Iterator[str]:
+    """Yield the lines of a table in Markdown: a row for each step, a column for each shape."""
+    shapes = sorted({(cells(row), row["samples"], row["configurations"]) for row in rows})
+    names = [f"{samples:,} × {configurations}" for _, samples, configurations in shapes]
+    yield f"| CPU time, most memory | {' | '.join(names)} | exponent |"
+    yield "|---" * (len(shapes) + 2) + "|"
+    measured = {(row["step"], cells(row)): row for row in rows}
+    for step in STEPS:
+        values = []
+        for size, _, _ in shapes:
+            row = measured.get((step, size))
+            values.append("")
+            if row is not None:
+                values[-1] = f"{row['cpu_s']:.0f} s, {row['memory_gb']:.1f} GB"
+                values[-1] += " (failed)" * bool(row["status"])
+        yield f"| {step} | {' | '.join(values)} | {slope(rows, step):.2f} |"
 
 
 def slope(rows: list[dict[str, Any]], step: str) -> float:
@@ -274,11 +283,13 @@ def draw(rows: list[dict[str, Any]]) -> None:
         if row["configurations"] == CONFIGURATIONS and not row["status"]:
             about = {"step": row["step"], "size": cells(row)}
             points.append({**about, "seconds": row["cpu_s"], "memory": row["memory_gb"]})
-    x = alt.X("size:Q", title="cells, or requests", scale=alt.Scale(type="log"))
+    axis = alt.Axis(values=sorted({point["size"] for point in points}), format="~s")
+    x = alt.X("size:Q", title="cells, or requests", scale=alt.Scale(type="log"), axis=axis)
     base = alt.Chart(alt.InlineData(points)).mark_line(point=True)
     panels = []
     for field, title in (("seconds", "CPU seconds"), ("memory", "most memory, GB")):
-        y = alt.Y(f"{field}:Q", title=title, scale=alt.Scale(type="log"))
+        axis = alt.Axis(tickCount=4)
+        y = alt.Y(f"{field}:Q", title=title, scale=alt.Scale(type="log"), axis=axis)
         colour = alt.Color("step:N", title=None, sort=list(STEPS))
         panels.append(base.encode(x=x, y=y, color=colour).properties(width=260, height=220))
     alt.hconcat(*panels).save(DRAWN)
