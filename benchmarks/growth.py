@@ -1,15 +1,15 @@
-"""Time and memory of each step on tables of 10⁴ to 10⁷ cells and logs of as many requests.
+"""Time and memory of each step on tables of 10⁴ to 10⁷ cells, and logs of as many requests.
 
 Each step is a command of knobwise in a process of its own, whose CPU seconds, seconds and most
-memory the system counts. Tables are drawn from a seed, 100 configurations for each sample and four
-numbers as features; `decide` and `update` have as many requests as the others have cells. Prints a
-table, and draws docs/growth.svg. The slope is that of log time over log size, on the upper two
-sizes.
+memory the system counts. Tables are drawn from a seed, with four numbers as features. `decide` and
+`update` have as many requests as the other steps have cells. Prints a table, and the exponents with
+which CPU time grows: the slope of log time over log size, of the two largest sizes with 100
+configurations. Draws docs/growth.svg.
 
-    python benchmarks/growth.py [FOLDER] [--steps read,inspect] [--sizes 1e4,1e5] [--wide]
+    python benchmarks/growth.py [FOLDER] [--steps read,inspect] [--shapes 100x100,1000x100]
 
 Files stay in FOLDER, if one is given, and are not made again; so do results, in growth.json. The
-whole takes an hour, and 30 GB of disk.
+whole takes an hour of CPU time and 8 GB of disk.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +32,11 @@ for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "POLARS_MAX_THREADS"):
     os.environ[name] = "1"
 
 STEPS = ("read", "inspect", "train", "decide", "update")
-SIZES = "1e4,1e5,1e6,1e7"
+SHAPES = "100x100,1000x100,10000x100,100000x100,1000000x20"
+"""Samples × configurations."""
 CONFIGURATIONS = 100
+OF_REQUESTS = ("decide", "update")
+"""Steps whose size is a number of requests."""
 FEATURES = ("length", "contrast", "objects", "noise")
 SERVED = 10_000
 """Requests that a controller answers; longer logs repeat them under other ids."""
@@ -50,16 +54,10 @@ def main() -> None:
     """Run the steps at each size."""
     parser = argparse.ArgumentParser(description="Time and memory of each step, by size.")
     parser.add_argument("folder", nargs="?", type=Path)
-    parser.add_argument("--steps", default=",".join(STEPS))
-    parser.add_argument("--sizes", default=SIZES)
-    parser.add_argument("--wide", action="store_true", help="also 10⁶ samples × 20 configurations")
+    parser.add_argument("--steps", default=",".join(STEPS), help="none: only print and draw")
+    parser.add_argument("--shapes", default=SHAPES)
     parser.add_argument("--rounds", help="not used: each step runs once")
     options = parser.parse_args()
-    shapes = []
-    for size in map(float, options.sizes.split(",")):
-        shapes.append((int(size) // CONFIGURATIONS, CONFIGURATIONS))
-    if options.wide:
-        shapes.append((10**6, 20))
     with tempfile.TemporaryDirectory() as name:
         folder = options.folder or Path(name)
         folder.mkdir(parents=True, exist_ok=True)
@@ -67,14 +65,17 @@ def main() -> None:
         rows: list[dict[str, Any]] = []
         if kept.exists():
             rows = json.loads(kept.read_text())
-        for step, shape in itertools.product(options.steps.split(","), shapes):
-            row = {"step": step, "samples": shape[0], "configurations": shape[1]}
-            row |= measured(command_of(step, *shape, folder))
+        steps = [step for step in STEPS if step in options.steps.split(",")]
+        for step, shape in itertools.product(steps, options.shapes.split(",")):
+            samples, configurations = map(int, shape.split("x"))
+            if step in OF_REQUESTS and configurations != CONFIGURATIONS:
+                continue
+            row = {"step": step, "samples": samples, "configurations": configurations}
+            row |= measured(command_of(step, samples, configurations, folder))
             rows = [old for old in rows if not same(old, row)] + [row]
             kept.write_text(json.dumps(rows, indent=1))
-            print(line_of(row), flush=True)
-    for step in STEPS:
-        print(f"| {step} grows with exponent | {slope(rows, step):.2f} | | |")
+            print(step, shape, row, flush=True)
+    print(*lines_of(rows), sep="\n")
     draw(rows)
 
 
@@ -88,14 +89,22 @@ def cells(row: dict[str, Any]) -> int:
     return row["samples"] * row["configurations"]
 
 
-def line_of(row: dict[str, Any]) -> str:
-    """Return a row of the table in Markdown."""
-    shape = f"{row['samples']:,} × {row['configurations']}"
-    if row["step"] in ("decide", "update"):
-        shape = f"{cells(row):,} requests"
-    times = f"{row['cpu_s']:.1f} s | {row['wall_s']:.1f} s | {row['memory_gb']:.2f} GB"
-    failed = f" (status {row['status']})" * bool(row["status"])
-    return f"| {row['step']}, {shape}{failed} | {times} |"
+def lines_of(rows: list[dict[str, Any]]) -> Iterator[str]:
+    """Yield the lines of a table in Markdown: a row for each step, a column for each shape."""
+    shapes = sorted({(cells(row), row["samples"], row["configurations"]) for row in rows})
+    names = [f"{samples:,} × {configurations}" for _, samples, configurations in shapes]
+    yield f"| CPU time, most memory | {' | '.join(names)} | exponent |"
+    yield "|---" * (len(shapes) + 2) + "|"
+    measured = {(row["step"], cells(row)): row for row in rows}
+    for step in STEPS:
+        values = []
+        for size, _, _ in shapes:
+            row = measured.get((step, size))
+            values.append("")
+            if row is not None:
+                values[-1] = f"{row['cpu_s']:.0f} s, {row['memory_gb']:.1f} GB"
+                values[-1] += " (failed)" * bool(row["status"])
+        yield f"| {step} | {' | '.join(values)} | {slope(rows, step):.2f} |"
 
 
 def slope(rows: list[dict[str, Any]], step: str) -> float:
@@ -274,11 +283,13 @@ def draw(rows: list[dict[str, Any]]) -> None:
         if row["configurations"] == CONFIGURATIONS and not row["status"]:
             about = {"step": row["step"], "size": cells(row)}
             points.append({**about, "seconds": row["cpu_s"], "memory": row["memory_gb"]})
-    x = alt.X("size:Q", title="cells, or requests", scale=alt.Scale(type="log"))
+    axis = alt.Axis(values=sorted({point["size"] for point in points}), format="~s")
+    x = alt.X("size:Q", title="cells, or requests", scale=alt.Scale(type="log"), axis=axis)
     base = alt.Chart(alt.InlineData(points)).mark_line(point=True)
     panels = []
     for field, title in (("seconds", "CPU seconds"), ("memory", "most memory, GB")):
-        y = alt.Y(f"{field}:Q", title=title, scale=alt.Scale(type="log"))
+        axis = alt.Axis(tickCount=4)
+        y = alt.Y(f"{field}:Q", title=title, scale=alt.Scale(type="log"), axis=axis)
         colour = alt.Color("step:N", title=None, sort=list(STEPS))
         panels.append(base.encode(x=x, y=y, color=colour).properties(width=260, height=220))
     alt.hconcat(*panels).save(DRAWN)

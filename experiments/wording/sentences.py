@@ -61,7 +61,7 @@ def _verdict(results: RunResults) -> list[str]:
         for row in [row for row in ranked(results) if row["policy"] != ORACLE][:1]:
             line += f" The best is {with_score(row, task.ranked_by)}."
         return [line]
-    lines = [_answer(results, learned), *_on_estimates(results, learned)]
+    lines = [_answer(results, learned), *_on_estimates(results, learned), *_on_sample(results)]
     if task.equal_latency:
         lines.append(_at_tight_budgets(results))
     if estimate := results.get("attainable"):
@@ -96,6 +96,18 @@ def _on_estimates(results: RunResults, learned: Row) -> list[str]:
     if cells < results["test_samples"] / 2:
         line += " knobwise profile complete=RUN measures what the controller chooses."
     return [line]
+
+
+SAMPLED = {"test": "policies are judged on", "experts": "experts are fitted on"}
+"""What only a sample of a large profile is used for."""
+
+
+def _on_sample(results: RunResults) -> list[str]:
+    """Say for what only a sample of a large profile was used."""
+    parts = []
+    for name, (used, total) in results.get("sampled", {}).items():
+        parts.append(f"{SAMPLED[name]} {used:,} of {total:,} samples")
+    return [f"The profile is large: {', '.join(parts)}."] * bool(parts)
 
 
 def _answer(results: RunResults, learned: Row) -> str:

@@ -9,6 +9,7 @@ from knobwise.agents.teacher import experts
 from knobwise.agents.training.checkpoint import load_checkpoint
 from knobwise.experiments.evidence import evaluate
 from knobwise.experiments.evidence.decisions import read_decisions
+from knobwise.experiments.wording.sentences import verdict
 
 TRAIN = words_of(
     "train",
@@ -46,6 +47,9 @@ def test_what_was_sampled_is_said_and_in_the_results(said):
     large, small = (read_json(f"{RUNS}/{name}/results.json") for name in ("large", "small"))
     assert large["sampled"] == {"test": [9, 18], "experts": [36, 72]}
     assert "sampled" not in small
+    words = " ".join(verdict(large))
+    assert "judged on 9 of 18 samples, experts are fitted on 36 of 72" in words
+    assert "The profile is large" not in " ".join(verdict(small))
 
 
 def test_the_judged_samples_are_every_other_one_also_when_it_is_judged_again(said):
