@@ -287,6 +287,32 @@ def test_a_selector_learns_from_the_beams_and_its_draws_are_recorded(endpoint):
     assert table.fields["logprob_score"][policy].isfinite().all()
 
 
+def test_a_selector_learns_and_is_judged_on_what_the_server_answers(endpoint, capsys):
+    launch(words(endpoint))
+    served = ["beams.model=openai", "beams.vlm.model=small", "beams.vlm.data=questions.jsonl"]
+    served.append(f"beams.served.endpoint={endpoint.url}")
+    settings = [word for word in BEAMS if not word.startswith("beams.path")]
+    live = "variants={grpo_live: {live: true, epochs: 1}}"
+    asked(endpoint)
+    launch("train", "experiment=selector_replay beams.path=out name=r", settings, served, [live])
+    assert asked(endpoint)[1] > 0
+    results = read_json("runs/selector_replay/r/results.json")
+    assert "grpo_live" in json.dumps(results)
+    judge = ["evaluate", "checkpoint=runs/selector_replay/r", "judged_shots=[1,2]", "json=j.json"]
+    # as it was trained
+    launch(judge)
+    assert asked(endpoint)[1] > 0
+    for row in read_json("j.json")["rows"]:
+        assert 0 <= row["accuracy"] <= 1
+    for word, fault in {
+        "beams.model=smollm2": "beams.served",
+        "beams.served.messages=m:f": "beams.served.messages",
+        "beams.served.endpoint=null": "endpoint",
+        "beams.vlm.model=unknown": "does not exist",
+    }.items():
+        assert fault in refused([*judge, word], capsys)
+
+
 @pytest.mark.parametrize(
     ("changed", "fault"),
     [
