@@ -48,9 +48,9 @@ def run(config: UpdateRun) -> None:
     """Write a version, and let it serve where it is better.
 
     Raises:
-        InputError: neither a log nor a profile, a controller that cannot learn or whose budgets are
-            no times, one that `out` does not serve, no version before the current one, too few
-            requests; see also `read_log` and `log_ratios`.
+        InputError: neither a log nor a profile, a controller that cannot learn, one that `out` does
+            not serve, no version before the current one, too few requests; see also `read_log` and
+            `log_ratios`.
     """
     out = Path(config.out)
     if config.rollback:
