@@ -280,8 +280,8 @@ class ProfileRun(EndpointOptions):
     its name or folder, or smollm2, with `data`; openai, models behind an OpenAI-compatible
     `endpoint`, with `data` and the packages of knobwise[endpoint]; or module:Class, a class of your
     own, which may bring its questions along (docs/real_models.md). To record demonstrations:
-    learner, the built-in in-context learner, smollm2, or with vlm.data a Hugging Face model or
-    module:Class, a scorer of your own (docs/demonstrations.md)."""
+    learner, the built-in in-context learner, smollm2, or with vlm.data a Hugging Face model, openai
+    or module:Class, a scorer of your own (docs/demonstrations.md)."""
     data: str | None = None
     """The questions that a model is measured on, as JSON lines, JSON, Parquet or CSV: id, image,
     question, answers, optionally image_id and choices."""
