@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,11 +11,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import ray
+from ray.exceptions import RayError
 
 from knobwise.common.checks import at_least
 from knobwise.common.errors import InputError
 from knobwise.common.imports import in_a_line
 from knobwise.common.progress import say
+
+ANSWER_S = 10.0
+"""Seconds within which a cluster answers."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +51,7 @@ def cluster(options: WorkerOptions) -> Iterator[dict[str, Any]]:
         raise InputError(
             f"ray_address={options.address}: give auto or HOST:PORT, on a machine of the cluster"
         )
+    _check_address(options.address)
     started = not ray.is_initialized()
     if started:
         _connect(options)
@@ -66,7 +72,7 @@ def _connect(options: WorkerOptions) -> None:
     try:
         # "local" also where another cluster runs on this machine
         ray.init(address=options.address or "local", **quiet)
-    except (ConnectionError, OSError, RuntimeError, ValueError) as error:
+    except (OSError, RayError, RuntimeError, ValueError) as error:
         where = "workers" if options.address is None else f"ray_address={options.address}"
         raise InputError(
             f"{where}: Ray cannot be reached or started ({in_a_line(error)}); `ray start --head` "
@@ -76,6 +82,20 @@ def _connect(options: WorkerOptions) -> None:
         # Ray's own handler would end this process without our exit status
         if main and before is not None:
             signal.signal(signal.SIGTERM, before)
+
+
+def _check_address(address: str | None) -> None:
+    """Refuse an address that nothing answers at, which Ray would try for minutes."""
+    if address in (None, "auto", "local"):
+        return
+    host, _, port = str(address).rpartition(":")
+    try:
+        socket.create_connection((host, int(port)), timeout=ANSWER_S).close()
+    except (OSError, OverflowError, ValueError) as error:
+        raise InputError(
+            f"ray_address={address}: no cluster answers there ({in_a_line(error)}); give auto, or "
+            "HOST:PORT of a machine where `ray start --head` runs"
+        ) from error
 
 
 def _share_of(options: WorkerOptions, resources: dict[str, float]) -> dict[str, Any]:

@@ -170,6 +170,8 @@ def test_workers_that_could_own_nothing_are_refused(folder, capsys):
         ("workers=2 gpus=-1", "gpus"),
         ("workers=2 device=cuda", "device"),
         ("workers=2 ray_address=ray://host:1", "ray_address"),
+        ("workers=2 ray_address=127.0.0.1:9", "ray_address"),
+        ("workers=2 ray_address=nowhere", "ray_address"),
         ("workers=2 model=openai endpoint=http://127.0.0.1:9/v1 data=d.csv", "workers"),
     ],
 )
