@@ -87,6 +87,7 @@ COLUMNS = {
 }
 """Columns of the log and of the tables made from it; neither a knob nor a number that a model adds
 may have such a name."""
+_BLOCK = 1 << 16  # jobs that exist at a time
 COLLECT_EVERY = 64
 """Measurements between two garbage collections."""
 # with clock=cpu a model's time may be this much more than the thread's CPU time: a factor, and ms
@@ -303,12 +304,18 @@ def missing(done: Bools, together: bool) -> Iterator[Job]:
     repeats, samples, configurations = done.shape
     for repeat in range(repeats):
         drawn = np.random.default_rng((SEED, repeat)).permutation(samples * configurations)
+        left = drawn[~done[repeat].reshape(-1)[drawn]]
+        if not together:
+            # as numbers a few at a time: there may be tens of millions
+            for places in np.array_split(left, math.ceil(len(left) / _BLOCK) or 1):
+                for i, j in np.stack(np.divmod(places, configurations), 1).tolist():
+                    yield repeat, i, [j]
+            continue
         # in the order of the first missing configuration
-        groups: dict[tuple[int, int], list[int]] = {}
-        for i, j in np.stack(np.divmod(drawn, configurations), 1).tolist():
-            if not done[repeat, i, j]:
-                groups.setdefault((i, 0 if together else j), []).append(j)
-        for (i, _), columns in groups.items():
+        groups: dict[int, list[int]] = {}
+        for i, j in np.stack(np.divmod(left, configurations), 1).tolist():
+            groups.setdefault(i, []).append(j)
+        for i, columns in groups.items():
             yield repeat, i, columns
 
 

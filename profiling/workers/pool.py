@@ -213,6 +213,8 @@ class WorkerPool:
         if replica.work is not work:
             replica.private.clear()
         while len(replica.calls) < AHEAD:
+            if any(call.does in self._deaths for call in replica.calls):
+                return
             replica.turn += 1
             private = bool(replica.private) and replica.turn % 2 == 0
             job: J | None = None
@@ -223,7 +225,14 @@ class WorkerPool:
                 job = replica.private.popleft()
             if job is None:
                 return
-            if replica.work is not work:
+            new = replica.work is not work
+            # what a worker may have died of is done alone, so that no other job is blamed
+            if work.name(job) in self._deaths and (new or replica.calls):
+                (replica.private if private else again).appendleft(job)
+                if new:
+                    self._begin(replica, work, content)
+                return
+            if new:
                 self._begin(replica, work, content)
             self._call(_Call(replica, work.name(job), job, private), "do", job)
 
@@ -249,7 +258,6 @@ class WorkerPool:
             return None
         call = self._calls.pop(ready[0])
         replica = call.replica
-        first = replica.calls[0] is call
         replica.calls.remove(call)
         result = None
         try:
@@ -259,7 +267,7 @@ class WorkerPool:
                 raise _cause(error) from None
             return call, None, _cause(error)
         except DEATHS as error:
-            return call, None, self._lost(call, first, error)
+            return call, None, self._lost(call, error)
         self._deaths.pop(call.does, None)
         if call.does == LOADING:
             replica.note = result
@@ -268,7 +276,7 @@ class WorkerPool:
         replica.next()
         return call, result, None
 
-    def _lost(self, call: _Call, first: bool, error: Exception) -> Exception:
+    def _lost(self, call: _Call, error: Exception) -> Exception:
         """Replace a worker that died; return the error of a call that it had.
 
         Raises:
@@ -276,9 +284,7 @@ class WorkerPool:
         """
         if call.replica in self._replicas:
             self._replace(call.replica, call.does)
-        if not first:
-            # it had not begun
-            return error
+        # the answer to an earlier call may be lost too, so any that it had may be to blame
         self._deaths[call.does] += 1
         if self._deaths[call.does] < MOST_DEATHS:
             return error
