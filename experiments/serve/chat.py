@@ -66,8 +66,10 @@ def parse(content: bytes, headers: Mapping[str, str], unit: str = MS) -> ChatReq
     budget = ours.get(field)
     limits = ours.get("limits")
     # 800 ms must not become 800 dollars
-    if field not in OURS and ("budget_ms" in ours or budget_header(MS) in headers):
-        raise InputError(f"budget_ms: the budgets of this server are in {unit}; send {field}")
+    others = {name for name in body if name.startswith("budget_")} | ours.keys() & {"budget_ms"}
+    others |= {name[2:].replace("-", "_") for name in headers if name.startswith("x-budget-")}
+    if other := others - {field, "budget_tokens"}:
+        raise InputError(f"{min(other)}: the budgets of this server are in {unit}; send {field}")
     # a gateway may add headers where it cannot change bodies
     if budget is None and header in headers:
         try:
@@ -168,6 +170,15 @@ class RequestFeatures:
         self._names = frozenset(blocks)
         if columns:
             self._names = self._names - {"features"} | self._named
+
+    @property
+    def only_from_requests(self) -> str:
+        """The names of the features that nothing here computes; "" for none, or if the user's own
+        function may."""
+        if self._compute is not None:
+            return ""
+        known = {self._prompt, *counts_of({}, ""), BLOCK}
+        return ", ".join(sorted(self._names - known))
 
     async def computed(self, chat: ChatRequest) -> dict[str, Any]:
         """Return the features of a request by name.

@@ -66,9 +66,9 @@ class KnobFields:
         others = [name for name in configurations[0] if name not in known]
         if others and messages is None:
             raise InputError(
-                f"messages: knob {others[0]} is no field of a request; give messages="
-                f"module:function(question, knobs), or extra_body={{{others[0]}: …}}, as when the "
-                "profile was measured"
+                f"messages: knob {others[0]} is no field of a request; name it as the field it "
+                "sets, such as model, and train again, or give what the profile was measured with: "
+                f"messages=module:function(question, knobs), or extra_body={{{others[0]}: …}}"
             )
 
     def freedom(self, body: Mapping[str, Any]) -> Freedom | None:

@@ -65,9 +65,12 @@ def serve(config: ServeRun, controller: NumpyController) -> None:
         fields = KnobFields(known, messages, config.extra_body, config.override)
         shadow = checked_default(fields, runtime, config.shadow, config.default)
         upstream.check()
+    prompt = config.prompt
+    if prompt is None:
+        prompt = next(iter(controller.texts)) if len(controller.texts) == 1 else "prompt"
     features = RequestFeatures(
         _features(config.features),
-        config.prompt,
+        prompt,
         controller.feature_sizes,
         [column[0] for column in controller.columns],
     )
@@ -98,6 +101,8 @@ def serve(config: ServeRun, controller: NumpyController) -> None:
             metrics.broken.inc(broken)
             worker = Worker(app, began, listening, config.drain_s)
             _say(config, listening.getsockname()[1], broken, token, controller.unit)
+            if upstream is not None and (missing := features.only_from_requests):
+                say(f"requests must bring these features, or static decides: {missing}")
             serve_in_workers(worker, config.workers, config.drain_s, gone)
 
 

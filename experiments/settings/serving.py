@@ -47,8 +47,9 @@ class ServeRun:
     features: str | None = None
     """module:function(body), plain or async, which returns the features of a request by name. What
     a request brings itself, as `features`, goes before."""
-    prompt: str = "prompt"
-    """The name of the feature that is the text of the user's last message."""
+    prompt: str | None = None
+    """The name of the feature that is the text of the user's last message; None for the only text
+    that the controller reads, or else `prompt`."""
     log: str = "served"
     """The folder of the log of requests, which `knobwise update` reads."""
     log_prompts: bool = False
