@@ -179,6 +179,7 @@ def controller_of(names):
         header={"limit": "budget_ms"},
         fall_back=lambda limit, drift, limits: None,
         limits={},
+        mean=None,
         decide_expected=lambda blocks, limit, drift, limits: (next(turns), 0.0, 0.1),
     )
 
