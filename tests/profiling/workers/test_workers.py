@@ -122,6 +122,7 @@ def test_a_worker_that_is_killed_is_replaced_and_no_cell_is_lost(folder, capsys)
 
 
 @pytest.mark.usefixtures("_ray")
+@pytest.mark.campaign
 def test_a_sample_that_kills_every_worker_is_named_and_the_others_are_kept(folder, capsys):
     assert main(profile("KilledAlways", *TWO)) == 2
     assert "'07'" in capsys.readouterr().err.splitlines()[-1]
