@@ -88,7 +88,8 @@ def main(sizes: list[int]) -> None:
     for contexts in sizes:
         alone = measured(contexts, 1)
         both = measured(contexts, 2)
-        ratios = [f"{two / one:.2f} ×" for one, two in zip(alone, both, strict=True)]
+        pairs = zip(alone, both, strict=True)
+        ratios = [f"{of_two / of_single:.2f} ×" for of_single, of_two in pairs]
         print(f"| {contexts:,} | {1e3 * alone[0]:.1f} ms | {' | '.join(ratios)} |", flush=True)
 
 
