@@ -83,6 +83,13 @@ SELECTORS = {
 }
 OF_ANOTHER_KIND = ("selector", "selector_careful", "selector_language", "selector_seeds")
 
+TASKS = {
+    "selector": "built-in",
+    "selector_careful": "built-in, careful annotators alone",
+    "selector_language": "SmolLM2",
+}
+"""Experiments that compare ways of choosing, each with its own answers."""
+
 Numbers = dict[str, Any]
 
 
@@ -270,8 +277,9 @@ def excludes_0(points: list[float] | None) -> bool:
 
 def table(header: list[str], rows: list[list[str]]) -> str:
     """Return a Markdown table."""
-    lines = [header, ["---"] * len(header), *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
+    lines = [f"| {' | '.join(line)} |" for line in [header, *rows]]
+    lines.insert(1, "|---" * len(header) + "|")
+    return "\n".join(lines) + "\n"
 
 
 def tables(numbers: Numbers) -> str:
@@ -282,7 +290,8 @@ def tables(numbers: Numbers) -> str:
         ("Every policy", policies_table(numbers["controllers"])),
         ("What each part of the training adds", ablations_table(numbers["ablations"])),
         ("Mean budgets, and data sets never seen", others_table(numbers)),
-        ("Choosing demonstrations", selectors_table(numbers["selectors"])),
+        ("Choosing demonstrations", choices_table(numbers["selectors"])),
+        ("What changes a selector", selectors_table(numbers["selectors"])),
     ]
     texts = []
     for title, body in parts:
@@ -291,50 +300,42 @@ def tables(numbers: Numbers) -> str:
 
 
 ABOUT = {
-    "The controller": "`knobwise train experiment=controller profile=…`, five seeds. Utility is "
-    "the mean over five budgets; only the controller is charged for its decisions. *Predictable* "
-    "is the predictable gain: what simple predictors gain in cross-validation (`inspect`). "
-    "Differences are in points with 95 % intervals, in bold where the interval excludes 0. "
-    "Profiles that were split three times are not tested against the predictors.",
+    "The controller": "`knobwise train experiment=controller profile=…`, five seeds: points of "
+    "utility, a mean over five budgets, in bold where the interval excludes 0. Only the controller "
+    "is charged for its decisions. *Predictable* is the [predictable "
+    "gain](profiles.md#predictable-gain). Profiles that were split three times are not tested "
+    "against the predictors.",
     "What GRPO adds to the policy": "Change in utility on held-out samples, in points, "
-    "after 100 to 400 iterations of GRPO; then the deployed policy minus the one before GRPO, "
-    "which is kept where GRPO does not improve it.",
-    "Every policy": "Utility, in hundredths.",
-    "What each part of the training adds": "Points of utility, five seeds, in bold where it is "
-    "better or worse after Holm's correction. `seeds` and `seeds_small` were run with an older "
-    "version, without a warm-up; today's results are "
-    "[below](#options-that-make-no-difference-or-lose).",
-    "Mean budgets, and data sets never seen": "`experiment=mean_budget` limits the mean latency "
-    "alone: points of accuracy over the best random mix of static configurations. `-m "
-    "experiment=leave_one_out` evaluates on the data set that training left out: points of utility "
-    "over budget-aware static.",
-    "Choosing demonstrations": "Three seeds; the share of right answers on test queries. Policies "
-    "were trained for two shots. Differences are at two shots, in points with 95 % intervals, in "
-    "bold where the interval excludes 0.",
+    "after 100, 200 and 400 iterations of GRPO; then the deployed policy minus the one before "
+    "GRPO, which is kept where GRPO does not improve it.",
+    "Every policy": "Utility × 100.",
+    "What each part of the training adds": "Points of utility, five seeds, in bold where "
+    "significant after Holm's correction. `seeds` and `seeds_small` are of an older version, "
+    "without a warm-up; [today's](#options-that-make-no-difference-or-lose) has one.",
+    "Mean budgets, and data sets never seen": "`experiment=mean_budget`: points of accuracy over "
+    "the best random mix of static configurations. `-m experiment=leave_one_out`, which evaluates "
+    "on the data set that training left out: points of utility over budget-aware static.",
+    "Choosing demonstrations": "The share of right answers with two demonstrations, for which "
+    "the policies were trained, and with four, on test queries; three seeds. "
+    "[Metrics](metrics.md#results) explains the policies.",
+    "What changes a selector": "Points with two demonstrations, in bold where the interval "
+    "excludes 0; in brackets the share of right answers.",
 }
 
 
 def controllers_table(controllers: Numbers) -> str:
     """Return what the controller gains on each profile."""
-    header = [
-        "profile",
-        "test samples × configurations",
-        "controller",
-        "static",
-        "controller − static",
-    ]
-    header += ["gap closed", "predictable", "controller − best simple predictor"]
+    header = ["profile", "test samples × configurations", "over static", "gap closed"]
+    header += ["predictable", "over the best simple predictor"]
     rows = []
     for name, numbers in controllers.items():
-        utility = numbers["utility"]
         closed = numbers["gap_closed"]
         best = numbers.get("over_best")
         versus = POLICIES[numbers["best"]]
         if best is not None:
             versus = f"{emphasised(best, excludes_0(best))}, {versus}"
-        row = [PROFILES[name], f"{numbers['test_samples']} × {numbers['configurations']}"]
-        row += [f"{utility['controller']:.3f}", f"{utility['budget_aware_static']:.3f}"]
         gain = numbers["over_static"]
+        row = [PROFILES[name], f"{numbers['test_samples']} × {numbers['configurations']}"]
         row += [emphasised(gain, excludes_0(gain)), f"{closed[0]:.0f} %".replace("-", "−")]
         row += [text_of(numbers.get("attainable")), versus]
         rows.append(row)
@@ -347,11 +348,12 @@ def grpo_table(controllers: Numbers) -> str:
     for name, numbers in controllers.items():
         if "grpo_curve" in numbers:
             row = [PROFILES[name]]
-            for value in numbers["grpo_curve"]:
+            after_100, after_200, _, after_400 = numbers["grpo_curve"]
+            for value in (after_100, after_200, after_400):
                 row.append(f"{value + 0.0:+.2f}".replace("-", "−"))
             row += [text_of(numbers["grpo_held_out"]), text_of(numbers["grpo"])]
             rows.append(row)
-    header = ["profile", "100", "200", "300", "400", "deployed, held out", "deployed, test"]
+    header = ["profile", "100", "200", "400", "deployed, held out", "deployed, test"]
     return table(header, rows)
 
 
@@ -395,32 +397,46 @@ def others_table(numbers: Numbers) -> str:
     return table(["experiment", "gain"], rows)
 
 
+def choices_table(selectors: Numbers) -> str:
+    """Return the accuracy of every way of choosing, for each task."""
+    policies = dict.fromkeys(name for task in TASKS for name in selectors[task]["accuracy"])
+    rows = []
+    for policy in policies:
+        row = [f"`{policy}`"]
+        for task in TASKS:
+            accuracy = selectors[task]["accuracy"].get(policy, {})
+            values = [f"{accuracy[shots]:.3f}" for shots in ("2", "4") if shots in accuracy]
+            row.append(", ".join(values) or "–")
+        rows.append(row)
+    return table(["policy", *TASKS.values()], rows)
+
+
 def selectors_table(selectors: Numbers) -> str:
-    """Return every policy of every experiment of selectors."""
+    """Return what every learned policy gains, by experiment."""
     rows = []
     shared = set[str]()
     for experiment, numbers in selectors.items():
-        title = f"**{SELECTORS[experiment]}** (`{experiment}`)"
+        reference = numbers["first"] or "rce"
+        rows.append([f"**{SELECTORS[experiment]}** (`{experiment}`), over `{reference}`", ""])
         for policy, accuracy in numbers["accuracy"].items():
-            # simple policies, SFT and RCE stand in the first experiment with them
-            values = tuple(accuracy.get(shots) for shots in ("2", "4"))
-            if f"{policy} {values}" in shared:
-                continue
-            shared.add(f"{policy} {values}")
-            cells = ["–" if value is None else f"{value:.3f}" for value in values]
-            rows.append([title, f"`{policy}`", *cells, gain_of(numbers, policy)])
-            title = ""
-    return table(["experiment", "policy", "2 shots", "4 shots", "difference"], rows)
+            gain = gain_of(numbers, policy, reference)
+            # SFT and RCE stand in the first experiment with them
+            seen = f"{policy} {accuracy}"
+            if gain and seen not in shared:
+                share = f" ({accuracy['2']:.3f})" * (policy == reference)
+                rows.append([f"`{policy}`{share}", gain])
+            shared.add(seen)
+    return table(["experiment and policy", "difference"], rows)
 
 
-def gain_of(numbers: Numbers, policy: str) -> str:
+def gain_of(numbers: Numbers, policy: str, reference: str) -> str:
     """Return what a policy gains: a variant over the first one, other learned policies over what
-    they start from."""
+    they start from, which is named where it is not the reference of the experiment."""
     against = against_of(numbers, policy)
     for row in numbers["gains"]:
         if (row["policy"], row["against"]) == (policy, against):
             cell = emphasised(row["points"], excludes_0(row["points"]))
-            return f"{cell} over `{against}`"
+            return cell if against == reference else f"{cell} over `{against}`"
     return ""
 
 
