@@ -4,6 +4,7 @@ In docs/speed.md each script has its table, under its command. Run it on a quiet
 both files:
 
     python benchmarks/suite.py [SCRIPT …]
+    python benchmarks/suite.py --page    # the tables anew, from docs/benchmarks.json
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -24,14 +26,14 @@ from knobwise.profiling.measuring.machine import cpu_name
 FOLDER = Path(__file__).resolve().parent
 PAGE = FOLDER.parent / "docs/speed.md"
 RECORD = FOLDER.parent / "docs/benchmarks.json"
-HEAD = "| what | time | ours / theirs [quartiles] | target |\n|---|---|---|---|\n"
+HEAD = "| what | time | target | ours / theirs [quartiles] |\n|---|---|---|---|\n"
 
 
 def main(scripts: list[str]) -> None:
     """Run these scripts, or all, and write their tables."""
-    page = PAGE.read_text()
     record = json.loads(RECORD.read_text())
-    for script in scripts or re.findall(r"^`python benchmarks/(\w+)\.py`$", page, re.MULTILINE):
+    scripts = scripts or re.findall(r"^`python benchmarks/(\w+)\.py`$", PAGE.read_text(), re.M)
+    for script in scripts:
         words = [sys.executable, str(FOLDER / f"{script}.py"), "--rounds=5"]
         done = subprocess.run(words, stdout=subprocess.PIPE, text=True, check=True)
         lines = done.stdout.splitlines(keepends=True)
@@ -39,17 +41,39 @@ def main(scripts: list[str]) -> None:
         print(rows)
         cells = [[cell.strip() for cell in row.split("|")[1:-1]] for row in rows.splitlines()]
         record["lines"][script] = cells
-        # the table ends with an empty line
-        before, command, rest = page.partition(f"`python benchmarks/{script}.py`\n\n")
-        after = rest.partition("\n\n")[2]
-        page = f"{before}{command}{HEAD}{rows}\n{after}"
     versions = f"Python {platform.python_version()}, torch {torch.__version__}"
     machine = f"{cpu_name()}, {os.cpu_count()} cores, {versions}"
     record |= {"date": time.strftime("%Y-%m-%d"), "machine": machine}
     RECORD.write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n")
-    measured = f"Measured on {record['date']}: {machine}."
+    write_page(record)
+
+
+def write_page(record: dict[str, Any]) -> None:
+    """Write the tables of a record into the page."""
+    page = PAGE.read_text()
+    for script, lines in record["lines"].items():
+        # a table ends with an empty line
+        before, command, rest = page.partition(f"`python benchmarks/{script}.py`\n\n")
+        after = rest.partition("\n\n")[2]
+        page = f"{before}{command}{HEAD}{rows_of(lines)}\n{after}"
+    measured = f"Measured on {record['date']}: {record['machine']}."
     PAGE.write_text(re.sub("^Measured on .*", measured, page, flags=re.MULTILINE))
 
 
+def rows_of(lines: list[list[str]]) -> str:
+    """Return the rows of a table; what others take is a ratio in the row of ours."""
+    rows = list[list[str]]()
+    for what, took, ratio, target in lines:
+        if what.startswith("… beside "):
+            against = f"{ratio.replace(' ×', '')} × {what.removeprefix('… beside ')}"
+            rows[-1][3] += f"; {against}" if rows[-1][3] else against
+        else:
+            rows.append([what, took, target, ratio])
+    return "".join(f"| {' | '.join(row)} |\n" for row in rows)
+
+
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    if sys.argv[1:] == ["--page"]:
+        write_page(json.loads(RECORD.read_text()))
+    else:
+        main(sys.argv[1:])
