@@ -306,7 +306,7 @@ ABOUT = {
     "gain](profiles.md#predictable-gain). Profiles that were split three times are not tested "
     "against the predictors.",
     "What GRPO adds to the policy": "Change in utility on held-out samples, in points, "
-    "after 100, 200 and 400 iterations of GRPO; then the deployed policy minus the one before "
+    "after 100 and 400 iterations of GRPO; then the deployed policy minus the one before "
     "GRPO, which is kept where GRPO does not improve it.",
     "Every policy": "Utility × 100.",
     "What each part of the training adds": "Points of utility, five seeds, in bold where "
@@ -348,24 +348,22 @@ def grpo_table(controllers: Numbers) -> str:
     for name, numbers in controllers.items():
         if "grpo_curve" in numbers:
             row = [PROFILES[name]]
-            after_100, after_200, _, after_400 = numbers["grpo_curve"]
-            for value in (after_100, after_200, after_400):
+            after_100, _, _, after_400 = numbers["grpo_curve"]
+            for value in (after_100, after_400):
                 row.append(f"{value + 0.0:+.2f}".replace("-", "−"))
             row += [text_of(numbers["grpo_held_out"]), text_of(numbers["grpo"])]
             rows.append(row)
-    header = ["profile", "100", "200", "400", "deployed, held out", "deployed, test"]
+    header = ["profile", "after 100", "after 400", "deployed, held out", "deployed, test"]
     return table(header, rows)
 
 
 def policies_table(controllers: Numbers) -> str:
-    """Return the utility of every policy on every profile."""
+    """Return the utility of every policy that all profiles have."""
     rows = []
     for policy, words in POLICIES.items():
-        row = [words]
-        for numbers in controllers.values():
-            value = numbers["utility"].get(policy)
-            row.append("–" if value is None else f"{100 * value:.1f}")
-        rows.append(row)
+        values = [numbers["utility"].get(policy) for numbers in controllers.values()]
+        if None not in values:
+            rows.append([words, *(f"{100 * value:.1f}" for value in values)])
     free = [f"{100 * numbers['free']:.1f}" for numbers in controllers.values()]
     rows.insert(1, ["controller, without overhead", *free])
     return table(["policy", *(PROFILES[name] for name in controllers)], rows)
