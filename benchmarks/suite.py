@@ -1,7 +1,7 @@
 """Run every benchmark one after the other, and keep what they print in docs/benchmarks.json.
 
-In docs/speed.md each script has its table, under its command. Run it on a quiet machine, and commit
-both files:
+The table of docs/speed.md has a part for each script. Run it on a quiet machine, and commit both
+files:
 
     python benchmarks/suite.py [SCRIPT …]
     python benchmarks/suite.py --page    # the tables anew, from docs/benchmarks.json
@@ -32,8 +32,7 @@ HEAD = "| what | time | target | ours / theirs [quartiles] |\n|---|---|---|---|\
 def main(scripts: list[str]) -> None:
     """Run these scripts, or all, and write their tables."""
     record = json.loads(RECORD.read_text())
-    scripts = scripts or re.findall(r"^`python benchmarks/(\w+)\.py`$", PAGE.read_text(), re.M)
-    for script in scripts:
+    for script in scripts or list(record["lines"]):
         words = [sys.executable, str(FOLDER / f"{script}.py"), "--rounds=5"]
         done = subprocess.run(words, stdout=subprocess.PIPE, text=True, check=True)
         lines = done.stdout.splitlines(keepends=True)
@@ -49,13 +48,14 @@ def main(scripts: list[str]) -> None:
 
 
 def write_page(record: dict[str, Any]) -> None:
-    """Write the tables of a record into the page."""
-    page = PAGE.read_text()
+    """Write the table of a record into the page."""
+    rows = HEAD
     for script, lines in record["lines"].items():
-        # a table ends with an empty line
-        before, command, rest = page.partition(f"`python benchmarks/{script}.py`\n\n")
-        after = rest.partition("\n\n")[2]
-        page = f"{before}{command}{HEAD}{rows_of(lines)}\n{after}"
+        rows += f"| **`{script}.py`** | | | |\n{rows_of(lines)}"
+    before, _, rest = PAGE.read_text().partition(HEAD)
+    # the table ends with an empty line
+    _, _, after = f"\n{rest}".partition("\n\n")
+    page = f"{before}{rows}\n{after}"
     measured = f"Measured on {record['date']}: {record['machine']}."
     PAGE.write_text(re.sub("^Measured on .*", measured, page, flags=re.MULTILINE))
 
