@@ -351,9 +351,9 @@ def grpo_table(controllers: Numbers) -> str:
             after_100, _, _, after_400 = numbers["grpo_curve"]
             for value in (after_100, after_400):
                 row.append(f"{value + 0.0:+.2f}".replace("-", "−"))
-            row += [text_of(numbers["grpo_held_out"]), text_of(numbers["grpo"])]
+            row.append(text_of(numbers["grpo"]))
             rows.append(row)
-    header = ["profile", "after 100", "after 400", "deployed, held out", "deployed, test"]
+    header = ["profile", "after 100", "after 400", "deployed, on test samples"]
     return table(header, rows)
 
 
