@@ -30,12 +30,14 @@ def distillation_trainer(
     device: str = "cpu",
     folder: Path | None = None,
     log: Any = None,
+    collectors: int = 1,
     **settings: Any,
 ) -> Trainer:
     """Return the training of a controller, with a teacher if `policy.teacher` says so and there is
     a warm-up.
 
     Args:
+        collectors: how many processes draw for GRPO (`knobwise.agents.collectors.processes`).
         experts: returns the teacher's experts, fitted on the training and validation samples; None
             fits them here.
         table, split, settings: see `ControllerSetup`.
@@ -46,14 +48,21 @@ def distillation_trainer(
     optimiser = settings.get("optimiser")
     warm = optimiser is None or optimiser.pretrain_iterations > 0
     if policy is None or not policy.teacher or not warm:
-        return controller_trainer(table, split, folder=folder, log=log, **about)
-    with seeded(seed, device):
-        distiller = Distiller(experts)
-        setup = ControllerSetup(table, split, distiller=distiller, **about)
-        agent = DeployedController(setup.controller, distiller.teacher).eval()
-        stages = [
-            *regression_stages(setup, distiller.teacher),
-            Distillation(setup, lambda: distiller.targets),
-            grpo_stage(setup),
-        ]
-        return make_trainer(setup, agent, stages, folder, log)
+        trainer = controller_trainer(table, split, folder=folder, log=log, **about)
+    else:
+        with seeded(seed, device):
+            distiller = Distiller(experts)
+            setup = ControllerSetup(table, split, distiller=distiller, **about)
+            agent = DeployedController(setup.controller, distiller.teacher).eval()
+            stages = [
+                *regression_stages(setup, distiller.teacher),
+                Distillation(setup, lambda: distiller.targets),
+                grpo_stage(setup),
+            ]
+            trainer = make_trainer(setup, agent, stages, folder, log)
+    if collectors > 1:
+        # processes are rarely wanted, and load much
+        from knobwise.agents.collectors.processes import SideBySide
+
+        trainer.collector = SideBySide(trainer, collectors)
+    return trainer

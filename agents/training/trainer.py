@@ -126,7 +126,7 @@ class Trainer:
             sampler=SamplerWithoutReplacement(),
             batch_size=shape[0],
         )
-        self.collector = Collector(
+        self.collector: Any = Collector(
             env,
             self.policy,
             replay_buffer=self.buffer,

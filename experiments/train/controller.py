@@ -137,7 +137,7 @@ class ControllerExperiment(Experiment):
         """Return the trainer of a seed."""
         config = self.config
         names = ("policy", "loss", "optimiser", "budget", "reward", "balance", "device")
-        settings = {name: getattr(config, name) for name in names}
+        settings = {name: getattr(config, name) for name in (*names, "collectors")}
         if not config.policy.project:  # experts read all features
             settings["experts"] = lambda: self.experts
         return distillation_trainer(

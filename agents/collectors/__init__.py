@@ -1,0 +1,1 @@
+"""Several processes that draw for one training, by TorchRL's MultiSyncCollector."""
