@@ -1,8 +1,10 @@
-"""Collecting draws of the sampled objective by two of TorchRL's processes, beside one.
+"""Training with GRPO on draws of two processes (`collectors=2`), beside one.
 
-A policy draws 16 configurations for each of some contexts of the built-in profile, and takes the
-trainer's place in that it sends its weights to the processes after each batch. CPU time is that of
-all processes. Medians of five rounds; run it on a quiet machine with two cores:
+Collecting: a policy draws 16 configurations for each of some contexts of the built-in profile, and
+takes the trainer's place in that it sends its weights to the processes after each batch.
+Iterations: what a training takes between two evaluations, whole, with 8 draws for each context, a
+KL to the reference, and minibatches of a quarter of the contexts. CPU time is that of all
+processes. Medians of five rounds; run it on a quiet machine with two cores:
 
     python benchmarks/collectors.py [CONTEXTS …]
 """
@@ -10,19 +12,29 @@ all processes. Medians of five rounds; run it on a quiet machine with two cores:
 from __future__ import annotations
 
 import functools
+import itertools
 import multiprocessing
 import os
 import statistics
 import sys
 import time
 import warnings
+from collections.abc import Mapping
 from typing import Any
 
+import numpy
 import torch
 from torchrl.collectors import Collector, MultiSyncCollector
 from torchrl.weight_update import SharedMemWeightSyncScheme
 
-from knobwise.agents import Controller, PolicyConfig, make_actor
+from knobwise.agents import (
+    Controller,
+    LossConfig,
+    OptimiserConfig,
+    PolicyConfig,
+    distillation_trainer,
+    make_actor,
+)
 from knobwise.envs import ConfigBandit
 from knobwise.testbeds import builtin_profile
 
@@ -82,15 +94,61 @@ def measured(contexts: int, workers: int) -> tuple[float, float]:
     return statistics.median(walls), statistics.median(cpus)
 
 
+class Clock:
+    """A training's log, which notes the time at every evaluation."""
+
+    def __init__(self) -> None:
+        self.times: list[tuple[float, float]] = []
+
+    def log(self, metrics: Mapping[str, Any], step: int) -> None:
+        """Note wall and CPU time, of this process and those that draw."""
+        if "Train/Actions_Per_Second" in metrics:
+            processes = [child.pid for child in multiprocessing.active_children() if child.pid]
+            self.times.append((time.perf_counter(), cpu_s(processes)))
+
+
+def iterated(contexts: int, workers: int) -> tuple[float, float]:
+    """Return wall and CPU seconds of an iteration of GRPO."""
+    table = builtin_profile()
+    count = max(4, 5 * 4_096 // contexts)
+    clock = Clock()
+    trainer = distillation_trainer(
+        table,
+        table.split(),
+        policy=PolicyConfig(hidden=64),
+        loss=LossConfig(objective="sampled", kl_to_ref_coeff=1.0),
+        optimiser=OptimiserConfig(
+            pretrain_iterations=0,
+            iterations=count * (ROUNDS + 2),
+            contexts=contexts,
+            minibatch=contexts // 4,
+            evaluate_every=count,
+            patience=0,
+        ),
+        collectors=workers,
+        log=clock,
+    )
+    trainer.run()
+    # processes start in the first round
+    rounds = itertools.pairwise(clock.times[1:])
+    walls, cpus = zip(*(numpy.subtract(after, before) for before, after in rounds), strict=True)
+    return statistics.median(walls) / count, statistics.median(cpus) / count
+
+
 def main(sizes: list[int]) -> None:
     """Print a table."""
-    print("| contexts | one collector | two: time | two: CPU time |\n|---|---|---|---|")
+    print("| contexts | collecting | two: time | CPU time | iteration | two: time | CPU time |")
+    print("|---|---|---|---|---|---|---|")
     for contexts in sizes:
-        alone = measured(contexts, 1)
-        both = measured(contexts, 2)
-        pairs = zip(alone, both, strict=True)
-        ratios = [f"{of_two / of_single:.2f} ×" for of_single, of_two in pairs]
-        print(f"| {contexts:,} | {1e3 * alone[0]:.1f} ms | {' | '.join(ratios)} |", flush=True)
+        cells = [f"{contexts:,}"]
+        for timed in (measured, iterated):
+            alone = timed(contexts, 1)
+            both = timed(contexts, 2)
+            cells.append(f"{1e3 * alone[0]:.1f} ms")
+            cells += [
+                f"{of_two / of_single:.2f} ×" for of_single, of_two in zip(alone, both, strict=True)
+            ]
+        print(f"| {' | '.join(cells)} |", flush=True)
 
 
 if __name__ == "__main__":
