@@ -38,6 +38,7 @@ POLICIES = {
     "gradient_boosting": "gradient boosting",
     "random_forest": "random forest",
     "kernel_ridge": "kernel ridge",
+    "gaussian_process": "Gaussian process",
     "ridge": "ridge",
     "knn": "nearest neighbours",
     "latency_only": "latency only",
@@ -48,7 +49,15 @@ POLICIES = {
     "random": "random",
     "oracle": "oracle",
 }
-SIMPLE = ("gradient_boosting", "random_forest", "kernel_ridge", "ridge", "knn", "latency_only")
+SIMPLE = (
+    "gradient_boosting",
+    "random_forest",
+    "gaussian_process",
+    "kernel_ridge",
+    "ridge",
+    "knn",
+    "latency_only",
+)
 ABLATIONS = {
     "lean": ("a teacher without base learners", "`lean` − `controller`"),
     "warm_up_only": ("… and no GRPO after it", "`warm_up_only` − `lean`"),

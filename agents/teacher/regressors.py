@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from scipy.linalg import cho_factor, cho_solve
+from scipy.linalg import cho_factor, cho_solve, eigh
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -205,27 +205,86 @@ def kernel_ridge(
     A setting is (width² as a multiple of the median squared distance, α). The cost grows with n³,
     so at most `MAX_POINTS` samples are drawn.
     """
-    if len(x) > MAX_POINTS:
-        part = np.random.default_rng(seed).permutation(len(x))[:MAX_POINTS]
-        x = x[part]
-        y = y[part]
-    # squared distances between all pairs of samples
-    norms = (x**2).sum(1)
-    squares = (norms[:, None] + norms - 2 * x @ x.T).clip(0)
-    positive = squares[squares > 0]
-    median = np.median(positive) if len(positive) else 1.0
-    bias = y.mean(0)
+    points = _Points.drawn(x, y, seed)
     models: list[Kernel] = []
-    shared = {"points": x, "squares": norms, "bias": bias}
     for multiple, alpha in settings:
         # Cholesky for each setting takes less than one decomposition into eigenvectors for all
-        system = np.exp(squares / (-2 * median * multiple))
-        system.flat[:: len(x) + 1] += alpha
+        system = points.kernel(multiple)
+        system.flat[:: len(system) + 1] += alpha
         factor = cho_factor(system, overwrite_a=True, check_finite=False)
-        coefficients = cho_solve(factor, y - bias, check_finite=False)
-        width = float(np.sqrt(median * multiple))
-        models.append(Kernel(**shared, coefficients=coefficients, width=width))
+        coefficients = cho_solve(factor, points.y - points.bias, check_finite=False)
+        models.append(points.model(multiple, coefficients))
     return models
+
+
+def gaussian_process(
+    x: Array, y: Array, settings: Sequence[tuple[float, float]], seed: int
+) -> list[Kernel]:
+    """Fit Gaussian processes whose outputs are correlated, each with equal noise (Bonilla et al.
+    2008, "Multi-task Gaussian Process Prediction", with the covariance of y between outputs).
+
+    It is kernel ridge regression of the principal components of y, with an α that is larger for a
+    component of less variance. Settings and samples are as in `kernel_ridge`, and α is that of the
+    first component.
+    """
+    points = _Points.drawn(x, y, seed)
+    residual = points.y - points.bias
+    singular, components = np.linalg.svd(residual, full_matrices=False)[1:]
+    projected = residual @ components.T
+    # the variance of each component, in that of the first
+    variance = np.maximum(singular / max(singular[0], 1e-12), 1e-3) ** 2
+    models: list[Kernel] = []
+    for multiple, settings_of_width in itertools.groupby(settings, key=lambda pair: pair[0]):
+        # one decomposition serves every α and component
+        values, vectors = eigh(points.kernel(multiple), overwrite_a=True, check_finite=False)
+        rotated = vectors.T @ projected
+        for _, alpha in settings_of_width:
+            weights = rotated / (values.clip(0)[:, None] + alpha / variance)
+            models.append(points.model(multiple, vectors @ weights @ components))
+    return models
+
+
+class _Points(NamedTuple):
+    """The samples that a kernel is fitted on.
+
+    Attributes:
+        x, y: features [n, d] and outputs [n, o].
+        norms: squared lengths, [n].
+        squares: squared distances between all pairs, [n, n].
+        median: of the distances that are not 0.
+        bias: mean outputs, [o].
+    """
+
+    x: Array
+    y: Array
+    norms: Array
+    squares: Array
+    median: float
+    bias: Array
+
+    @classmethod
+    def drawn(cls, x: Array, y: Array, seed: int) -> _Points:
+        """Draw at most `MAX_POINTS` samples."""
+        if len(x) > MAX_POINTS:
+            part = np.random.default_rng(seed).permutation(len(x))[:MAX_POINTS]
+            x = x[part]
+            y = y[part]
+        norms = (x**2).sum(1)
+        squares = (norms[:, None] + norms - 2 * x @ x.T).clip(0)
+        positive = squares[squares > 0]
+        median = float(np.median(positive)) if len(positive) else 1.0
+        return cls(x, y, norms, squares, median, y.mean(0))
+
+    def kernel(self, multiple: float) -> Array:
+        """Compute the Gaussian kernel between all pairs, [n, n], of width² = multiple · median."""
+        similarity: Array = np.exp(self.squares / (-2 * self.median * multiple))
+        return similarity
+
+    def model(self, multiple: float, coefficients: Array) -> Kernel:
+        """Return the regressor with these coefficients, [n, o]."""
+        width = float(np.sqrt(self.median * multiple))
+        shared = {"points": self.x, "squares": self.norms, "bias": self.bias}
+        return Kernel(**shared, coefficients=coefficients, width=width)
 
 
 def neighbours(
@@ -344,6 +403,7 @@ NEIGHBOURS = (5, 10, 20, 40, 80, 160)
 FAMILIES = {
     "ridge": Family(ridge, (0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)),
     "kernel_ridge": Family(kernel_ridge, WIDTHS_AND_ALPHAS),
+    "gaussian_process": Family(gaussian_process, WIDTHS_AND_ALPHAS),
     "knn": Family(neighbours, tuple((k, w) for w in (False, True) for k in NEIGHBOURS)),
     "random_forest": Family(forest, (4,)),
     "gradient_boosting": Family(boosting, (50, 100, 200, 300)),

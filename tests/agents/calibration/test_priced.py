@@ -22,7 +22,7 @@ from knobwise.agents.calibration.mean_policies import (
     outcomes_of,
 )
 from knobwise.agents.calibration.prices import mean_budgets
-from knobwise.agents.controller.settings import PolicyConfig
+from knobwise.agents.controller.settings import EXPERTS, PolicyConfig
 from knobwise.agents.training.settings import OptimiserConfig
 from knobwise.envs.bandit.budgets import value_range
 
@@ -126,8 +126,7 @@ def test_a_taught_policy_spends_more_where_it_may():
     policy = PolicyConfig(teacher=True, fold_networks=2, experts=("ridge",), hidden=16, dropout=0.0)
     agent = deployed(table, policy, budgets_ms, "mean", optimiser=optimiser)
     policies = [agent.under_mean_budgets(), *make_priced_baselines(table, split, budgets_ms)]
-    names = ["latency_only", "ridge", "kernel_ridge", "knn", "random_forest", "gradient_boosting"]
-    assert [policy.name for policy in policies] == ["controller", *names]
+    assert [policy.name for policy in policies] == ["controller", "latency_only", *EXPERTS]
     mixed, _ = StaticMix.of_table(table, split.fitted, budgets_ms).expected(table, test)
     # baselines that look at the request are priced out of fold
     for policy in policies:

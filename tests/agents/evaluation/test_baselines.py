@@ -41,10 +41,10 @@ from knobwise.envs.tables.splits import Split
 NAN = math.nan
 NAMES = words_of(
     "budget_aware_static best_static lookup_table",
-    "latency_only ridge kernel_ridge knn random_forest gradient_boosting",
+    "latency_only ridge kernel_ridge gaussian_process knn random_forest gradient_boosting",
     "random oracle",
 )
-LEARNED = NAMES[3:9]
+LEARNED = NAMES[3:10]
 """They predict."""
 
 # mean accuracy .25, .75, 1 and mean latency 10, 20, 40; the middle one is slow on the second

@@ -10,6 +10,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from numpy.testing import assert_allclose, assert_array_equal
 from sklearn.ensemble import RandomForestRegressor
+from sklearn.gaussian_process import GaussianProcessRegressor
+from sklearn.gaussian_process.kernels import RBF
 from sklearn.kernel_ridge import KernelRidge
 from sklearn.linear_model import Ridge
 from sklearn.neighbors import KNeighborsRegressor
@@ -64,6 +66,21 @@ def stock_kernel(x, y, setting):
     return stock.predict(NEW) + y.mean(0)
 
 
+def stock_process(x, y, setting):
+    """A process for each principal component, whose noise counts in its share of the variance."""
+    multiple, alpha = setting
+    squares = ((x[:, None] - x) ** 2).sum(-1)
+    width = np.sqrt(multiple * np.median(squares[~np.eye(len(x), dtype=bool)]))
+    _, singular, back = np.linalg.svd(y - y.mean(0), full_matrices=False)
+    variances = (singular / singular[0]) ** 2
+    predicted = np.zeros((len(NEW), y.shape[1]))
+    for component, variance in zip(back, variances, strict=True):
+        stock = GaussianProcessRegressor(RBF(width), alpha=alpha / variance, optimizer=None)
+        values = stock.fit(x, (y - y.mean(0)) @ component).predict(NEW)
+        predicted += np.outer(values, component)
+    return predicted + y.mean(0)
+
+
 def stock_neighbours(x, y, setting):
     k, weighted = setting
     # a feature counts by the length of its weights; no more neighbours than there are
@@ -84,7 +101,9 @@ def stock_forest(x, y, leaf, new=NEW):
         ("ridge", stock_ridge, (0.003, 0.1, 10.0), 70),
         ("ridge", stock_ridge, (0.1,), 3),  # more features than samples
         ("kernel_ridge", stock_kernel, ((0.25, 0.03), (0.25, 1.0), (4.0, 0.3)), 70),
+        ("gaussian_process", stock_process, ((0.25, 0.03), (0.25, 1.0), (4.0, 0.3)), 70),
         ("knn", stock_neighbours, ((1, False), (5, False), (5, True)), 70),
+        ("gaussian_process", stock_process, ((0.25, 0.03), (0.25, 1.0), (4.0, 0.3)), 70),
         ("knn", stock_neighbours, ((160, False),), 4),
         ("random_forest", stock_forest, (4, 12), 70),
     ],
@@ -95,7 +114,7 @@ def test_families_are_those_of_scikit_learn(family, stock, settings, n):
         x += 3  # the intercept is not penalised
         x[:, 1] = 7  # nor does a feature matter that never varies
     results = FAMILIES[family].fit(x, y, settings, 3)
-    atol = 2e-3 if family == "kernel_ridge" else 1e-4
+    atol = 2e-3 if family in ("kernel_ridge", "gaussian_process") else 1e-4
     for setting, result in zip(settings, results, strict=True):
         assert_allclose(predict(result), stock(x, y, setting), rtol=1e-4, atol=atol)
 

@@ -19,7 +19,7 @@ from knobwise.envs.readers.long_table import long_frame, read_long_table
 
 POLICIES = words_of("""
     controller teacher budget_aware_static best_static lookup_table latency_only ridge
-    kernel_ridge knn random_forest gradient_boosting random oracle
+    kernel_ridge gaussian_process knn random_forest gradient_boosting random oracle
 """)
 QUICK = [*OPTIMISER, "seeds=[0,1]"]
 LEAN = words_of(QUICK, "policy=utility seeds=[0] baselines=false")
