@@ -42,6 +42,8 @@ MAX_SAMPLES = 2000
 """The process is fitted to the measurements of at most this many samples."""
 TREES = 50
 """How many trees; they take most of the time."""
+PREDICTED = 1 << 14
+"""Trees predict at most about so many cells in one call."""
 MAX_CELLS = 10_000
 """The trees are fitted to at most this many measurements."""
 AT_ONCE = 1024
@@ -136,12 +138,16 @@ class Completion:
             TREES, min_samples_leaf=5, max_features=0.6, random_state=self.seed
         )
         inputs = np.concatenate([self.x[rows], configurations[columns]], 1)
-        predicted = np.empty_like(surface)
         model.fit(inputs, values[rows, columns])
-        # a configuration at a time, so that no n·C rows of features lie in memory
-        for column, configuration in enumerate(configurations):
-            repeated = np.broadcast_to(configuration, (len(self.x), len(configuration)))
-            predicted[:, column] = model.predict(np.concatenate([self.x, repeated], 1))
+        predicted = np.empty_like(surface)
+        # few configurations at a time, so that no n·C rows of features lie in memory
+        samples = len(self.x)
+        count = max(1, PREDICTED // samples)
+        for first in range(0, len(configurations), count):
+            part = configurations[first : first + count]
+            repeated = np.repeat(part, samples, axis=0)
+            cells = np.concatenate([np.tile(self.x, (len(part), 1)), repeated], 1)
+            predicted[:, first : first + count] = model.predict(cells).reshape(-1, samples).T
         return predicted
 
 
