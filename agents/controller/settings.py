@@ -41,7 +41,7 @@ class PolicyConfig:
     """Whether the heads are distilled from a policy that predicts accuracy and latency of every
     configuration; otherwise they learn from rewards alone."""
     experts: tuple[str, ...] = ()
-    """Predictors beside the teacher's network: any of ridge, kernel_ridge, gaussian_process,
+    """Predictors beside the teacher's network: ridge, kernel_ridge, gaussian_process,
     knn, random_forest, gradient_boosting. Without any the network teaches alone, which is faster."""
     fold_networks: int = 1
     """Cross-validation folds. With 1, a single network is fitted on the training samples and scored
