@@ -41,8 +41,8 @@ class PolicyConfig:
     """Whether the heads are distilled from a policy that predicts accuracy and latency of every
     configuration; otherwise they learn from rewards alone."""
     experts: tuple[str, ...] = ()
-    """Predictors beside the teacher's network: ridge, kernel_ridge, gaussian_process,
-    knn, random_forest, gradient_boosting. Without any the network teaches alone, which is faster."""
+    """Predictors beside the teacher's network: ridge, kernel_ridge, gaussian_process, knn,
+    random_forest, gradient_boosting. Without any the network teaches alone, which is faster."""
     fold_networks: int = 1
     """Cross-validation folds. With 1, a single network is fitted on the training samples and scored
     on the validation samples. With k > 1, k fold networks choose the stopping point and the
