@@ -37,7 +37,8 @@ def distillation_trainer(
     a warm-up.
 
     Args:
-        collectors: how many processes draw for GRPO (`knobwise.agents.collectors.processes`).
+        collectors: how many processes draw for GRPO (`knobwise.agents.collectors.processes`). They
+            are spawned, so a script needs `if __name__ == "__main__":`.
         experts: returns the teacher's experts, fitted on the training and validation samples; None
             fits them here.
         table, split, settings: see `ControllerSetup`.
