@@ -97,6 +97,7 @@ def test_inspect_shows_how_much_repeated_measurements_vary(folder, capsys):
     assert read_json("facts.json")["latency_jitter_within_cell"] is None
 
 
+@pytest.mark.campaign
 def test_inspect_says_how_many_cells_are_enough(folder, capsys):
     launch("inspect", TABLE, "learning_curve=true json=facts.json html=page.html")
     curve = read_json("facts.json")["learning_curve"]
@@ -205,6 +206,7 @@ def test_a_table_without_knobs(folder):
     words = """
         profile=table profile.path=solvers.csv profile.features=instances.npz baselines=false
         policy.experts=[ridge] policy.fold_networks=2 seeds=[0] optimiser.pretrain_iterations=200
+        unprofiled=forbid
     """
     launch("train", QUICK, words)
     results = read_json("runs/latest/results.json")

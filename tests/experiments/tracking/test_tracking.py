@@ -354,6 +354,7 @@ def append_many(path, seed):
         file.append(step, {f"seed{seed}/{step // 5}": seed + step / 100})
 
 
+@pytest.mark.campaign
 def test_several_processes_lose_nothing(tmp_path):
     path = tmp_path / "metrics.csv"
     context = multiprocessing.get_context("forkserver")

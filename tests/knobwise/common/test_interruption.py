@@ -302,6 +302,7 @@ def read_to_end(terminal, output):
             output += part
 
 
+@pytest.mark.campaign
 @commands.in_proc
 def test_in_a_terminal_there_are_bars_and_ctrl_c_stops_all_processes(folder):
     process, terminal = pty.fork()
