@@ -103,7 +103,6 @@ def stock_forest(x, y, leaf, new=NEW):
         ("kernel_ridge", stock_kernel, ((0.25, 0.03), (0.25, 1.0), (4.0, 0.3)), 70),
         ("gaussian_process", stock_process, ((0.25, 0.03), (0.25, 1.0), (4.0, 0.3)), 70),
         ("knn", stock_neighbours, ((1, False), (5, False), (5, True)), 70),
-        ("gaussian_process", stock_process, ((0.25, 0.03), (0.25, 1.0), (4.0, 0.3)), 70),
         ("knn", stock_neighbours, ((160, False),), 4),
         ("random_forest", stock_forest, (4, 12), 70),
     ],
