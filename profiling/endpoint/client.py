@@ -9,6 +9,7 @@ counts as time.
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import threading
 import time
@@ -93,6 +94,9 @@ class EndpointClient:
         # local servers want none, but the client does
         key = os.environ.get(KEY) or "none"
         # time-outs and further attempts are ours, since both count in the results
+        # else a line for each request, where Hydra or a program of the user's logs at INFO
+        for library in ("httpx", "httpx2"):
+            logging.getLogger(library).setLevel(logging.WARNING)
         return openai.AsyncOpenAI(base_url=self.url, api_key=key, max_retries=0, timeout=None)
 
     def _in_loop(self, work: Coroutine[Any, Any, T]) -> T:
