@@ -106,9 +106,14 @@ class ActorLoss(LossModule):
             return dist.log_prob(tensordict.select(*keys).auto_batch_size_())
 
     @staticmethod
-    @set_composite_lp_aggregate(True)
     def _entropy(dist: Any) -> Any:
-        return dist.entropy()
+        """Return the entropy of an action in each context, [P]."""
+        if not isinstance(dist, CompositeDistribution):
+            return dist.entropy()
+        with set_composite_lp_aggregate(False):
+            entropy = sum(dist.entropy().values(True, True))
+        # perhaps one for each draw
+        return entropy.reshape(len(entropy), -1).mean(1)
 
     @staticmethod
     def _summed(tensordict: TensorDictBase, keys: Keys) -> Any:

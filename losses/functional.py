@@ -44,10 +44,7 @@ def even_weight(mask: Tensor) -> Tensor:
 
 def reward_spread(reward: Tensor, weight: Tensor | None = None) -> Tensor:
     """Compute the typical standard deviation of rewards within a group: the mean over groups, with
-    the top 10 % trimmed.
-
-    It has the unit of the rewards, so what is stated relative to it holds in any unit. A few groups
-    with rewards far below all others do not change it.
+    the top 10 % trimmed. It has the unit of the rewards.
 
     Args:
         reward: float [*, J], the group is the last axis; anything finite where the weight is 0.
@@ -56,8 +53,7 @@ def reward_spread(reward: Tensor, weight: Tensor | None = None) -> Tensor:
 
     Returns: a single number, 0 if no group differs.
     """
-    centred = reward - expectation(reward, weight).unsqueeze(-1)
-    std = expectation(centred.square(), weight).sqrt().flatten()
+    std = expectation(centred_advantage(reward, weight).square(), weight).sqrt().flatten()
     present = torch.ones_like(reward) if weight is None else weight
     std = std.where((present > 0).sum(-1).flatten() > 1, torch.nan)
     typical = std.where(std <= std.nanquantile(0.9), torch.nan).nanmean()
@@ -78,9 +74,8 @@ def weight_of_best(reward: Tensor, count: int, weight: Tensor | None = None) -> 
         [*, J].
     """
     if weight is None:
-        present = torch.ones_like(reward, dtype=torch.bool)
-    else:
-        present = weight > 0
+        weight = torch.ones_like(reward)
+    present = weight > 0
     best_first = reward.masked_fill(~present, -torch.inf).argsort(
         dim=-1, descending=True, stable=True
     )
@@ -117,7 +112,13 @@ def rank_advantage(reward: Tensor, weight: Tensor | None = None) -> Tensor:
 
 
 def centred_advantage(reward: Tensor, weight: Tensor | None = None) -> Tensor:
-    """Compute A = r − E r, as in Dr. GRPO (Liu et al. 2025)."""
+    """Compute A = r − E r, as in Dr. GRPO (Liu et al. 2025); 0 where all rewards are equal."""
+    if weight is None:
+        level = reward[..., :1]
+    else:
+        level = reward.gather(-1, weight.argmax(-1, keepdim=True))
+    # the mean of equal rewards is rounded, and z-scores would divide the rest by as little
+    reward = reward - level
     return reward - expectation(reward, weight).unsqueeze(-1)
 
 
@@ -199,7 +200,7 @@ def group_advantage(
     Args:
         reward: [*, J], the group is the last axis.
         kind: one of `ADVANTAGES`, or a function of the rewards and the weights.
-        weight: [*, J], sums to 1; None for draws, 1/J each.
+        weight: [*, J], sums to 1; None for 1/J each.
         clip: advantages are cut to ±clip; None for no cut.
         unit: what rewards are divided by, their `reward_spread`; None leaves them as they are.
         std_floor: the floor of `zscore`, as a reward; None for `STD_FLOOR` times the unit, or
@@ -213,7 +214,8 @@ def group_advantage(
         InputError: the function returns something else than finite advantages in the shape of the
             rewards.
     """
-    reward = reward.detach() / (unit or 1.0)
+    scale = unit or 1.0
+    reward = reward.detach() / scale
     if callable(kind):
         advantage = kind(reward, weight)
         _check_advantage(advantage, reward)
@@ -222,17 +224,16 @@ def group_advantage(
     elif kind == "zscore":
         # the only one with numbers of its own, here in the unit
         if std_floor is not None:
-            std_floor = std_floor / (unit or 1.0)
+            std_floor /= scale
         elif unit is not None:
             std_floor = STD_FLOOR
-        advantage = zscore_advantage(
-            reward, weight, std_floor=std_floor, std_eps=std_eps / (unit or 1.0)
-        )
+        std_eps /= scale
+        advantage = zscore_advantage(reward, weight, std_floor=std_floor, std_eps=std_eps)
     else:
         advantage = ADVANTAGES[kind](reward, weight)
     if clip is None:
         return advantage
-    return torch.clamp(advantage, -clip, clip)
+    return advantage.clamp(-clip, clip)
 
 
 def _check_advantage(advantage: object, reward: Tensor) -> None:
@@ -334,7 +335,7 @@ def grpo_objective(
         old_log_prob: [*, J], ln π_old of the behaviour policy.
         advantage: [*, J], A, see `group_advantage`.
         reference_log_prob: [*, J], ln π_ref; None for no KL.
-        weight: [*, J], sums to 1; None for draws, 1/J each.
+        weight: [*, J], sums to 1; None for 1/J each.
         clip_epsilon: ε.
         exact: the weights are the probabilities of the behaviour policy, see `expected_k3`.
         learned: [*, J], in the place of `weight` in the surrogate, for a curriculum.

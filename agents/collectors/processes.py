@@ -116,6 +116,8 @@ class SideBySide:
                 collector.update_policy_weights_()
                 trainer.buffer.extend(self.alone.postproc(next(batches)))
                 yield
+        except InputError:
+            raise
         # TorchRL finds that a process is gone, and then perhaps that another cannot be closed
         except (RuntimeError, ValueError) as error:
             raise InputError(

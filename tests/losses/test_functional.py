@@ -163,6 +163,32 @@ def test_the_spread_of_rewards_by_hand():
     assert reward_spread(double([[4.0], [5.0]])).item() == 0
 
 
+@given(st.floats(-3, 3, width=32), st.integers(1, 12), st.booleans())
+def test_equal_rewards_have_no_advantage_whatever_their_level(level, differing, weighted):
+    # the mean of equal float32 numbers is rounded
+    reward = torch.full((128, 16), level)
+    reward[:differing, 0] += 1
+    weight = None
+    if weighted:
+        weight = torch.rand(128, 16, generator=torch.Generator().manual_seed(differing))
+        weight[:, 3] = 0
+        weight /= weight.sum(-1, keepdim=True)
+        reward[:, 3] = 7.0
+    for kind in RELATIVE:
+        advantage = group_advantage(reward, kind, weight=weight)
+        if weighted:
+            advantage = advantage * weight
+        assert not advantage[differing:].any()
+        assert advantage[:differing].any()
+    spread = reward_spread(reward, weight)
+    if weighted:
+        probability = weight[:differing, 0]
+    else:
+        probability = torch.full((differing,), 1 / 16)
+    std = (probability * (1 - probability)).sqrt()
+    assert spread.item() == pytest.approx(float(std.sum()) / 128, rel=1e-3)
+
+
 def test_without_a_floor_it_is_a_share_of_the_spread_of_the_batch():
     # nine standard deviations of .01, one of .0001: the spread is .00901, the floor .3 of it
     groups = double([[0.0, 0.02]] * 9 + [[0.0, 0.0002]])

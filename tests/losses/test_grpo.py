@@ -340,3 +340,38 @@ def test_a_composite_distribution_of_torchrl_gives_what_its_ppo_gives():
         RCELoss(actor)(groups.set("reward_per_configuration", torch.rand(4, 6)))
     with input_error("crops"):
         ours(groups.exclude(("knobs", "crops")))
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_heads_that_draw_groups_have_the_entropy_of_an_action(reduction):
+    # the parameters are those of contexts, [P], and each head draws a group of 16
+    heads = ("crops", "experts", "blocks")
+    draw = ProbabilisticTensorDictModule(
+        in_keys=["params"],
+        distribution_class=CompositeDistribution,
+        distribution_kwargs={"distribution_map": dict.fromkeys(heads, Categorical)},
+        return_log_prob=True,
+    )
+
+    def logits(x):
+        return (x.unsqueeze(1).expand(-1, 16, 4).clone(),) * 3
+
+    keys = [("params", head, "logits") for head in heads]
+    actor = ProbabilisticTensorDictSequential(
+        TensorDictModule(nn.Linear(3, 4), ["observation"], ["x"]),
+        TensorDictModule(logits, ["x"], keys),
+        draw,
+    )
+    for parameter in actor.parameters():
+        nn.init.zeros_(parameter)
+    data = TensorDict({"observation": torch.randn(5, 3)}, [5])
+    with set_exploration_type(ExplorationType.RANDOM), torch.no_grad():
+        data = actor(data)
+    data["next", "reward"] = torch.rand(5, 16)
+    out = GRPOLoss(actor, entropy_coeff=0.01, reduction=reduction)(data)
+    of_an_action = 3 * math.log(4)
+    close(out["entropy"], torch.tensor(of_an_action))
+    wanted = {"mean": of_an_action, "sum": 5 * of_an_action}
+    expected = torch.full_like(out["loss_entropy"], -0.01 * wanted.get(reduction, of_an_action))
+    close(out["loss_entropy"], expected)
+    assert out["loss_entropy"].numel() == (5 if reduction == "none" else 1)
