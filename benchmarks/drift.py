@@ -92,8 +92,8 @@ def main(folder: Path) -> None:
     splits = np.concatenate(tested, 1)
     # samples are numbered from 0
     splits[1] = np.unique(splits[1], return_inverse=True)[1]
-    (ends,) = ends_of(resampled_means([gain], splits=splits))
-    low, high = (100 * end for end in ends)
+    (interval,) = ends_of(resampled_means([gain], splits=splits))
+    low, high = (100 * bound for bound in interval)
     name = folder.resolve().name
     print(f"{name:16} {100 * gain.mean():+.2f} [{low:+.2f}, {high:+.2f}]", flush=True)
 

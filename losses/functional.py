@@ -55,7 +55,7 @@ def reward_spread(reward: Tensor, weight: Tensor | None = None) -> Tensor:
     """
     std = expectation(centred_advantage(reward, weight).square(), weight).sqrt().flatten()
     present = torch.ones_like(reward) if weight is None else weight
-    std = std.where((present > 0).sum(-1).flatten() > 1, torch.nan)
+    std = std.where(present.count_nonzero(-1).flatten() > 1, torch.nan)
     typical = std.where(std <= std.nanquantile(0.9), torch.nan).nanmean()
     # where nine in ten do not differ, all count
     return torch.where(typical > 0, typical, std.nanmean()).nan_to_num()

@@ -20,6 +20,7 @@ from torch.nn import functional
 from knobwise.agents.controller.features import FeatureNormaliser
 from knobwise.agents.teacher.completion import Completion
 from knobwise.agents.teacher.experts import MeasuredRows, padded
+from knobwise.common.progress import progress
 from knobwise.envs.bandit.budgets import log_measured, subsample
 from knobwise.envs.tables.profile_table import ProfileTable, Split, median_of
 from knobwise.envs.tables.splits import FOLDS, folds_of
@@ -115,15 +116,21 @@ def completed(table: ProfileTable, split: Split, seed: int = 0, folds: int = FOL
         outcomes.append((log_cost, log_cost[fitted].nan_to_num(-torch.inf).amax()))
     filled = []
     cross_fitted = []
-    for values, never_seen in outcomes:
-        known = values.where(usable, torch.nan)
-        of_all = completion.complete(known)
-        predicted = of_all.clone()
-        for rows in held_out:
-            others = known.index_fill(0, rows, torch.nan)
-            predicted[rows] = completion.complete(others)[rows]
-        filled.append(of_all.where(seen, never_seen))
-        cross_fitted.append(predicted.where(seen, never_seen))
+    holes = int((~table.mask).sum())
+    fits = len(outcomes) * (1 + len(held_out))
+    with progress(f"predicting {holes:,} cells that were not measured", fits, quiet_s=2) as tick:
+        for index, (values, never_seen) in enumerate(outcomes):
+            finished = index * (1 + len(held_out))
+            known = values.where(usable, torch.nan)
+            of_all = completion.complete(known)
+            tick(finished + 1, "fits")
+            predicted = of_all.clone()
+            for number, rows in enumerate(held_out, 2):
+                others = known.index_fill(0, rows, torch.nan)
+                predicted[rows] = completion.complete(others)[rows]
+                tick(finished + number, "fits")
+            filled.append(of_all.where(seen, never_seen))
+            cross_fitted.append(predicted.where(seen, never_seen))
     offsets = _error_quantiles(table, fitted, cross_fitted[1][fitted])
     changed = _values(table, filled, offsets)
     padded_ms = _padded(table.measurements_ms, table)

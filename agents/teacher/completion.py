@@ -50,6 +50,9 @@ AT_ONCE = 1024
 """So many samples are predicted together."""
 VECTOR = 4
 """The length of the vector of a configuration."""
+WIDEST = 128
+"""With more features trees read this many principal components of them: their time grows with the
+width, to minutes for the embeddings of a language model."""
 
 
 class Completion:
@@ -72,6 +75,11 @@ class Completion:
         positive = squares[squares > 0]
         self.scale = np.median(positive) if len(positive) else 1.0
         self.kernel = self._kernel(squares)
+        self.read_by_trees = x
+        if x.shape[1] > WIDEST:
+            centred = x - x[self.points].mean(0)
+            directions = np.linalg.svd(centred[self.points], full_matrices=False)[2]
+            self.read_by_trees = centred @ directions[:WIDEST].T
 
     def complete(self, measured: Tensor) -> Tensor:
         """Return measurements [n, C] with predictions in the place of NaN, float64."""
@@ -126,6 +134,7 @@ class Completion:
         """Return what trees predict, [n, C]."""
         from sklearn.ensemble import ExtraTreesRegressor
 
+        x = self.read_by_trees
         _, lengths, directions = np.linalg.svd(surface - surface.mean(), full_matrices=False)
         vectors = (directions.T * lengths)[:, :VECTOR] / len(surface) ** 0.5
         configurations = np.concatenate([self.knobs, vectors], 1)
@@ -137,16 +146,16 @@ class Completion:
         model = ExtraTreesRegressor(
             TREES, min_samples_leaf=5, max_features=0.6, random_state=self.seed
         )
-        inputs = np.concatenate([self.x[rows], configurations[columns]], 1)
+        inputs = np.concatenate([x[rows], configurations[columns]], 1)
         model.fit(inputs, values[rows, columns])
         predicted = np.empty_like(surface)
         # few configurations at a time, so that no n·C rows of features lie in memory
-        samples = len(self.x)
+        samples = len(x)
         count = max(1, PREDICTED // samples)
         for first in range(0, len(configurations), count):
             part = configurations[first : first + count]
             repeated = np.repeat(part, samples, axis=0)
-            cells = np.concatenate([np.tile(self.x, (len(part), 1)), repeated], 1)
+            cells = np.concatenate([np.tile(x, (len(part), 1)), repeated], 1)
             predicted[:, first : first + count] = model.predict(cells).reshape(-1, samples).T
         return predicted
 

@@ -331,7 +331,7 @@ def provenance(trainer: Trainer) -> Provenance:
     return {
         "validation_utility": best.score,
         "iteration": best.iteration,
-        "reward_spread": reward_spread_of(trainer),
+        "reward_spread": trainer.stages[-1].reward_spread,
         "grpo": {} if before is None else {"start": float(before.mean())},
         "seen": setup.seen,
         "fold_seed": setup.fold_seed,
@@ -340,12 +340,6 @@ def provenance(trainer: Trainer) -> Provenance:
         "validation_rows": setup.split.validation,
         "test_rows": setup.split.test,
     }
-
-
-def reward_spread_of(trainer: Trainer) -> float | None:
-    """Return the spread of rewards that was measured last; None where none was."""
-    spreads = [stage.reward_spread for stage in trainer.stages]
-    return next((spread for spread in reversed(spreads) if spread is not None), None)
 
 
 def best_is_of_grpo(trainer: Trainer) -> bool:
