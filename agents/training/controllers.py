@@ -330,6 +330,7 @@ def provenance(trainer: Trainer) -> Provenance:
     before = trainer.stages[-1].scores_before
     return {
         "validation_utility": best.score,
+        "judged_by": setup.judged_by,
         "iteration": best.iteration,
         "reward_spread": trainer.stages[-1].reward_spread,
         "grpo": {} if before is None else {"start": float(before.mean())},

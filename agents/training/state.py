@@ -79,9 +79,12 @@ class Provenance(TypedDict, total=False):
 
     # of a controller
     validation_utility: float
+    """The best score on validation."""
+    judged_by: str
+    """What that is: `utility` or the `reward`. Checkpoints of before do not say it."""
     iteration: int
     grpo: dict[str, float]
-    """The validation utility where GRPO starts."""
+    """The score on validation where GRPO starts."""
     grpo_held_out: dict[str, Tensor]
     """Scores by held-out sample, before GRPO and of the kept weights."""
     before_grpo: dict[str, Tensor] | None

@@ -25,7 +25,12 @@ from knobwise.envs.bandit.reward import RewardTable
 from knobwise.envs.tables.divisions import divide
 from knobwise.envs.tables.profile_table import ProfileTable, Split
 from knobwise.envs.tables.units import check_time
-from knobwise.experiments.evidence.controllers import EVALUATORS, gain_on_held_out, held_out_choices
+from knobwise.experiments.evidence.controllers import (
+    EVALUATORS,
+    gain_on_held_out,
+    held_out_choices,
+    validation_scores,
+)
 from knobwise.experiments.evidence.decisions import write_decisions
 from knobwise.experiments.evidence.evaluate import Deadlines, judged_part
 from knobwise.experiments.evidence.run_folder import checkpoint_at
@@ -122,7 +127,7 @@ def evaluate_controller(loaded: Loaded, config: EvaluateRun) -> tuple[RunResults
         judged.static = FittedStatic(policy.calibration.static)
     with threadpool_limits(1):
         results, decisions = evaluate_beside_baselines(judged, config, [policy], [0])
-    results |= held_out_choices([loaded])
+    results |= held_out_choices([loaded]) | validation_scores([loaded])
     if gain := gain_on_held_out([loaded]):
         results |= {"grpo_gain": gain}
     return results, decisions

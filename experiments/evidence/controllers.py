@@ -46,8 +46,6 @@ EVALUATORS: dict[str, type[Deadlines] | type[MeanBudgets]] = {
     "mean": MeanBudgets,
 }
 """What a budget limits → its evaluator."""
-GAINED = Metric("test", value=pl.col("utility") - pl.col("utility_before"))
-"""What GRPO added to the deployed policy."""
 
 
 def evaluate_controllers(
@@ -94,10 +92,12 @@ def evaluate_controllers(
     results = controller_results(evaluator, decisions, seeds)
     evaluator.add_facts(results, policies)
     if BEFORE in policies:
-        gained = with_score_of(decisions, BEFORE, "utility", "utility_before", seeds=True)
+        score = evaluator.judged_by
+        gained = with_score_of(decisions, BEFORE, score, "before", seeds=True)
         # of single samples, wherever they belong
         gained = gained.filter(policy=LEARNED).with_columns(cluster=None)
-        (row,) = summarise(gained, [GAINED], conditions=False)
+        metric = Metric("test", value=pl.col(score) - pl.col("before"))
+        (row,) = summarise(gained, [metric], conditions=False)
         gain: Any = {key: row[key] for key in ("test", "test_ci95")}
         results["grpo_gain"] = gain
     return results, decisions
@@ -257,6 +257,15 @@ def held_out_choices(loaded: Sequence[Loaded]) -> RunResults:
             if "level" in guard[0]:
                 choices["satisfaction_level"] = guard[0]["level"]
     return choices
+
+
+def validation_scores(loaded: Sequence[Loaded]) -> RunResults:
+    """Return the best score of each seed on validation, under the name of what was judged:
+    `validation_utility` or `validation_reward`."""
+    scores = [float(checkpoint.extra["validation_utility"]) for checkpoint in loaded]
+    task = EVALUATORS[loaded[0].controller.constraint].task
+    judged_by = loaded[0].extra.get("judged_by", task.judged_by)
+    return cast("RunResults", {f"validation_{judged_by}": scores})
 
 
 def gain_on_held_out(loaded: Sequence[Loaded]) -> GrpoGain:

@@ -121,6 +121,9 @@ class OnTable:
         budgets_ms: float [B].
     """
 
+    task: Task
+    rewards: RewardTable | None = None
+
     def __init__(self, table: ProfileTable, split: Split, budgets_ms: Tensor) -> None:
         self.table = table
         self.split = split
@@ -166,6 +169,13 @@ class OnTable:
     def of_rows(self, rows: Tensor) -> Self:
         """Copy the evaluator for other test samples, rows int64 [n]."""
         return type(self)(self.table, self.split._replace(test=rows), self.budgets_ms)
+
+    @property
+    def judged_by(self) -> str:
+        """What training was to raise: `utility`, or the `reward` if that is judged by itself."""
+        if self.rewards is None:
+            return self.task.judged_by
+        return self.rewards.kind.judged_by
 
     def chosen(self, configurations: Tensor) -> pl.Series:
         """Label configurations int64 [n, B] by their knob values, as a column of n · B texts."""

@@ -399,6 +399,7 @@ class RunResults(TypedDict, total=False):
     chosen: list[Chosen]
     satisfaction_level: float
     validation_utility: list[float]
+    validation_reward: list[float]
     training: TrainingFacts
     warnings: list[str]
     explanation: WhyExplained

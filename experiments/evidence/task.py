@@ -143,8 +143,8 @@ class Task:
     samples: str = "samples"
     """Plural of the things that policies are judged on, in words; `test_{samples}` is the key of
     their number in `results.json`."""
-    validation: str = "Val/Utility"
-    """The logged name of the score on validation."""
+    judged_by: str = "utility"
+    """What validation judges, and so what training is to raise: `utility`, or the `reward`."""
     compared: tuple[str, ...] = ()
     """Keys of the differences to other policies."""
     charged: bool = False
@@ -158,6 +158,11 @@ class Task:
     """Trained policies that are expected to gain nothing, under `controls` in `results.json`."""
     by_dataset: tuple[str, ...] = ()
     """Policies in `by_dataset`; the best of all other policies comes before the last of them."""
+
+    @property
+    def validation(self) -> str:
+        """The logged name of the score on validation."""
+        return {"utility": "Val/Utility", "reward": "Val/Reward_Mean"}[self.judged_by]
 
     def rows(self, results: RunResults) -> list[PolicyRow]:
         """Return the rows of all policies, controls included."""
@@ -214,7 +219,7 @@ MEAN_BUDGET = Task(
     condition_words=("mean budget", "mean budgets"),
     score="accuracy",
     ranked_by="over_static_mix",
-    validation="Val/Reward_Mean",
+    judged_by="reward",
     compared=("over_static_mix", "over_static_mix_at_budget", "over_best_single"),
     equal_latency=True,
     metrics=(
@@ -287,6 +292,8 @@ def task_of(results: RunResults) -> Task:
     """Return the task that the content of a `results.json` is about."""
     # runs under deadlines say neither
     task = TASKS.get(str(results.get("system") or results.get("sense")), DEADLINE)
+    if "validation_reward" in results and task.judged_by != "reward":
+        task = replace(task, judged_by="reward")
     return with_costs(task, results.get("costs", {}))
 
 

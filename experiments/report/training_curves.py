@@ -62,15 +62,17 @@ def _stages(run: Run, logged: pl.DataFrame) -> dict[str, int]:
 
 
 def _gained(run: Run, score: pl.DataFrame) -> pl.DataFrame:
-    """Return how much more the score on validation is than what GRPO started with, in points."""
+    """Return how much more the score on validation is than what GRPO started with; utility in
+    points."""
     results = run.results
     seeds = zip(results.get("seeds", []), results.get("chosen") or (), strict=False)
     starts = {str(seed): chosen["grpo"]["start"] for seed, chosen in seeds if chosen.get("grpo")}
     start = pl.col("seed").replace_strict(starts, default=None, return_dtype=pl.Float64)
     during = score.filter(pl.col("step") > max(grpo_begins(results), default=math.inf))
+    gained, unit = {"utility": ("points", 100), "reward": ("reward", 1)}[run.task.judged_by]
     return during.with_columns(
-        panel=pl.lit("GRPO alone: points gained since it began"),
-        value=100 * (pl.col("value") - start),
+        panel=pl.lit(f"GRPO alone: {gained} gained since it began"),
+        value=unit * (pl.col("value") - start),
     ).drop_nulls("value")
 
 

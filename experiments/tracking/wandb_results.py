@@ -94,7 +94,8 @@ def summaries_of(results: RunResults) -> dict[str, float]:
         numbers[f"GRPO/{key}"] = float(value)
     kind = "Beam_Score" if results.get("judged_by") == "best_beam" else "Accuracy"
     # validation scores, as means over the seeds
-    by_seed = {task.validation: results.get("validation_utility")}
+    judged = results.get("validation_reward", results.get("validation_utility"))
+    by_seed = {task.validation: judged}
     for stage, scores in results.get("validation", {}).items():
         by_seed[f"Val/{stage}/{kind}_Mean"] = scores
     return numbers | {name: sum(scores) / len(scores) for name, scores in by_seed.items() if scores}

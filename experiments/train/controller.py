@@ -45,6 +45,7 @@ from knobwise.experiments.evidence.controllers import (
     evaluate_controllers,
     gain_on_held_out,
     held_out_choices,
+    validation_scores,
 )
 from knobwise.experiments.evidence.evaluate import Deadlines, judged_part
 from knobwise.experiments.evidence.explanation import Explained, explain_policy
@@ -238,7 +239,8 @@ class ControllerExperiment(Experiment):
         best = [load_checkpoint(checkpoints / "best.pt") for checkpoints in folders]
         results, decisions = self.judged(best)
         # the seed that was best on validation is deployed
-        keep_best(folder, dict(zip(folders, results["validation_utility"], strict=True)))
+        scores = [float(loaded.extra["validation_utility"]) for loaded in best]
+        keep_best(folder, dict(zip(folders, scores, strict=True)))
         kept = load_checkpoint(folder / "checkpoints" / "best.pt").controller
         kept.export(folder / "controller.npz")
         copy_policy(folder)
@@ -305,9 +307,8 @@ class ControllerExperiment(Experiment):
             "patience": patience_of(first),
             "ended_at": [trainer.state.iteration for trainer in self.trainers],
         }
-        results |= held_out_choices(best)
+        results |= held_out_choices(best) | validation_scores(best)
         results |= {
-            "validation_utility": scores,
             "best_seed": config.seeds[scores.index(max(scores))],
             "training": training,
         }

@@ -33,6 +33,7 @@ from knobwise.experiments.wording.words import (
     points,
     policy_name,
     quantity,
+    reward_words,
     said_of,
     shots_words,
     sign_of,
@@ -239,6 +240,9 @@ CHANGED = {1: "raised {}", -1: "lowered {}", 0: "made no measurable difference i
 GAINED_ON = {"test": "on test samples", "held_out": "on held-out training samples"}
 """Key of a gain in `results["grpo_gain"]` → the samples that it was measured on, in words."""
 
+GAIN_WORDS = {"utility": difference_words, "reward": reward_words}
+"""What training was to raise → a difference of it in words."""
+
 
 def on_training(results: RunResults) -> list[str]:
     """Say what GRPO or PPO added to the deployed policy, as far as it is known, on the same
@@ -252,10 +256,10 @@ def on_training(results: RunResults) -> list[str]:
             gains[samples] = {"difference": gain[key], "ci95": gain[f"{key}_ci95"]}
     lines = []
     if gains:
-        score = "reward" if task_of(results).equal_latency else "utility"
+        score = task_of(results).judged_by
         # the test samples, if they are known, decide what it shows
         changed = CHANGED[sign_of(next(iter(gains.values()))["ci95"])].format(score)
-        parts = [f"{difference_words(row)} {samples}" for samples, row in gains.items()]
+        parts = [f"{GAIN_WORDS[score](row)} {samples}" for samples, row in gains.items()]
         lines.append(f"{method} {changed}: {', '.join(parts)}.")
     total = training.get("warmup_iterations", 0) + training.get("iterations", 0)
     ended = training.get("ended_at", [])

@@ -165,6 +165,11 @@ def difference_words(row: Row) -> str:
     return f"{points(row['difference'])} points{span(row['ci95'])}"
 
 
+def reward_words(row: Row) -> str:
+    """Write a difference of rewards, which have a unit of their own: `+2.67 [2.14, 3.2]`."""
+    return f"{number(row['difference'], '+.3g')}{span(row['ci95'], '.3g')}"
+
+
 def difference_cell(row: Row) -> str:
     """Return the cell of a difference, in points, with its interval; a dash where it is not
     known."""

@@ -7,6 +7,9 @@ from pathlib import Path
 import pytest
 from commands import OPTIMISER, TABLE, launch, read_json, refused, words_of, write_table
 from omegaconf import OmegaConf
+from wandb_stub import forget_wandb, offline_runs
+
+from knobwise.experiments.wording.sentences import verdict
 
 TRAIN = words_of(
     "train", TABLE, OPTIMISER, "policy=utility policy.fold_networks=2 seeds=[0] reward=function"
@@ -46,6 +49,37 @@ def test_a_run_is_trained_on_it_and_both_verbs_judge_by_it():
         for each in (trained, again)
     ]
     assert rewards[0] == pytest.approx(rewards[1])
+
+
+@pytest.mark.usefixtures("_folder")
+def test_what_its_training_gained_is_a_reward_and_not_a_utility(home, monkeypatch):
+    """Under every name, in the numbers and in words."""
+    forget_wandb(monkeypatch, home)
+    words = "reward.function=my_rewards:fastest optimiser.teacher_iterations=1 baselines=false"
+    launch(
+        TRAIN, words, "optimiser.pretrain_iterations=1 optimiser.lr=0.05 tracking=offline name=x"
+    )
+    run = Path("runs/controller/x")
+    trained = read_json(run / "results.json")
+    assert "validation_utility" not in trained
+    # 3 less the share of the budget that was used: more than a utility can be
+    (score,) = trained["validation_reward"]
+    assert score > 1
+    summary = offline_runs(run)[-1].summary
+    assert summary["Val/Reward_Mean"] == pytest.approx(score)
+    assert "Val/Utility" not in summary
+    # sample by sample, what was gained on the test part
+    gain = trained["grpo_gain"]
+    assert gain["held_out"] == pytest.approx(score - trained["chosen"][0]["grpo"]["start"])
+    assert gain["test"] > 0.1
+    (line,) = [line for line in verdict(trained) if "GRPO raised reward" in line]
+    assert f"+{gain['test']:.3g} [" in line
+    assert "points" not in line
+    launch("evaluate", TABLE, words.split()[0], "reward=function json=again.json baselines=false")
+    again = read_json("again.json")
+    assert again["validation_reward"] == [score]
+    (line,) = [line for line in verdict(again) if "GRPO raised reward" in line]
+    assert "points" not in line
 
 
 MISTAKES = {

@@ -200,6 +200,11 @@ def stopped_at(*ended):
             with_guard(PAIR, PAIR, **trained(30, method="PPO"), grpo_gain=GAIN),
             r"PPO .*\+1.2 .*-0.4, 3.0.*\+2.0 .*1.0, 3.0",
         ),
+        # of a reward that is judged by itself, a number in its own unit
+        (
+            with_guard(PAIR, PAIR, validation_reward=[3.1, 3.2], grpo_gain=GAIN),
+            r"GRPO .* reward: \+0.0123 \[-0.004, 0.03\] .*\+0.02 \[0.0101, 0.03\]",
+        ),
         (with_guard((FELL_BACK, {}), (FELL_BACK, {}), PAIR), "2 of 6 seed"),
         (with_guard((FELL_BACK, {})), "1 of 2 budgets"),
         (with_guard(({}, TOO_DEAR), PAIR), r"95% .*480 ms \(.* utility in 1 of 2 seeds\)"),
@@ -295,6 +300,16 @@ def test_grpo_has_a_curve_of_its_own(run):
     assert {p["step"] for p in points_of(whole) if "policy" in p} == {0, 10, 20, 30}
     points = {p["step"]: (p["low"], p["high"]) for p in points_of(gained) if "policy" in p}
     assert points == {20: pytest.approx((-1, -1)), 30: pytest.approx((-6, 3))}
+
+
+def test_the_curve_of_what_grpo_gained_is_of_the_reward_where_that_is_judged(run):
+    lines = ["seed,step,Val/Utility,Val/Reward_Mean", "0,0,0.5,4.0", "0,10,0.4,6.5", "0,20,0.3,9.0"]
+    (run / "metrics.csv").write_text("\n".join(lines))
+    chosen = [{"weights": {}, "settings": {}, "iteration": 10, "grpo": {"start": 4.0}}]
+    facts = {"validation_reward": [9.0, 9.0], "chosen": chosen}
+    *_, gained = training_of(report_of(run, results() | trained(1, 20) | facts))
+    points = [(p["step"], p["value"]) for p in points_of(gained) if "policy" in p]
+    assert points == [(10, pytest.approx(2.5)), (20, pytest.approx(5.0))]
 
 
 def test_the_report_says_first_what_was_gained_when_and_how_fast(run):
