@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
 from typing import Any
 
-from knobwise.common.checks import one_of
+from knobwise.common.checks import at_least, one_of
 from knobwise.common.errors import InputError
 from knobwise.envs.bandit.reward_kinds import KINDS
 
@@ -77,11 +76,8 @@ class RewardConfig:
             raise InputError(
                 "reward=function and reward.function=module:name go together; give both or neither"
             )
-        if not 0 <= self.miss < math.inf:
-            raise InputError(
-                f"reward.miss={self.miss}: the cost of a missed budget must be 0 or a positive "
-                "number"
-            )
+        for weight in ("alpha", "beta", "gamma", "delta", "epsilon", "miss"):
+            at_least(f"reward.{weight}", getattr(self, weight), 0)
 
 
 TRAINING_REWARD = RewardConfig(kind="utility", **KINDS["utility"].settings)

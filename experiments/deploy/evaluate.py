@@ -17,7 +17,6 @@ from knobwise.agents.evaluation.limits import budget_with, table_for
 from knobwise.agents.selector.clip_encoder import as_read
 from knobwise.agents.selector.selector import Selector
 from knobwise.agents.training.checkpoint import Loaded, load_checkpoint
-from knobwise.common.checks import a_device
 from knobwise.common.errors import InputError, naming
 from knobwise.common.files import write_json
 from knobwise.common.progress import say
@@ -38,6 +37,7 @@ from knobwise.experiments.evidence.schema import RunResults
 from knobwise.experiments.evidence.selectors import evaluate_selectors
 from knobwise.experiments.report.report import print_results
 from knobwise.experiments.settings.beams import check_judged, read_data
+from knobwise.experiments.settings.device import a_device
 from knobwise.experiments.settings.options import EvaluateRun, ExplainRun, ExportRun
 from knobwise.experiments.settings.profiles import measured_at_once, read_profile
 from knobwise.experiments.train.controller import evaluate_beside_baselines

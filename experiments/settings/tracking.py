@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from knobwise.common.checks import a_device, a_seed, distinct
+from knobwise.common.checks import a_seed, distinct
+from knobwise.experiments.settings.device import a_device
 
 
 @dataclass

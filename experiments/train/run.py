@@ -14,10 +14,10 @@ import polars as pl
 import torch
 
 from knobwise.agents.training.trainer import Trainer
-from knobwise.common.checks import a_device
 from knobwise.common.files import written_whole
 from knobwise.experiments.evidence.controllers import profile_of
 from knobwise.experiments.evidence.schema import RunResults
+from knobwise.experiments.settings.device import a_device
 from knobwise.experiments.settings.selector_options import SelectorRun
 from knobwise.experiments.tracking.tracker import Tracker, wandb_mode
 
