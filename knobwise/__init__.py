@@ -4,7 +4,8 @@ budget.
 `import knobwise` is light; it makes `gymnasium.make("knobwise/ConfigBandit-v0")` and, for selectors
 of demonstrations, `gymnasium.make("knobwise/DemonstrationBandit-v0", table=…)` known and nothing
 more. `knobwise.read`, `knobwise.fit` and `knobwise.load` (`knobwise.api`) read a profile, train a
-policy and load one; `knobwise.wrap` puts it in front of a callable. The parts, in the order in
+policy and load one; `knobwise.wrap` puts it in front of a callable;
+`knobwise.compare_policies` compares it with others. The parts, in the order in
 which data passes through them: `knobwise.profiling` measures, `knobwise.envs` reads and replays,
 `knobwise.agents` decides and learns, `knobwise.losses` holds what is minimised,
 `knobwise.experiments` launches, tracks and reports.
@@ -22,10 +23,12 @@ if TYPE_CHECKING:
     from knobwise.api import load as load
     from knobwise.api import read as read
     from knobwise.api import wrap as wrap
+    from knobwise.experiments.compare.policies import compare_policies as compare_policies
 
 registration.register()
 
 MODULES = dict.fromkeys(("KnobPolicy", "fit", "load", "read"), "api")
 MODULES["wrap"] = "agents.serving.wrapper"  # without torch
+MODULES["compare_policies"] = "experiments.compare.policies"
 __getattr__ = lazy(__name__, MODULES)
 __all__ = ["__version__", *MODULES]

@@ -12,6 +12,7 @@ from torch import Tensor
 from knobwise.agents.deployed.arrays import Array as Array
 from knobwise.agents.deployed.arrays import Arrays
 from knobwise.agents.deployed.calibrated import Guard
+from knobwise.common.errors import InputError
 from knobwise.envs.tables.profile_table import ProfileTable
 
 
@@ -82,6 +83,24 @@ def choices_of(policy: Policy, features: Arrays, limits: Array, mask: Array) -> 
         features: block name → float [n, d].
         limits: float [B].
         mask: bool [n, C].
+
+    Raises:
+        InputError: a policy that returns something else than configurations, one for each request.
     """
-    columns = [policy.choose(features, np.full(len(mask), limit), mask) for limit in limits]
+    n, count = mask.shape
+    columns = []
+    for limit in limits:
+        chosen = np.asarray(policy.choose(features, np.full(n, limit), mask))
+        if chosen.shape != (n,) or chosen.dtype.kind not in "iu":
+            raise InputError(
+                f"{type(policy).__name__}.choose: returns {chosen.dtype} {[*chosen.shape]}; must "
+                f"return int64 [{n}], the index of a configuration for each request"
+            )
+        outside = chosen[(chosen < 0) | (chosen >= count)]
+        if len(outside):
+            raise InputError(
+                f"{type(policy).__name__}.choose: returns {outside[0]}; configurations are 0 to "
+                f"{count - 1}"
+            )
+        columns.append(chosen.astype(np.int64))
     return torch.from_numpy(np.stack(columns, 1))

@@ -58,7 +58,7 @@ class KnobPolicy:
     """Sets the knobs for each input under its budget.
 
     Attributes:
-        agent: the controller; `agent.choose` decides for arrays, and keeps to a mask.
+        agent: the controller.
         unit: of budgets: ms, or that of a cost that is no time, such as USD. All that is called
             `…_ms` below is in it.
         features: the widths of the feature blocks that it reads, by name; empty if it sees the
@@ -171,6 +171,14 @@ class KnobPolicy:
                 about = alone, each[i : i + 1], limits
                 results[i] = self._explanation(*about, choice, drift, between_ms)
         return results if sizes else results[0]
+
+    def choose(self, features: Arrays, limits: Array, mask: Array | None = None) -> Array:
+        """Choose for n requests, see `knobwise.agents.evaluation.policy.Policy`."""
+        return self.agent.choose(features, limits, mask)
+
+    def reads_features(self, limits: Array) -> Array:
+        """Tell under which limits [n] the policy reads features, bool [n]."""
+        return self.agent.reads_features(limits)
 
     def save(self, path: str | Path) -> None:
         """Write a checkpoint, which `knobwise.load` reads.

@@ -1,0 +1,77 @@
+"""Policies of any kind side by side: one's own, that of a run, a baseline."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+from torch import Tensor
+
+from knobwise.agents.evaluation.evaluation import evaluate_policy
+from knobwise.agents.evaluation.policy import Policy
+from knobwise.agents.serving.knob_policy import KnobPolicy
+from knobwise.common.errors import InputError
+from knobwise.envs.tables.profile_table import ProfileTable
+from knobwise.experiments.evidence.statistics import FEWEST, Difference, holm, paired
+
+
+def compare_policies(
+    policies: Mapping[str, Policy],
+    table: ProfileTable,
+    rows: Tensor,
+    budgets_ms: Tensor,
+    costs_ms: Mapping[str, Tensor | float] | None = None,
+) -> list[Difference]:
+    """Judge policies on the same samples, and compare each with the first: the utility of its
+    decisions, as a mean over the budgets.
+
+    Args:
+        policies: by name, at least two, such as what `knobwise.load` returns.
+        rows: int64 [n], samples that no policy was fitted on, such as `table.split().test`.
+        budgets_ms: float [B].
+        costs_ms: the times of decisions, by the names of policies, see `evaluate_policy`; the
+            others decide for free.
+
+    Returns:
+        a difference for each policy but the first, with its paired 95 % interval over samples, and
+        p corrected for their number.
+
+    Raises:
+        InputError: one policy, too few samples, or some that a loaded policy was trained on.
+    """
+    if len(policies) < 2 or len(rows) < FEWEST:
+        raise InputError(
+            f"compare_policies: {len(policies)} policies and {len(rows)} samples; give at least 2 "
+            f"and {FEWEST}"
+        )
+    clusters = None
+    if table.clusters:
+        names = [table.clusters[row] for row in rows.tolist()]
+        clusters = np.unique(names, return_inverse=True)[1]
+    scores = {}
+    for name, policy in policies.items():
+        if isinstance(policy, KnobPolicy):
+            _check_unseen(name, policy, table, rows)
+        cost_ms = (costs_ms or {}).get(name, 0.0)
+        judged = evaluate_policy(policy, table, rows, budgets_ms, cost_ms=cost_ms)
+        # [S, n, C] for one seed and the mean over budgets
+        scores[name] = judged.utility.double().mean(1)[None, :, None].numpy()
+    against, *others = policies
+    differences = []
+    for name in others:
+        (test,) = paired(scores[name], scores[against], True, clusters)
+        gap, low, high, p = test
+        about = name, against, name, against, None, len(rows)
+        differences.append(Difference(*about, gap, (low, high), p))
+    return holm(differences)
+
+
+def _check_unseen(name: str, policy: KnobPolicy, table: ProfileTable, rows: Tensor) -> None:
+    """Refuse samples that a policy was trained on."""
+    seen = set(policy.loaded.extra.get("seen", ()))
+    known = sum(fingerprint in seen for fingerprint in table.fingerprints(rows))
+    if known:
+        raise InputError(
+            f"{name}: was trained on {known} of these {len(rows)} samples; judge on others, such "
+            "as the test part of its split"
+        )

@@ -1,0 +1,87 @@
+"""Policies of one's own beside loaded ones, on the same samples."""
+
+import numpy as np
+import pytest
+import torch
+from helpers import Always, close, input_error, small_table, table_of
+
+import knobwise
+from knobwise.agents import evaluate_policy
+from knobwise.agents.evaluation.baselines import fit_static
+from knobwise.envs import default_budgets
+
+QUICK = {"teacher_iterations": 4, "pretrain_iterations": 4, "iterations": 4, "contexts": 32}
+
+
+def test_differences_are_paired_and_those_of_a_run_are_what_its_run_says():
+    table = small_table(60)
+    split, budgets_ms = table.split(), default_budgets(table)
+    options = {"policy": "utility", "policy.hidden": 8, "policy.fold_networks": 2}
+    loaded = knobwise.fit(table, optimiser=QUICK, own_cost=False, **options)
+    blocks, mask = table.blocks(split.test), table.mask[split.test].numpy()
+    features = {name: block.numpy() for name, block in blocks.items()}
+    limits = np.full(len(mask), 20.0)
+    chosen = loaded.agent.choose(features, limits, mask)
+    assert (loaded.choose(features, limits, mask) == chosen).all()
+
+    static = fit_static(table, split.fitted)
+    policies = {"static": static, "run": loaded, "first": Always(0)}
+    gaps = knobwise.compare_policies(policies, table, split.test, budgets_ms)
+    assert [(gap.policy, gap.against_policy) for gap in gaps] == [
+        ("run", "static"),
+        ("first", "static"),
+    ]
+    judged = {
+        name: evaluate_policy(policy, table, split.test, budgets_ms).utility
+        for name, policy in policies.items()
+    }
+    for gap in gaps:
+        wanted = judged[gap.policy].mean() - judged["static"].mean()
+        assert gap.difference == pytest.approx(float(wanted), abs=1e-6)
+        assert gap.ci95[0] <= gap.difference <= gap.ci95[1]
+        assert gap.p <= gap.p_holm
+    means = {row["policy"]: row for row in loaded.judged["rows"] if row["budget_ms"] is None}
+    assert means["controller"]["over_static"] == pytest.approx(gaps[0].difference, abs=1e-6)
+    with input_error("run: was trained on 48 of these 60 samples"):
+        knobwise.compare_policies(policies, table, torch.arange(60), budgets_ms)
+
+
+def test_an_interval_of_differences_that_are_all_equal_has_no_width():
+    table = table_of([[0.25, 0.75]] * 6, [[1.0, 2.0]] * 6)
+    about = table, torch.arange(6), torch.tensor([3.0, 4.0])
+    (gap,) = knobwise.compare_policies({"a": Always(0), "b": Always(1)}, *about)
+    close(torch.tensor([gap.difference, *gap.ci95]), torch.full((3,), 0.5))
+    # late at the first budget
+    (gap,) = knobwise.compare_policies(
+        {"a": Always(0), "b": Always(1)}, *about, costs_ms={"b": torch.tensor([1.5, 0.5])}
+    )
+    assert gap.difference == pytest.approx((0.0 + 0.75) / 2 - 0.25)
+    with input_error("1 policies"):
+        knobwise.compare_policies({"a": Always(0)}, *about)
+
+
+class Returns:
+    def __init__(self, value):
+        self.value = value
+
+    def choose(self, features, budgets_ms, mask=None):
+        return self.value
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (np.full(40, 999), "Returns.choose: returns 999; configurations are 0 to"),
+        (np.full(40, -1), "Returns.choose: returns -1"),
+        (
+            np.zeros((40, 1), int),
+            r"Returns.choose: returns int64 \[40, 1\]; must return int64 \[40\]",
+        ),
+        (np.zeros(40), "float64"),
+        (3, r"\[\]"),
+    ],
+)
+def test_what_is_no_choice_is_named(value, message):
+    table = small_table(40)
+    with input_error(message):
+        evaluate_policy(Returns(value), table, torch.arange(40), torch.tensor([5.0]))
