@@ -123,7 +123,8 @@ def calibrate(
         # only requests that some configuration answers in time count for the level
         feasible = (quickest_ms <= budget).any(1)
         count = int(feasible.sum())
-        misses = count - on_time[feasible].sum(0)
+        # an estimate may be below 0
+        misses = (count - on_time[feasible].sum(0)).clamp(0, count)
         row = _calibrated(float(budget), utilities, misses, count, level, margins)
         if isinstance(table, CompletedTable):
             chosen = choices[margins.index(row["margin"])]

@@ -70,7 +70,22 @@ def summarise(
         for metric in estimated:
             ci95 = next(intervals)
             row[f"{metric.key}_ci95"] = None if row[metric.key] is None else ci95
+    for row, metric in itertools.product(rows, metrics):
+        if metric.share:
+            _cut_off(row, metric.key)
     return rows
+
+
+def _cut_off(row: dict[str, Any], key: str) -> None:
+    """Bring what a row has of a share into 0 … 1.
+
+    Doubly robust estimates of the share on time may lie above 1. A ratio to the sum of the weights
+    would not mend that: with predictions in it, it may lie outside too. Whatever the truth is, it
+    is in the range, so an estimate that is cut off is no farther from it.
+    """
+    for name in (key, f"{key}_ci95", f"{key}_per_seed", f"{key}_per_split"):
+        if row.get(name) is not None:
+            row[name] = np.clip(row[name], 0.0, 1.0).tolist()
 
 
 def _aggregated(
@@ -200,7 +215,7 @@ def reliability(decisions: pl.DataFrame, policy: str) -> list[ReliabilityBin]:
         .agg(
             pl.len().alias("decisions"),
             pl.col("expected_on_time").cast(pl.Float64).mean().alias("expected_in_time"),
-            pl.col("on_time").cast(pl.Float64).mean().alias("in_time"),
+            pl.col("on_time").cast(pl.Float64).mean().clip(0, 1).alias("in_time"),
         )
     )
     return cast("list[ReliabilityBin]", bins.drop("bin").to_dicts())

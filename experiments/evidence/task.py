@@ -60,6 +60,9 @@ class Metric:
     aggregate: pl.Expr | None = None
     in_parts: bool = False
     """Whether it is also given by seed and by split."""
+    share: bool = False
+    """Whether it is from 0 to 1. An estimate outside is cut off there, which brings it nearer to
+    the truth."""
 
 
 # the columns that a task adds to the decisions: scores of others for the same request
@@ -72,19 +75,20 @@ def over(score: str, other: str = "of_reference") -> pl.Expr:
     return pl.col(score) - pl.col(other)
 
 
-UTILITY = Metric("utility", "utility", value=pl.col("utility"), in_parts=True)
-ACCURACY = Metric("accuracy", "accuracy", aggregate=pl.mean("accuracy"))
-SCORE = Metric("accuracy", "accuracy", value=pl.col("accuracy"), in_parts=True)
-FREE = Metric("utility_free", "if free", aggregate=pl.mean("utility_if_free"))
+UTILITY = Metric("utility", "utility", value=pl.col("utility"), in_parts=True, share=True)
+ACCURACY = Metric("accuracy", "accuracy", aggregate=pl.mean("accuracy"), share=True)
+SCORE = Metric("accuracy", "accuracy", value=pl.col("accuracy"), in_parts=True, share=True)
+FREE = Metric("utility_free", "if free", aggregate=pl.mean("utility_if_free"), share=True)
 GAP_WIDTH = UPPER_BOUND - REFERENCE
 GAP = Metric("gap_closed", "oracle gap closed", ".0%", value=over("utility"), per=GAP_WIDTH)
 LATENCY = Metric("latency_ms_mean", "mean latency", unit="ms", aggregate=pl.mean("latency_ms"))
-ON_TIME = Metric("satisfaction", "on time", ".1%", aggregate=pl.mean("on_time"))
+ON_TIME = Metric("satisfaction", "on time", ".1%", aggregate=pl.mean("on_time"), share=True)
 FEASIBLE = Metric(
     "satisfaction_feasible",
     "on time (feasible)",
     ".1%",
     aggregate=pl.col("on_time").filter("feasible").mean(),
+    share=True,
 )
 OVER_MIX = Metric("over_static_mix", "over static mix", "+.3f", value=over("accuracy"))
 OVER_SINGLE = Metric(
@@ -232,7 +236,7 @@ MEAN_BUDGET = Task(
         DECISION,
     ),
     numbers=(
-        Metric("utility", value=pl.col("accuracy"), in_parts=True),
+        Metric("utility", value=pl.col("accuracy"), in_parts=True, share=True),
         Metric("over_static_mix_at_budget", value=over("accuracy", "of_mix_at_budget")),
         Metric("oracle_accuracy", aggregate=UPPER_BOUND.mean()),
         P95,
@@ -272,7 +276,7 @@ def with_costs(task: Task, costs: Mapping[str, CostFacts]) -> Task:
         if "limit" in facts:
             title = f"over {facts['limit']:g} {unit or name}"
             over = pl.mean(f"over_{name}")
-            added.append(Metric(f"cost_{name}_over", title, ".1%", aggregate=over))
+            added.append(Metric(f"cost_{name}_over", title, ".1%", aggregate=over, share=True))
     if not added:
         return task
     # the time of a decision stays last

@@ -1,7 +1,9 @@
 """Margins, fall-backs and reasons by hand; the level over many draws."""
 
+import dataclasses
 import functools
 import math
+from dataclasses import replace
 from types import SimpleNamespace
 from unittest import mock
 
@@ -21,6 +23,7 @@ from knobwise.agents.calibration.guard import (
     calibrate,
 )
 from knobwise.agents.deployed.calibrated import Guard
+from knobwise.agents.teacher.completed import CompletedTable
 
 NAN = math.nan
 BUDGET = 10.0
@@ -175,6 +178,21 @@ def test_infeasible_requests_do_not_count_nor_does_what_was_not_profiled():
     row = calibrated([{0.0: 0}] * 2, [[1.0]] * 2, [[20.0]] * 2)
     wanted = KEPT | {"margin": 1, "feasible": 0, "satisfaction_deployed": None}
     assert row | wanted == row
+
+
+def test_estimates_promise_no_more_than_every_request_on_time():
+    # of three requests two were measured; each stands for three, and none was expected on time
+    table = table_of(torch.ones(3, 2), torch.full((3, 2), 5.0))
+    late = replace(table, latency_ms=table.latency_ms * 10)
+    weight = torch.tensor([[3.0, 3.0], [3.0, 3.0], [0.0, 0.0]])
+    fields = {field.name: getattr(table, field.name) for field in dataclasses.fields(table)}
+    known = CompletedTable(**fields, measured=table, predicted=late, weight=weight)
+    static = torch.zeros(3, 1, dtype=torch.int64)
+    about = known, torch.arange(3), torch.tensor([BUDGET]), static
+    (row,) = calibrate(*about, lambda limit_ms: torch.ones(3, dtype=torch.int64), 0.9)
+    assert row["satisfaction_deployed"] == 1
+    # three requests cannot show nine tenths, however many they seem to be
+    assert row["missed"] == TOO_FEW
 
 
 @pytest.mark.parametrize(

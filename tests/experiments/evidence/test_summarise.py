@@ -8,7 +8,15 @@ from knobwise.experiments.evidence.decisions import decision_rows
 from knobwise.experiments.evidence.evaluate import evaluate
 from knobwise.experiments.evidence.statistics import mean_interval
 from knobwise.experiments.evidence.summarise import summarise, with_references
-from knobwise.experiments.evidence.task import DEADLINE, GAP, UTILITY, Metric
+from knobwise.experiments.evidence.task import (
+    ACCURACY,
+    DEADLINE,
+    FEASIBLE,
+    GAP,
+    ON_TIME,
+    UTILITY,
+    Metric,
+)
 
 BUDGETS = [10.0, 20.0]
 
@@ -66,6 +74,25 @@ def test_where_nothing_can_be_gained_nothing_was_closed():
         row = rows[policy, None]
         assert row["gap_closed"] == pytest.approx(share)
         assert row["gap_closed_ci95"] == pytest.approx([share, share])
+
+
+def test_an_estimated_share_is_cut_off_where_no_share_can_be():
+    # doubly robust estimates of single requests, one of which weighs twice
+    on_time = np.array([[1.5, 1.5], [1.0, -0.5], [1.0, -0.5]])
+    feasible = [[True], [True], [False]]
+    utility = np.array([[[1.2, -0.3], [1.1, -0.1], [0.9, -0.2]]])
+    table = decisions_of({"controller": utility}, on_time=on_time, feasible=feasible)
+    table = with_references(DEADLINE, table)
+    rows = by_condition(summarise(table, [UTILITY, ACCURACY, ON_TIME, FEASIBLE]))
+    at_10, at_20 = (rows["controller", budget] for budget in BUDGETS)
+    assert [at_10[each.key] for each in (UTILITY, ACCURACY, ON_TIME, FEASIBLE)] == [1, 1, 1, 1]
+    assert [at_20[each.key] for each in (UTILITY, ACCURACY)] == [0, 0]
+    assert at_20["satisfaction"] == pytest.approx(0.5 / 3)
+    for row in rows.values():
+        assert 0 <= min(row["utility_ci95"]) <= max(row["utility_ci95"]) <= 1
+    # the mean is of what was estimated, and cut off once
+    assert rows["controller", None]["satisfaction"] == pytest.approx(4 / 6)
+    assert rows["controller", None]["utility"] == pytest.approx(2.6 / 6)
 
 
 # -- what somebody adds ----------------------------------------------------------------------------
