@@ -39,8 +39,9 @@ from knobwise.experiments.report.report import print_results
 from knobwise.experiments.settings.beams import check_judged, read_data
 from knobwise.experiments.settings.device import a_device
 from knobwise.experiments.settings.options import EvaluateRun, ExplainRun, ExportRun
-from knobwise.experiments.settings.profiles import measured_at_once, read_profile
+from knobwise.experiments.settings.profiles import measured_at_once, of_run, read_profile
 from knobwise.experiments.train.controller import evaluate_beside_baselines
+from knobwise.experiments.wording.words import quantity
 from knobwise.profiling.endpoint.settings import NAME as ENDPOINT
 from knobwise.profiling.endpoint.settings import NAMES, options_in
 
@@ -107,6 +108,7 @@ def _evaluate_live(checkpoint: Path, loaded: Loaded, config: EvaluateRun) -> Run
         if hasattr(model, "close"):
             stack.callback(model.close)
         requests = requests_of(items, config.knobs)
+        config = replace(config, budgets_ms=wanted_budgets(config, loaded, table))
         return run_live(checkpoint, loaded, table, model, requests, config)
 
 
@@ -116,10 +118,13 @@ def evaluate_controller(loaded: Loaded, config: EvaluateRun) -> tuple[RunResults
     policy = loaded.controller
     split = _split_for(loaded, table, config)
     evaluator = EVALUATORS[policy.constraint]
-    budgets_ms = evaluator.budgets_for(policy, table, split, config.budgets_ms)
+    wanted = wanted_budgets(config, loaded, table)
+    budgets_ms = evaluator.budgets_for(policy, table, split, wanted)
     table = table_for(
         config.unprofiled, table, split, budget_with(loaded.controller.calibration.limits)
     )
+    budgets = ", ".join(quantity(budget, table.unit) for budget in budgets_ms.tolist())
+    print(f"judged on {len(split.test):,} test samples, at budgets {budgets}", flush=True)
     judged = evaluator(table, split, budgets_ms, RewardTable(table, config.reward))
     # choices that were measured for judging (`profile complete=`) are those of this static policy
     by_choice = policy.calibration.judged and loaded.profile_digest == table.digest
@@ -131,6 +136,15 @@ def evaluate_controller(loaded: Loaded, config: EvaluateRun) -> tuple[RunResults
     if gain := gain_on_held_out([loaded]):
         results |= {"grpo_gain": gain}
     return results, decisions
+
+
+def wanted_budgets(config: EvaluateRun, loaded: Loaded, table: ProfileTable) -> list[float] | None:
+    """Return the budgets in the settings; where there are none, on the profile of the training,
+    those of its run. None for those that suit the table."""
+    budgets_ms = config.budgets_ms
+    if budgets_ms is None and loaded.profile_digest == table.digest:
+        budgets_ms = of_run(config.checkpoint, "budgets_ms")
+    return budgets_ms
 
 
 def fitting_profile(config: EvaluateRun | ExplainRun | ExportRun, loaded: Loaded) -> ProfileTable:

@@ -213,8 +213,9 @@ class EvaluateRun(EndpointOptions):
     """Shares of the samples, for a profile that the controller was not trained on; baselines fit on
     `train`."""
     budgets_ms: list[float] | None = None
-    """Budgets to judge at, in ms; None for five quantiles of the table's latencies. A controller
-    for mean budgets is judged at those that its prices were calibrated for."""
+    """Budgets to judge at, in ms; None for those of the run, or on another profile for five
+    quantiles of its latencies. A controller for mean budgets is judged at those that its prices
+    were calibrated for."""
     reward: RewardConfig = field(default_factory=lambda: replace(TRAINING_REWARD))
     """Reward to report in the column `reward`; the policy is unchanged."""
     unprofiled: str = "predict"

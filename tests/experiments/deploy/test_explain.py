@@ -91,6 +91,22 @@ def test_a_run_without_baselines_is_evaluated_without_them_until_the_word_is_typ
     assert policies[1] >= policies[0] | {"random_forest", "ridge", "knn"}
 
 
+def test_a_run_is_evaluated_at_its_own_budgets_and_says_so(table, capsys):
+    about = f"checkpoint={RUN} own_cost=false baselines=false json=e.json"
+    capsys.readouterr()
+    launch("evaluate", about)
+    assert read_json("e.json")["budgets_ms"] == [8, 25]
+    assert "budgets 8.00 ms, 25.0 ms" in capsys.readouterr().out
+    # whoever names others gets them, and another profile has its own
+    launch("evaluate", about, "budgets_ms=[12]")
+    assert read_json("e.json")["budgets_ms"] == [12]
+    half = pl.read_parquet("t.parquet").filter(pl.col("sample_id").cast(pl.Int64) % 2 == 0)
+    half.write_parquet("half.parquet")
+    new = "profile=table profile.path=half.parquet profile.features=f.npz split.seed=3"
+    launch("evaluate", about, new)
+    assert len(read_json("e.json")["budgets_ms"]) == 5
+
+
 def test_what_a_run_deploys_becomes_an_actor(table):
     policy = knobwise.load(HEAD)
     limits = np.full(60, 10.0, np.float32)
