@@ -55,7 +55,7 @@ def profile(config: ProfileRun) -> None:
         raise InputError(f"profile: {error}") from error
 
 
-def measure(config: ProfileRun, needed: Callable[[Any], Any] | None = None) -> Path:
+def measure(config: ProfileRun, needed: Callable[[], Any] | None = None) -> Path:
     """Measure a model with knobs; return the folder.
 
     Args:

@@ -13,6 +13,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
+from omegaconf import OmegaConf
 from torch import Tensor
 
 from knobwise.agents.calibration.calibrate import calibrated_again, cells_to_judge
@@ -23,7 +24,12 @@ from knobwise.common.json_text import decoded
 from knobwise.envs.tables.profile_table import ProfileTable, Split
 from knobwise.experiments.evidence.run_folder import checkpoint_at
 from knobwise.experiments.settings.options import ProfileRun
-from knobwise.experiments.settings.profiles import TableProfile, read_profile
+from knobwise.experiments.settings.profiles import (
+    PROFILES,
+    TableProfile,
+    group_of_run,
+    read_profile,
+)
 from knobwise.experiments.settings.words import typed
 from knobwise.profiling.measuring.settings import VLMProfileConfig
 
@@ -50,13 +56,14 @@ def complete(config: ProfileRun, measure: Callable[[ProfileRun, Any], Path]) -> 
             "trained on a profile of part of the cells, has choices that were not measured"
         )
 
-    def needed(table: ProfileTable) -> Tensor:
+    def needed() -> tuple[ProfileTable, Tensor]:
+        table = _profile(Path(config.out), run, loaded)
         _check_samples(run, loaded, table)
-        return cells_to_judge(agent, table, loaded.extra["test_rows"])
+        return table, cells_to_judge(agent, table, loaded.extra["test_rows"])
 
     # as the profile was measured
     folder = measure(replace(config, knobs=_settings_of(Path(config.out))), needed)
-    table = _profile(folder)
+    table = _profile(folder, run, loaded)
     rows = (loaded.extra[part] for part in ("train_rows", "validation_rows", "test_rows"))
     budget = budget_with(loaded.controller.calibration.limits)
     whole = table_for("predict", table, Split(*rows), budget)
@@ -107,8 +114,12 @@ def _settings_of(out: Path) -> VLMProfileConfig:
             raise InputError(f"is damaged ({error}); measure the profile again") from error
 
 
-def _profile(folder: Path) -> ProfileTable:
-    """Read the profile in a folder."""
-    features = str(folder / "features.safetensors")
-    settings = TableProfile(path=str(folder / "table.parquet"), features=features, name=folder.name)
-    return read_profile(settings)
+def _profile(folder: Path, run: str, loaded: Loaded) -> ProfileTable:
+    """Read the profile in a folder as the run read it: with its features, texts and costs."""
+    path = str(folder / "table.parquet")
+    trained_on = group_of_run(run, "profile", PROFILES)
+    settings: Any = TableProfile(path=path, features=str(folder / "features.safetensors"))
+    # a run may have read exp5/exp6 files of the folder, and a checkpoint alone has no settings
+    if trained_on is not None and trained_on.format == "table":
+        settings = OmegaConf.to_object(trained_on)
+    return read_profile(replace(settings, path=path, name=folder.name), loaded)

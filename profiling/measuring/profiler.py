@@ -82,7 +82,7 @@ def profile_vlm(
     config: VLMProfileConfig,
     identity: Mapping[str, Any] | None = None,
     choose: Callable[[ProfileTable], Outlook] | None = None,
-    needed: Callable[[ProfileTable], Tensor] | None = None,
+    needed: Callable[[], tuple[ProfileTable, Tensor]] | None = None,
     clock_s: Callable[[], float] = time.monotonic,
     runner: Callable[[AdaptiveVLM, MeasurementPlan, Path], Runner] | None = None,
 ) -> Path:
@@ -95,8 +95,8 @@ def profile_vlm(
         identity: what tells this model from others, beside `model.identity`; also the `machine`, if
             another one measures.
         choose: what to measure in further rounds, from the profile so far; None for one round.
-        needed: cells that are measured too whatever is drawn, bool [n, c] from the profile so far,
-            which must be there.
+        needed: the profile so far, which must be there, and its cells that are measured too
+            whatever is drawn, bool [n, c].
         clock_s: the clock of `knobs.max_hours`, in seconds.
         runner: makes what measures, from the model, the plan and the state folder; None measures in
             this process.
@@ -146,9 +146,9 @@ def profile_vlm(
     with appended(path) as log:
         sure = read_sure_cells(state / FILE, contents, configurations)
         if needed is not None:
-            table = read_long_table(out / "table.parquet", features=str(features))
+            table, wanted = needed()
             ids = [item.id for item in items]
-            sure |= cells_of_plan(needed(table), table, ids, configurations)
+            sure |= cells_of_plan(wanted, table, ids, configurations)
             write_sure_cells(state / FILE, sure, contents, configurations)
         while True:
             plan = rounds.plan()

@@ -129,6 +129,26 @@ def test_part_of_the_cells_is_measured(endpoint):
     assert {*by_part.filter(~of_test)["len"]} == {2}
 
 
+def test_what_the_printed_command_trained_is_completed(endpoint, capsys):
+    write_questions({f"n{n}": (f"What is {n} + 1?", str(n + 1)) for n in range(40)})
+    values = (
+        "knobs.values={model: [small, large], reasoning_effort: [low, high], max_tokens: [64, 256]}"
+    )
+    part = {"knobs.per_sample": 2, "knobs.whole_test": False}
+    launch(words(endpoint, values, prices="prices.yaml", **part))
+    following = capsys.readouterr().out.partition("next:")[2].split()
+    assert {"profile.features=[prompt]", "profile.costs=[usd]"} <= {*following}
+    launch(following[1:], QUICK, "name=r")
+    asked(endpoint)
+    again = words(endpoint, values, prices="prices.yaml", complete="runs/controller/r")
+    launch(again)
+    assert asked(endpoint).total() > 0
+    # what was trained on is what it is judged on
+    launch("evaluate own_cost=false decisions=d.parquet")
+    judged = pl.read_parquet("d.parquet").filter(policy="controller")
+    assert {*judged["sampling_weight"]} == {1.0}
+
+
 # -- faults ----------------------------------------------------------------------------------------
 
 
