@@ -223,6 +223,9 @@ class CostBounds:
 class CalibratedMeanBudgets:
     """The price of time for each calibrated mean budget, and the static mix to fall back to.
 
+    Args:
+        unit: of budgets, for messages.
+
     Attributes:
         budgets_ms: float64 [B].
         values_ms: float64 [B], 1/price: the ms that a right answer may cost.
@@ -231,7 +234,8 @@ class CalibratedMeanBudgets:
             second is taken; `mean_accuracy` and `mean_cost` [C]. {} without a mix.
     """
 
-    def __init__(self, arrays: Arrays) -> None:
+    def __init__(self, arrays: Arrays, unit: str = "ms") -> None:
+        self.unit = unit
         self.budgets_ms = arrays["budgets_ms"].astype(np.float64)
         self.values_ms = arrays["worths"].astype(np.float64)
         self.deployed = arrays["deployed"].astype(bool)
@@ -248,7 +252,7 @@ class CalibratedMeanBudgets:
             known = ", ".join(f"{budget:.4g}" for budget in self._group_of)
             raise ValueError(
                 f"a mean budget of {budgets_ms[far][0]:.4g}: the policy was calibrated for {known} "
-                "only; train with the budgets_ms you need"
+                f"{self.unit} only; take one of these, or train for others"
             )
         return group
 

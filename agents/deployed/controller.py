@@ -113,7 +113,7 @@ class NumpyController:
             self.guard = Guard(below(arrays, "guard."), self.static)
         self._deadlines = self.header["limit"] == "budget_ms"
         if self.header["limit"] == "mean":
-            self.mean = CalibratedMeanBudgets(below(arrays, "mean."))
+            self.mean = CalibratedMeanBudgets(below(arrays, "mean."), self.unit)
         self.calibrated = self.mean or self.guard
         self.limits: dict[str, float] = self.header.get("limits", {})
         if "costs" in self.header:

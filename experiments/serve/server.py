@@ -8,11 +8,9 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import uvicorn
 
 from knobwise.agents.deployed.controller import NumpyController
-from knobwise.agents.serving.inputs import limit_of
 from knobwise.agents.serving.request_log import RequestLog
 from knobwise.agents.serving.runtime import Runtime
 from knobwise.common.errors import InputError
@@ -27,7 +25,7 @@ from knobwise.experiments.serve.proxy import ChatProxy
 from knobwise.experiments.serve.routes import Routes, application
 from knobwise.experiments.serve.under_way import UnderWay, cut_off, running
 from knobwise.experiments.serve.upstream import Upstream
-from knobwise.experiments.serve.walk import Walk, checked_default
+from knobwise.experiments.serve.walk import Walk, checked_budget, checked_default
 from knobwise.experiments.serve.workers import Worker, listen, serve_in_workers
 from knobwise.experiments.settings.serving import ServeRun
 from knobwise.profiling.endpoint.messages import message_function
@@ -158,13 +156,7 @@ def _default_budget(config: ServeRun, controller: NumpyController) -> float:
     """Return the budget of requests without one, in the controller's unit. Raises InputError if
     there is none, or, as a mean, if it was not calibrated."""
     if config.budget_ms is not None:
-        budget = limit_of(config.budget_ms, controller.unit)
-        if controller.mean is not None:
-            try:
-                controller.mean.groups(np.array([budget]))
-            except ValueError as error:
-                raise InputError(f"budget_ms: {error}") from error
-        return budget
+        return checked_budget(config.budget_ms, controller, "budget_ms")
     if controller.calibrated is None:
         raise InputError(
             "budget_ms: the controller was calibrated for no budget; give the one of requests that "

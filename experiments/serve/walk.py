@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from knobwise.agents.deployed.controller import NumpyController
+from knobwise.agents.serving.inputs import limit_of
 from knobwise.agents.serving.requests import Decision, PendingRequest, Result
 from knobwise.agents.serving.runtime import Runtime
 from knobwise.common.errors import InputError
@@ -17,6 +19,7 @@ from knobwise.experiments.serve.chat import (
     ChatRequest,
     MissingFeatures,
     RequestFeatures,
+    budget_field,
     last_question,
 )
 from knobwise.experiments.serve.knob_fields import Freedom, KnobFields
@@ -89,7 +92,10 @@ class Walk:
             InputError: a deadline or a limit that is no number, or not positive and finite.
         """
         freedom = self.fields.freedom(chat.body)
-        budget = self._budget if chat.budget is None else chat.budget
+        budget = self._budget
+        if chat.budget is not None:
+            controller = self.runtime.controller
+            budget = checked_budget(chat.budget, controller, budget_field(controller.unit))
         # the guard may choose what is not allowed, and is asked again
         open_to_all = freedom is not None and freedom.allowed is None
         request = self.runtime.begin(budget, chat.limits, arrived=arrived, ask_guard=open_to_all)
@@ -262,6 +268,18 @@ class Walk:
         if kind not in self._kinds:
             self._kinds.add(kind)
             LOG.warning("%s; this is counted, and such requests are answered without", kind)
+
+
+def checked_budget(value: Any, controller: NumpyController, name: str) -> float:
+    """Return the budget of a request, in the controller's unit. Raises InputError, with the name of
+    its field, for what is none, or for a mean that was not calibrated."""
+    budget = limit_of(value, controller.unit, name)
+    if controller.mean is not None:
+        try:
+            controller.mean.groups(np.array([budget]))
+        except ValueError as error:
+            raise InputError(f"{name}: {error}") from error
+    return budget
 
 
 def checked_default(

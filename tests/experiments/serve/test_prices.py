@@ -93,6 +93,11 @@ def test_a_mean_budget_is_served_at_its_price(trained, words, tmp_path):
             answer = asked(client, questions[0], **fields)
             assert answer.status == 400
             assert name in answer.content
+        # in the unit and by the name that a client knows
+        message = json.loads(answer.content)["error"]["message"]
+        assert message.startswith("budget_usd: ")
+        assert "2e-05, 0.0001 USD" in message
+        assert b"budget_usd" in asked(client, questions[0], budget_usd="x").content
         assert client.json("/health")[1]["unit"] == "USD"
 
 
