@@ -92,6 +92,7 @@ class Simulation:
         first_ms: time to the first byte, whatever `delay` is; negative as the model has it.
         chunks: so many chunks of text, whatever the answer; 0 for one a word.
         chunk_ms: time between two chunks, whatever `delay` is; negative as the model has it.
+        stream: 0 for an answer in one piece, also where a stream is asked for.
         logprobs: one of `LOGPROBS`: what is told of the probabilities of tokens. vllm tells of the
             prompt and of the answer; openai of the answer; none ignores such fields, and refused
             refuses them.
@@ -103,6 +104,7 @@ class Simulation:
     first_ms: float = -1.0
     chunks: int = 0
     chunk_ms: float = -1.0
+    stream: int = 1
     logprobs: str = "vllm"
 
     @classmethod
@@ -348,7 +350,8 @@ class EndpointState:
             if wrong := _wrong_fields(body, simulation):
                 return wrong
             facts: dict[str, Any] = {}
-            if not body.get("stream"):
+            streams = body.get("stream") and simulation.stream
+            if not streams:
                 facts = facts_of(body, name, simulation)
             if "prompt" in body:
                 body["messages"] = turns_of(body["prompt"])
@@ -369,7 +372,7 @@ class EndpointState:
         if fault in ("401", "500"):
             return problem(int(fault), "Incorrect API key" if fault == "401" else "Server error")
         about = {"id": f"chatcmpl-{key}", "created": CREATED, "model": body["model"]}
-        if body.get("stream"):
+        if streams:
             usage = bool((body.get("stream_options") or {}).get("include_usage"))
             chunks = self._stream(reply, about, fault, usage)
             return StreamingResponse(chunks, media_type="text/event-stream")

@@ -9,6 +9,7 @@ counts as time.
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import os
 import threading
@@ -19,6 +20,7 @@ from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 import openai
+from openai.types.chat import ChatCompletion
 
 from knobwise.common.errors import InputError
 from knobwise.common.progress import duration, say
@@ -35,6 +37,7 @@ LONG_S = 10.0
 """From here on a wait is told."""
 AGAIN = (408, 409, 429)
 """Statuses below 500 that say to come again."""
+NO_ANSWER = "the answer is none of the protocol's"
 EMPTY_PURSE = "insufficient_quota"
 """The code of a 429 after which no waiting helps."""
 
@@ -192,7 +195,8 @@ class EndpointClient:
             await asyncio.sleep(_wait_s(failures))
 
     async def _streamed(self, body: Mapping[str, Any], reply: EndpointReply, start: float) -> None:
-        """Read a stream to its end into a reply."""
+        """Read a stream to its end into a reply; or an answer in one piece, of a server that does
+        not stream."""
         usage = {"include_usage": True}
         finish = None
         chunks = 0
@@ -200,6 +204,16 @@ class EndpointClient:
         create: Any = self._client.chat.completions.create
         stream = await create(**body, stream=True, stream_options=usage)
         async with stream:
+            if "json" in stream.response.headers.get("content-type", ""):
+                try:
+                    content = await stream.response.aread()
+                except Exception as error:  # of the HTTP client's own, which openai wraps elsewhere
+                    raise ValueError(f"a broken answer ({type(error).__name__})") from error
+                whole = json.loads(content)
+                if not isinstance(whole, dict):
+                    raise ValueError(NO_ANSWER)
+                _read(ChatCompletion.construct(**whole), reply, start)
+                return
             async for chunk in stream:
                 if chunk.usage is not None:
                     _count(chunk.usage, reply)
@@ -218,6 +232,8 @@ class EndpointClient:
                         reply.failed = "refused"
         reply.total_ms = 1e3 * (time.perf_counter() - start)
         reply.first_ms = reply.first_ms or reply.total_ms
+        if finish is None and not chunks:
+            raise ValueError("neither a stream nor JSON came in answer to stream=true")
         if finish is None:
             raise ValueError("the stream ended before the answer did")
         if not reply.counted:
@@ -229,19 +245,7 @@ class EndpointClient:
         if "prompt" in body:
             create = self._client.completions.create
         answer = await create(**body)
-        # what is no JSON comes as text
-        if isinstance(answer, str) or not answer.choices:
-            raise ValueError("the answer is none of the protocol's")
-        reply.total_ms = 1e3 * (time.perf_counter() - start)
-        reply.first_ms = reply.total_ms
-        reply.content = answer.to_dict()
-        if answer.usage is not None:
-            _count(answer.usage, reply)
-        message = getattr(answer.choices[0], "message", answer.choices[0])
-        refusal = getattr(message, "refusal", None)
-        reply.text = getattr(message, "content", None) or getattr(message, "text", "") or ""
-        if refusal or answer.choices[0].finish_reason == "content_filter":
-            reply.failed = "refused"
+        _read(answer, reply, start)
 
     def _refuse_mistake(self, error: openai.APIStatusError) -> None:
         """Raise InputError for a status after which another attempt would fare no better."""
@@ -286,6 +290,23 @@ class EndpointClient:
         await asyncio.gather(*others, return_exceptions=True)
         await self._client.close()
         await self._loop.shutdown_asyncgens()
+
+
+def _read(answer: Any, reply: EndpointReply, start: float) -> None:
+    """Read an answer that came in one piece into a reply. Raises ValueError if it is none."""
+    # what is no JSON comes as text
+    if not getattr(answer, "choices", None):
+        raise ValueError(NO_ANSWER)
+    reply.total_ms = 1e3 * (time.perf_counter() - start)
+    reply.first_ms = reply.total_ms
+    reply.content = answer.to_dict()
+    if answer.usage is not None:
+        _count(answer.usage, reply)
+    message = getattr(answer.choices[0], "message", answer.choices[0])
+    refusal = getattr(message, "refusal", None)
+    reply.text = refusal or getattr(message, "content", None) or getattr(message, "text", "") or ""
+    if refusal or answer.choices[0].finish_reason == "content_filter":
+        reply.failed = "refused"
 
 
 def _wait_s(failures: int) -> float:

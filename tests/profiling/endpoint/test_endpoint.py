@@ -176,6 +176,19 @@ def test_what_the_server_fails_is_asked_again_and_only_the_last_counts_as_time(
     assert len(lost) == (2 if fault in ("cut", "json") else 0)
 
 
+def test_a_server_that_does_not_stream_takes_the_time_of_the_whole_answer(endpoint):
+    # 40 ms to the first of ten chunks, 2 ms to each further one
+    reply = ask(endpoint, model="small?stream=0&first_ms=40&chunks=10&chunk_ms=2")
+    assert reply.text.split() == [f"word{i}" for i in range(10)]
+    assert reply.first_ms == reply.total_ms >= 58
+    assert (reply.counted, reply.tokens_out) == (True, 10)
+    reply = ask(endpoint, model="small?stream=0&fault=refusal")
+    assert (reply.text, reply.failed) == (REFUSAL, "refused")
+    for fault in ("cut", "json"):
+        reply = ask(endpoint, model=f"large?stream=0&fault={fault}&times=1")
+        assert (reply.text, reply.attempts) == ("42", 2)
+
+
 def test_a_refusal_is_wrong_at_its_own_time(endpoint):
     reply = ask(endpoint, model="small?fault=refusal&first_ms=1")
     assert (reply.text, reply.failed) == (REFUSAL, "refused")
