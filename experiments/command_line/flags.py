@@ -17,15 +17,22 @@ SWEEP = ("-m", "--multirun")
 DASHES = "-–—"
 """What a flag begins with; word processors make one long dash of two."""
 
-ITERATIONS = (
-    "an iteration is one batch of optimiser.contexts contexts, and an epoch as many of them as the "
-    "training samples fill"
-)
+MEANINGS = {
+    "optimiser.iterations": (
+        "an iteration is one batch of optimiser.contexts contexts; an epoch over n training "
+        "samples, each at three budgets, has 3 n / optimiser.contexts, such as 47 of 64 contexts "
+        "for 1,000 samples"
+    ),
+    "profile.features": "FILE holds the features of every sample, see docs/profiles.md",
+    "beams.embeddings": "beams in JSON need a FILE of embeddings, see docs/demonstrations.md",
+}
+"""Option → what must be known of it."""
+NO = ("false", "no", "0")
 CONTROLLERS = {
     "exp5_dir": "profile=exp5_exp6 profile.exp5_dir={}",
     "exp6_dir": "profile=exp5_exp6 profile.exp6_dir={}",
-    "dataset_name": "profile.dataset_name={}",
-    "model_path": "",
+    "dataset_name": "profile=exp5_exp6 profile.dataset_name={}",
+    "model_path": "profile.features=FILE",
     "output_data_path": "",
     "force_recompute": "",
     "output_dir": "runs={}",
@@ -35,7 +42,7 @@ CONTROLLERS = {
     "lr": "optimiser.lr={}",
     "learning_rate": "optimiser.lr={}",
     "group_size": "loss.group_size={}",
-    "train_split": "split.train={}",
+    "train_split": "split.train={} split.validation={half}",
     "reward_alpha": "reward=shaped reward.alpha={}",
     "reward_beta": "reward=shaped reward.beta={}",
     "reward_gamma": "reward=shaped reward.gamma={}",
@@ -45,10 +52,11 @@ CONTROLLERS = {
     "sft_ckpt": "init_from={}",
 }
 """Flag → the words that do the same in the training of a controller; "" for one that is not needed:
-features are files of their own, and nothing is stored in between."""
+nothing is stored in between. `{half}` is half of what a share leaves, as the original has no test
+part."""
 SELECTORS = {
     "sft_ckpt": "init_from={}",
-    "beam_data": "beams.path={}",
+    "beam_data": "beams=files beams.path={} beams.embeddings=FILE",
     "rce_epochs": "rce.epochs={}",
     "grpo_epochs": "grpo.epochs={}",
     "num_epochs": "grpo.epochs={}",
@@ -67,8 +75,10 @@ SELECTORS = {
     "seed": "seeds=[{}]",
 }
 """Flag, or variable of the environment, → the words that do the same in that of a selector."""
-OF_SELECTORS = ("beam_data", "rce_epochs", "grpo_epochs", "sft_ckpt", "reward_mode", "hard_weight")
+OF_SELECTORS = {*SELECTORS} - {*CONTROLLERS} | {"sft_ckpt"}
 """Flags that tell that a selector is meant, if no experiment is named."""
+COMMON = ("output_dir", "batch_size", "lr", "learning_rate", "num_epochs", "epochs", "seed")
+"""Flags of many programs, which do not tell that the original's settings are meant."""
 
 
 def in_our_words(schema: str, name: str, value: str) -> str:
@@ -81,12 +91,23 @@ def in_our_words(schema: str, name: str, value: str) -> str:
     """
     known = {"train": CONTROLLERS, "train_selector": SELECTORS}.get(schema, {})
     words = known.get(name.lower().replace("-", "_"), "")
+    if "loss.advantage" in words and value.lower() in NO:
+        words = "loss.advantage=zscore"
+    words = words.replace("{half}", _half_of_rest(value))
     return " ".join(shlex.quote(word.replace("{}", value or "…")) for word in words.split())
+
+
+def _half_of_rest(share: str) -> str:
+    try:
+        return f"{(1 - float(share)) / 2:.4g}"
+    except ValueError:
+        return "…"
 
 
 def meaning_of(words: str) -> str:
     """Return what must be known of words that do not mean quite the same, as ` (…)`, or ""."""
-    return f" ({ITERATIONS})" if "optimiser.iterations" in words else ""
+    meanings = [meaning for option, meaning in MEANINGS.items() if option in words]
+    return f" ({'; '.join(meanings)})" if meanings else ""
 
 
 def refuse_flags(schema: str, arguments: Sequence[str]) -> None:
@@ -105,7 +126,8 @@ def refuse_flags(schema: str, arguments: Sequence[str]) -> None:
             raise InputError("-m: sweeps are for knobwise train")
         return
     options = [option.key for option in options_in(VERBS[schema](), groups_of(schema))]
-    if schema == "train" and {name.replace("-", "_") for name, _ in flagged} & {*OF_SELECTORS}:
+    names = {name.replace("-", "_") for name, _ in flagged}
+    if schema == "train" and names & OF_SELECTORS:
         schema = "train_selector"
     ours = []
     unknown = []
@@ -125,8 +147,11 @@ def refuse_flags(schema: str, arguments: Sequence[str]) -> None:
     if ours:
         words = " ".join(dict.fromkeys(" ".join(ours).split(" ")))
         experiment = ""
-        if schema == "train_selector" and "experiment=" not in " ".join(arguments):
-            experiment = "experiment=selector_seeds "
+        if "experiment=" not in " ".join(arguments):
+            if schema == "train_selector":
+                experiment = "experiment=selector_seeds "
+            elif schema == "train" and names & CONTROLLERS.keys() - {*COMMON}:
+                experiment = "experiment=seeds "
         advice.append(f"write {experiment}{words}{meaning_of(words)}")
     if unneeded:
         advice.append(f"leave out {', '.join(unneeded)}: not needed")

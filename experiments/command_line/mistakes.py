@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from difflib import get_close_matches
 from pathlib import Path
@@ -24,6 +24,7 @@ TABLES = (".csv", ".parquet", ".jsonl", ".gz")
 """How the names of files end that are meant as a profile."""
 
 MERGING = r"Error merging override (\S+)\s+"
+LISTED = MERGING + r"Cannot convert 'list' to string.*"
 PLAINER = {
     r"Could not override '([^']+)': Key '[^']+' not in '\w+'": r"no option '\1'",
     MERGING + r"Value .* could not be converted to Integer": r"\1: must be a whole number",
@@ -31,6 +32,10 @@ PLAINER = {
     MERGING + r"Value .* is not a valid bool.*": r"\1: must be true or false",
     MERGING + r"Invalid type assigned: .*": r"\1: cannot be set as a whole; set an option in it",
     MERGING + r"Invalid value assigned: .* is not a ListConfig.*": r"\1: must be a list",
+    LISTED.replace(r"\S+", r"profile\.features=\S+"): (
+        r"\1: must be one file, which may name the data set of each sample in `dataset`"
+    ),
+    LISTED: r"\1: must be a single value, not a list",
 }
 """What Hydra and OmegaConf say → the same without names of classes."""
 UNKNOWN_CHOICE = re.compile(r"In '[^']*': Could not find '(.+)/([^/]+)'\s+Available.*?:(.*)", re.S)
@@ -64,7 +69,11 @@ def _suggestion(verb: str, arguments: Sequence[str]) -> str:
     if not arguments:
         return ""
     groups = {**groups_of(verb), "experiment": None}
-    names = [option.key for option in options_in(VERBS[verb](), groups)]
+    # the choices that have each option; "" for all
+    choices: dict[str, list[str]] = {}
+    for option in options_in(VERBS[verb](), groups):
+        choices.setdefault(option.key, []).append(option.choice)
+    names = list(choices)
     for argument in arguments:
         key, _, value = argument.lstrip("+~-").partition("=")
         if Path(key).suffix in TABLES or os.path.isfile(argument):
@@ -78,8 +87,23 @@ def _suggestion(verb: str, arguments: Sequence[str]) -> str:
         elif key not in names and (words := in_our_words(verb, key, value)):
             # a name of the original's scripts
             return f"; did you mean {words}{meaning_of(words)}?"
+        elif needed := _choice_with(key, choices.get(key, []), groups, arguments):
+            close = [f"{needed} {argument}"]
         else:
             close = [f"{name}={value}" for name in nearest(key, names)]
         if close and argument not in close and ("," not in value or os.path.isfile(value)):
             return f"; did you mean {' or '.join(dict.fromkeys(close))}?"
     return ""
+
+
+def _choice_with(
+    key: str, choices: Sequence[str], groups: Mapping[str, str | None], arguments: Sequence[str]
+) -> str:
+    """Return the choice of a group that an option needs, such as `profile=table`; "" if it needs
+    none, or the arguments choose one."""
+    group = key.partition(".")[0]
+    chosen = any(argument.startswith(f"{group}=") for argument in arguments)
+    if chosen or not choices or {"", f"{group}={groups.get(group)}"} & {*choices}:
+        return ""
+    usual = f"{group}={FILES.get(group)}"
+    return usual if usual in choices else choices[0]

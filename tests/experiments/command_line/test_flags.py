@@ -7,7 +7,8 @@ import pytest
 from commands import mistake, words_of
 
 from knobwise.experiments.command_line.compose import composed
-from knobwise.experiments.command_line.flags import CONTROLLERS, SELECTORS
+from knobwise.experiments.command_line.flags import CONTROLLERS, SELECTORS, in_our_words
+from knobwise.experiments.command_line.registry import schema_of
 
 ROOT = Path(__file__).resolve().parents[3]
 VALUES = {
@@ -39,9 +40,17 @@ def ours(line):
         ("evaluate --checkpoint runs/x", "checkpoint=runs/x"),
         (
             "train --sft_ckpt a/x.ckpt --beam_data b.json --rce_epochs 1 --grpo_epochs 3",
-            "experiment=selector_seeds init_from=a/x.ckpt beams.path=b.json rce.epochs=1 "
-            "grpo.epochs=3",
+            "experiment=selector_seeds init_from=a/x.ckpt beams=files beams.path=b.json "
+            "beams.embeddings=FILE rce.epochs=1 grpo.epochs=3",
         ),
+        (
+            "train --exp5_dir a --model_path c --num_epochs 100",
+            "experiment=seeds profile=exp5_exp6 profile.exp5_dir=a profile.features=FILE "
+            "optimiser.iterations=100",
+        ),
+        ("train --train_split 0.8 experiment=controller", "split.train=0.8 split.validation=0.1"),
+        ("train --use_rank_advantage", "experiment=selector_seeds loss.advantage=rank"),
+        ("train --use_rank_advantage False", "experiment=selector_seeds loss.advantage=zscore"),
     ],
 )
 def test_a_word_with_dashes_is_answered_by_our_words(words, wanted, capsys):
@@ -62,6 +71,13 @@ def test_epochs_are_iterations_not_passes_over_a_batch(word, capsys):
     assert "optimiser.epochs" not in line
 
 
+def test_a_pasted_answer_is_understood(capsys):
+    """With files in place of FILE."""
+    for words in ("--beam_data b.json --kl_beta 0.1", "--dataset_name okvqa --train_split 0.8"):
+        pasted = ours(mistake(["train", *words.split()], capsys))
+        composed(schema_of("train", pasted), pasted)
+
+
 @pytest.mark.parametrize("schema", ["train", "train_selector"])
 def test_our_words_are_options_and_stand_in_the_docs(schema):
     docs = (ROOT / "docs/experiments.md").read_text()
@@ -70,8 +86,8 @@ def test_our_words_are_options_and_stand_in_the_docs(schema):
     if schema == "train_selector":
         words = ["experiment=selector_seeds", "beams=files"]
         table = SELECTORS
-    for name, ours in table.items():
+    for name in table:
         assert f"`--{name}`" in docs
-        assert ours.replace("{}", "…") in docs
-        words += ours.replace("{}", VALUES.get(name, "1")).split()
+        assert in_our_words(schema, name, "").replace("'", "") in docs
+        words += shlex.split(in_our_words(schema, name, VALUES.get(name, "1")))
     composed(schema, words)
