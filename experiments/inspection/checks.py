@@ -136,7 +136,7 @@ def faults_of(table: ProfileTable) -> list[Finding]:
 
 
 def warnings_of(table: ProfileTable) -> list[str]:
-    """Return the faults of a profile in sentences.
+    """Return the faults of a profile in sentences, and whether it has no features.
 
     Raises:
         InputError: training refuses one of them.
@@ -144,4 +144,5 @@ def warnings_of(table: ProfileTable) -> list[str]:
     faults = faults_of(table)
     if faults and faults[0].refused:
         raise InputError(f"profile {table.name!r}: {faults[0]}")
-    return [in_words(str(fault), table.unit) for fault in faults]
+    sentences = [in_words(str(fault), table.unit) for fault in faults]
+    return sentences if table.features else [*sentences, prospects.NO_FEATURES]

@@ -15,6 +15,10 @@ FEW_CLUSTERS = 100
 """Of fewer clusters the test part holds less than 20."""
 NEXT_TO_NOTHING = 0.02
 """A smaller share or variation counts as next to nothing."""
+NO_FEATURES = (
+    "No features: a policy sees only the budget, and cannot do better than budget-aware static; "
+    "give features by profile.features."
+)
 
 
 def few_samples(measured: Measured) -> Findings:
@@ -82,10 +86,7 @@ def little_headroom(measured: Measured) -> Findings:
 def no_features(measured: Measured) -> Findings:
     """A policy sees only the budget."""
     if not measured.facts["features"]:
-        yield _certain(
-            "No features: a policy sees only the budget, and cannot do better than budget-aware "
-            "static."
-        )
+        yield _certain(NO_FEATURES)
 
 
 def useless_knobs(measured: Measured) -> Findings:

@@ -141,6 +141,12 @@ def test_only_a_measured_latency_among_the_features_is_refused(sound):
         assert isinstance(warnings_of(fault(sound, draws)), list), fault
 
 
+def test_training_warns_where_there_are_no_features(sound):
+    (warning,) = warnings_of(replace(sound, features={}))
+    assert "profile.features" in warning
+    assert warnings_of(sound) == []
+
+
 def test_the_order_that_features_are_in_is_named(sound):
     shifted = features_shifted(sound, np.random.default_rng(0))
     (fault,) = findings_by_check(shifted)["order_of_features"]
