@@ -180,7 +180,8 @@ def known_advantage(kind: str | AdvantageFunction) -> str | AdvantageFunction:
         group_advantage(torch.tensor([[[0.0, 0.5, 1.0]], [[1.0, 0.0, 0.0]]]), function)
     except Exception as error:
         raise InputError(
-            f"loss.advantage={kind}: tried on two groups, it fails: {in_a_line(error)}"
+            f"loss.advantage={getattr(kind, '__name__', kind)}: tried on two groups, it fails: "
+            f"{in_a_line(error)}"
         ) from error
     return function
 

@@ -98,6 +98,10 @@ class ContextSampler:
         self.rows = pad_sequence(lists, batch_first=True)
         # budgets are those of all lists together
         together = torch.cat(lists).unique() if len(lists) > 1 else lists[0]
+        if together.min() < 0 or together.max() >= table.num_samples:
+            raise InputError(
+                f"rows: must be from 0 to {table.num_samples - 1}, the table's samples"
+            )
         self.budgets = BudgetSampler(table, budget, together)
         self.weights: Tensor | None = None
         if balance != "none":

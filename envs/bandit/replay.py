@@ -61,8 +61,9 @@ class Replay:
         cost_ms: the time that a decision and its features take; it is added to every latency.
 
     Raises:
-        InputError: a setting that does not exist, a reward that does not go with the constraint of
-            the budget, or `action_keys="knobs"` with `action="configuration"`.
+        TypeError: another argument.
+        InputError: a setting that does not exist, a reward that does not go with the
+            constraint of the budget, or `action_keys="knobs"` with `action="configuration"`.
     """
 
     def __init__(
@@ -76,7 +77,11 @@ class Replay:
         repeats: str = "draw",
         action_keys: str = "action",
         cost_ms: float = 0.0,
+        **unknown: Any,
     ) -> None:
+        for name in unknown:
+            # by these words TorchRL's `GymEnv` knows that it has no frameskip
+            raise TypeError(f"the environment got an unexpected keyword argument {name!r}")
         one_of("action_keys", action_keys, ("action", "knobs"))
         one_of("repeats", repeats, REPEATS)
         one_of("unprofiled", unprofiled, UNPROFILED)

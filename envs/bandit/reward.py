@@ -56,22 +56,6 @@ def expected_utility(
     return share_on_time(measurements_ms, budget_ms, count) * accuracy.nan_to_num()
 
 
-def reward(
-    accuracy: Tensor,
-    latency_ms: Tensor,
-    budget_ms: Tensor,
-    complexity: Tensor | float,
-    config: RewardConfig,
-) -> Tensor:
-    """Compute the reward of a configuration under a budget, for the kinds that have a formula.
-
-    All tensors broadcast. NaN in, NaN out. `RewardTable` also knows the user's own function.
-    """
-    formula = KINDS[config.kind].formula
-    assert formula is not None
-    return formula(accuracy, latency_ms, budget_ms, complexity, config)
-
-
 def complexity(table: ProfileTable) -> Tensor:
     """Compute for each configuration the mean over its knobs of value / largest value, float32 [C].
 
@@ -274,7 +258,9 @@ class RewardTable:
         complexity: Tensor | float = 0.0
         if self.kind.uses_complexity:
             complexity = _at(self.complexity, configurations)
-        return reward(accuracy, latency_ms, budgets_ms, complexity, self.config)
+        formula = self.kind.formula
+        assert formula is not None
+        return formula(accuracy, latency_ms, budgets_ms, complexity, self.config)
 
 
 def _at(values: Tensor, index: Tensor) -> Tensor:

@@ -258,6 +258,18 @@ def test_rank_advantages_count_the_worse_and_the_better(values):
     assert group_advantage(values, "rank").tolist() == pytest.approx(wanted.tolist())
 
 
+def test_the_example_of_an_advantage_differs_from_every_built_in():
+    """By more than a factor, which the optimiser would make up for."""
+    reward = torch.tensor([1.0, 0.0, 0.5, 0.25])
+    above = group_advantage(reward, known_advantage("examples.advantages:above_mean"))
+    assert above.tolist() == pytest.approx([0.5625, 0.0, 0.0625, 0.0])
+    weight = torch.tensor([0.25, 0.5, 0.25, 0.0])
+    weighted = group_advantage(
+        reward, known_advantage("examples.advantages:above_mean"), weight=weight
+    )
+    assert weighted.tolist() == pytest.approx([0.625, 0.0, 0.125, 0.0])
+
+
 def test_an_advantage_of_ones_own_and_what_is_refused():
     own, reward = (
         known_advantage("examples.advantages:leave_one_out"),
@@ -273,6 +285,9 @@ def test_an_advantage_of_ones_own_and_what_is_refused():
     ):
         with input_error("finite"):
             group_advantage(torch.rand(4, 1, 3), wrong)
+    # by its name, and not by its address
+    with input_error("loss.advantage=<lambda>: "):
+        known_advantage(lambda reward, weight: reward.mean())
     for name in ("examples.advantages:loo", "math:sqrt"):
         with input_error("loss.advantage"):
             known_advantage(name)

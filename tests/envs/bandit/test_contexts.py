@@ -305,3 +305,9 @@ def test_nothing_to_draw_from_is_refused():
     for rows in (torch.arange(0), [], [torch.arange(3), torch.arange(0)]):
         with input_error("no samples to draw from"):
             sampler(rows)
+
+
+@pytest.mark.parametrize("rows", [[1, 2, 100_000], torch.tensor([-1, 0]), [torch.tensor([60])]])
+def test_rows_that_the_table_does_not_have_are_refused(rows):
+    with input_error("rows: must be from 0 to 59"):
+        ContextSampler(small_table(60), BudgetConfig(), rows, seed=0)

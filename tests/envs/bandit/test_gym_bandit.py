@@ -431,6 +431,11 @@ def test_rows_may_be_any_whole_numbers(rows):
 
 
 def test_a_path_instead_of_a_table_says_how_to_read_it():
+    for make in (gymnasium.make, gymnasium.make_vec):
+        with pytest.raises(TypeError, match=r"^the environment .*'tabel'"):
+            make("knobwise/ConfigBandit-v0", tabel=1)
+    with pytest.raises(TypeError, match=r"^the environment .*'groupsize'"):
+        ConfigBandit(small_table(), groupsize=8)
     with input_error(r"table=.*read"):
         gymnasium.make(ID, table="measured.csv")
 

@@ -17,9 +17,9 @@ from knobwise.envs.bandit.reward import (
     RewardTable,
     complexity,
     expected_utility,
-    reward,
     share_on_time,
 )
+from knobwise.envs.bandit.reward_kinds import KINDS
 from knobwise.envs.tables.profile_table import Knob
 
 NAN = math.nan
@@ -57,7 +57,7 @@ def sigmoid(x):
 def test_formulas_by_hand(config, latency, wanted):
     # an accuracy of .8, a budget of 100 ms and a complexity of .4
     values = (torch.tensor(v, dtype=torch.float64) for v in (0.8, latency, 100.0, 0.4))
-    assert reward(*values, config).item() == pytest.approx(wanted)
+    assert KINDS[config.kind].formula(*values, config).item() == pytest.approx(wanted)
 
 
 def test_another_kind_is_refused():
@@ -72,7 +72,7 @@ def test_reward_and_utility_agree_on_what_is_late_to_the_last_bit(budget, steps)
     one = torch.tensor(1.0)
     for _ in range(abs(steps)):
         latency = latency.nextafter(torch.tensor(steps * math.inf))
-    gained = reward(one, latency, limit, one, RewardConfig(kind="utility"))
+    gained = KINDS["utility"].formula(one, latency, limit, one, RewardConfig(kind="utility"))
     assert gained == expected_utility(one, latency.unsqueeze(-1), limit) == (steps <= 0)
 
 
