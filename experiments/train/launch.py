@@ -22,6 +22,8 @@ from knobwise.experiments.evidence.run_folder import (
     taken_up_if_damaged,
 )
 from knobwise.experiments.evidence.schema import RunResults
+from knobwise.experiments.evidence.statistics import sign_of
+from knobwise.experiments.evidence.task import Row, task_of
 from knobwise.experiments.report.report import print_results, result_images, write_report
 from knobwise.experiments.settings.words import typed
 from knobwise.experiments.tracking.tracker import git_commit, wandb_mode
@@ -80,13 +82,21 @@ def launch(
     print(f"report: {report}")
     if mode == "offline":
         print(f"W&B:    wandb sync {shlex.quote(str(folder / 'wandb'))}/offline-run-*")
-    print(f"next:   {next_command(folder)}")
+    print(f"next:   {next_command(folder, is_worse_than_static(results))}")
     return folder
 
 
-def next_command(folder: Path) -> str:
-    """Return the command that usually follows a run, as a shell takes it."""
-    if (folder / "controller.npz").exists():
+def is_worse_than_static(results: RunResults) -> bool:
+    """Tell whether the controller is shown to be worse than what it is compared with."""
+    task = task_of(results)
+    learned: Row = task.row(results, "controller", task.main_condition(results))
+    return any(sign_of(learned.get(f"{name}_ci95")) < 0 for name in task.compared[:1])
+
+
+def next_command(folder: Path, worse: bool = False) -> str:
+    """Return the command that usually follows a run, as a shell takes it; a controller that is
+    `worse` than static is not for export."""
+    if (folder / "controller.npz").exists() and not worse:
         return f"knobwise export {typed('checkpoint', folder)}"
     # to compare takes two
     if len(find_runs([str(folder.parent)])[0]) > 1:

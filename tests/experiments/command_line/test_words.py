@@ -208,6 +208,8 @@ def test_the_next_command_of_a_run_works_whatever_its_name(name, trained, monkey
         shutil.copytree(run, renamed)
     words = pasted(next_command(renamed))
     assert words[0] == "export"
+    # what is worse than static is not for deployment
+    assert pasted(next_command(renamed, worse=True)) == ["compare", "runs/controller"]
     assert main([*words, "out=exported"]) == 0
     assert read_json("exported/export.json")["checkpoint"]["path"].startswith(str(renamed))
     # a run without a controller is to be compared with the others

@@ -35,6 +35,7 @@ from knobwise.experiments.report.details import explanation
 from knobwise.experiments.report.figures import figures_of
 from knobwise.experiments.report.report import print_results, verdict, write_report
 from knobwise.experiments.report.tables import Table
+from knobwise.experiments.train.launch import is_worse_than_static
 from knobwise.experiments.wording.words import policy_name, quantity
 
 BUDGETS = (120.0, 480.0)
@@ -214,6 +215,16 @@ def stopped_at(*ended):
 )
 def test_the_verdict(content, line):
     assert len([each for each in verdict(content) if re.search(line, each)]) == 1
+
+
+@pytest.mark.parametrize(
+    ("ci95", "worse"),
+    [((-0.1, -0.01), True), ((-0.1, 0.0), False), ((0.01, 0.1), False), (None, False)],
+)
+def test_a_controller_is_worse_than_static_where_its_interval_says_so(ci95, worse):
+    content = results({"over_static": -0.05, "over_static_ci95": ci95})
+    assert is_worse_than_static(content) == worse
+    assert verdict(content)[0].startswith("The controller is worse") == worse
 
 
 def test_the_verdict_is_silent_on_budgets_that_were_not_judged():
