@@ -59,11 +59,14 @@ def quantity(value: object, unit: str = "ms") -> str:
 
 
 def number(value: object, how: str) -> str:
-    """Format a number, for example with ".3f" or "+.1%"; return a dash if it is not known."""
+    """Format a number, for example with ".3f" or "+.1%"; return a dash if it is not known. What is
+    rounded to 0 has no sign."""
     if not known(value):
         return "–"
-    sign = "+" if how.startswith("+") else ""
-    return f"{value:{sign}z{how.removeprefix('+')}}"  # z: no −0.0
+    plain = f"{value:z{how.removeprefix('+')}}"  # z: no −0.0
+    if how.startswith("+") and value > 0 and re.search("[1-9]", plain):
+        return f"+{plain}"
+    return plain
 
 
 def interval(ci95: Any, how: str) -> str:

@@ -24,6 +24,7 @@ from knobwise.experiments.evidence.run_folder import UNFINISHED
 from knobwise.experiments.report.content import main_table
 from knobwise.experiments.report.figures import figures_of
 from knobwise.experiments.report.report import write_page
+from knobwise.experiments.wording.words import number
 
 
 def test_runs_are_found_in_folders_in_order_and_once(tmp_path):
@@ -189,7 +190,7 @@ def test_the_page_holds_every_number(tmp_path, three):
             for one in (*three.differences, *three.by_condition):
                 if (one.run, one.condition) == (run.label, condition):
                     ends = (one.difference, *one.ci95)
-                    gap, low, high = (f"{100 * value:+.1f}" for value in ends)
+                    gap, low, high = (number(100 * value, "+.1f") for value in ends)
                     assert f">{gap} [{low}, {high}]<" in table[i]
 
 

@@ -117,7 +117,12 @@ def test_cells(metric, value, ci95, text):
 
 
 def test_numbers_without_a_value_or_that_round_to_nothing():
-    assert (number(-1e-9, "+.2f"), interval(None, ".1f")) == ("+0.00", "")
+    assert (number(0.004, "+.1f"), number(-0.04, "+.1f"), number(0.05001, "+.1f")) == (
+        "0.0",
+        "0.0",
+        "+0.1",
+    )
+    assert (number(-1e-9, "+.2f"), interval(None, ".1f")) == ("0.00", "")
 
 
 # -- a profile -------------------------------------------------------------------------------------

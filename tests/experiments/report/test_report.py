@@ -239,7 +239,7 @@ def test_a_gap_without_width_and_a_gain_that_is_none_need_no_numbers():
     nothing = {"over_static": 0.0, "over_static_ci95": [0.0, 0.0]}
     gap = {"gap_closed": None, "gap_closed_ci95": None}
     (first, *_) = verdict(results({**nothing, **gap}) | {"test_samples": 40})
-    assert "+0.0 points [0.0, 0.0]" in first
+    assert " 0.0 points [0.0, 0.0]" in first
     assert not re.search("%| 40 ", first)
     wide = {"over_static": 0.0, "over_static_ci95": [-0.01, 0.01]}
     assert " 40 " in f" {verdict(results(wide) | {'test_samples': 40})[0]} "
@@ -256,7 +256,7 @@ def test_what_grpo_added_is_said_even_if_every_seed_keeps_its_start():
     nothing = {"test": 0.0, "test_ci95": [0.0, 0.0], "held_out": 0.0, "held_out_ci95": [0.0, 0.0]}
     content = with_guard(PAIR, PAIR, **trained(41), grpo_gain=nothing)
     gain, kept = [line for line in verdict(content) if line.startswith("GRPO")]
-    assert gain.count("+0.0 points [0.0, 0.0]") == 2
+    assert gain.count(" 0.0 points [0.0, 0.0]") == 2
     assert "pre-GRPO" in kept
 
 

@@ -234,7 +234,7 @@ EVEN = {"grpo_live": 0.675, "careful_rule": 0.675}
         ({}, r"GRPO on live draws is better than RCE: \+24.5 "),
         ({}, r"GRPO on live draws is better than SFT: \+26.0 "),
         ({}, "Of 7 simple .*than 7 and worse than 0"),
-        (EVEN, r".*GRPO on live draws and RCE: \+0.0"),
+        (EVEN, r".*GRPO on live draws and RCE: 0.0"),
         ({"grpo_live": 0.6}, "GRPO on live draws is worse than RCE: -7.5"),
         ({"careful_rule": 0.97, "vote": 0.95}, "Of 7 .*than 5 and worse than 2"),
         ({"shuffled_live": 0.8}, r"shuffled, live draws is better than SFT: \+14.0 .*control"),
