@@ -63,6 +63,8 @@ class Metric:
     share: bool = False
     """Whether it is from 0 to 1. An estimate outside is cut off there, which brings it nearer to
     the truth."""
+    minor: bool = False
+    """Whether a terminal does without its column; files and pages have it."""
 
 
 # the columns that a task adds to the decisions: scores of others for the same request
@@ -78,10 +80,13 @@ def over(score: str, other: str = "of_reference") -> pl.Expr:
 UTILITY = Metric("utility", "utility", value=pl.col("utility"), in_parts=True, share=True)
 ACCURACY = Metric("accuracy", "accuracy", aggregate=pl.mean("accuracy"), share=True)
 SCORE = Metric("accuracy", "accuracy", value=pl.col("accuracy"), in_parts=True, share=True)
-FREE = Metric("utility_free", "if free", aggregate=pl.mean("utility_if_free"), share=True)
+IF_FREE = pl.mean("utility_if_free")
+FREE = Metric("utility_free", "if free", aggregate=IF_FREE, share=True, minor=True)
 GAP_WIDTH = UPPER_BOUND - REFERENCE
 GAP = Metric("gap_closed", "oracle gap closed", ".0%", value=over("utility"), per=GAP_WIDTH)
-LATENCY = Metric("latency_ms_mean", "mean latency", unit="ms", aggregate=pl.mean("latency_ms"))
+LATENCY = Metric(
+    "latency_ms_mean", "mean latency", unit="ms", aggregate=pl.mean("latency_ms"), minor=True
+)
 ON_TIME = Metric("satisfaction", "on time", ".1%", aggregate=pl.mean("on_time"), share=True)
 FEASIBLE = Metric(
     "satisfaction_feasible",
@@ -89,6 +94,7 @@ FEASIBLE = Metric(
     ".1%",
     aggregate=pl.col("on_time").filter("feasible").mean(),
     share=True,
+    minor=True,
 )
 OVER_MIX = Metric("over_static_mix", "over static mix", "+.3f", value=over("accuracy"))
 OVER_SINGLE = Metric(

@@ -16,7 +16,7 @@ from rich.table import Table as RichTable
 from knobwise.envs.tables.cost_words import in_words
 from knobwise.envs.tables.units import TIMES
 from knobwise.experiments.evidence.schema import RunResults
-from knobwise.experiments.evidence.task import FEASIBLE, FREE, LATENCY
+from knobwise.experiments.evidence.task import TASKS
 from knobwise.experiments.wording import words
 from knobwise.experiments.wording.choice_sentences import setting
 
@@ -172,7 +172,8 @@ def reworded(block: Any, unit: str) -> Any:
 
 # -- on the terminal -------------------------------------------------------------------------------
 
-MINOR = (FREE.name, LATENCY.name, FEASIBLE.name)
+METRICS = itertools.chain.from_iterable(task.metrics for task in TASKS.values())
+MINOR = tuple(dict.fromkeys(metric.name for metric in METRICS if metric.minor))
 """The columns that a terminal leaves out."""
 
 
