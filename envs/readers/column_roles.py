@@ -54,6 +54,9 @@ QUESTION = "question"
 """The one of these that may be a feature."""
 MIN_SAMPLES = 5
 """Fewer samples with a setting each may be a first try, and more are a log of decisions."""
+MOST_EMPTY = 0.05
+"""A column of a sample may be empty in so many of all rows by accident; in more on purpose, as an
+error message is where nothing failed."""
 ZERO_WIDTH = "[\u200b-\u200d\u2060\ufeff]"
 """Characters that nobody sees."""
 
@@ -107,6 +110,11 @@ def knobs_and_features(
     """
     if knobs is None and len(frame) == keys.n_unique():
         _refuse_log(frame, keys, _candidates(frame, other))
+    named = [column.name for column in columns]
+    if isinstance(features, list):
+        named += features
+    candidates = [*_candidates(frame, other.union(knobs or ())), QUESTION, *named]
+    frame = _filled(frame, keys, [c for c in candidates if c not in other], notes)
     # columns that are features are no knobs
     names: Sequence[str] = ()
     if features == AUTO or isinstance(features, list):
@@ -126,6 +134,40 @@ def knobs_and_features(
         _refuse_log(frame, keys, knobs)
         _note_log(frame, keys, knobs, notes)
     return knobs, features
+
+
+def _filled(
+    frame: pl.DataFrame, keys: pl.DataFrame, names: Sequence[str], notes: list[str]
+) -> pl.DataFrame:
+    """Return a frame in which few empty cells of a column hold what the other rows of their sample
+    do, if these have one value; notes count them.
+
+    Args:
+        frame, keys: as in `knobs_and_features`.
+        names: what may be features.
+    """
+    columns = [c for c in frame.columns if c in names and not holds_no_text(frame[c].dtype)]
+    known = _without_blanks(frame.select(columns))
+    few = [c for c in columns if 0 < known[c].null_count() <= MOST_EMPTY * len(frame)]
+    varying = _varying(known, keys, few, empty=False)
+    for name in few:
+        # with one value in all samples, empty may be the other value of a knob
+        if name in varying or known[name].drop_nulls().n_unique() < 2:
+            continue
+        of_sample = pl.col(name).drop_nulls().first().over(keys.columns)
+        whole = keys.with_columns(known[name]).select(pl.coalesce(name, of_sample))[name]
+        if filled := known[name].null_count() - whole.null_count():
+            frame = frame.with_columns(whole)
+            rows = f"{filled} row{'s' * (filled > 1)}"
+            notes.append(f"{name}: empty in {rows}, filled from others of the same sample")
+    return frame
+
+
+def _without_blanks(frame: pl.DataFrame) -> pl.DataFrame:
+    """Return columns of numbers and text with null in all cells that are empty."""
+    text = pl.selectors.string()
+    blank = text.str.strip_chars().is_in(["", "?"])
+    return frame.with_columns(pl.when(~blank).then(text), pl.selectors.float().fill_nan(None))
 
 
 def _refuse_log(frame: pl.DataFrame, keys: pl.DataFrame, knobs: Sequence[str]) -> None:
@@ -295,10 +337,17 @@ def _features_in(
     Raises:
         InputError: a column varies inside a sample, or cannot be a feature.
     """
-    if varying := _varying(frame, keys, names):
+    known = _without_blanks(frame.select(names))
+    if varying := _varying(known, keys, names, empty=False):
         raise InputError(
             f"features: {', '.join(varying)} differs between configurations of a sample, so it is "
             "not known before the decision; leave it out"
+        )
+    if gaps := _varying(frame, keys, names):
+        raise InputError(
+            f"features: {gaps[0]} is empty in {known[gaps[0]].null_count():,} rows, but not in "
+            "others of the same samples; fill in what belongs to a sample, and leave out what is "
+            "not known before the decision"
         )
     # in each row of a sample they are the same, so its first row will do
     samples = keys.hstack(frame.select(names))
@@ -356,16 +405,21 @@ def _candidates(frame: pl.DataFrame, other: Set[str]) -> list[str]:
     return [c for c in frame.columns if c not in other and not c.endswith("_ms")]
 
 
-def _varying(frame: pl.DataFrame, keys: pl.DataFrame, names: Sequence[str]) -> list[str]:
-    """Return those of these columns that have several values in a sample."""
-    spread = _spread(frame, keys, names)
+def _varying(
+    frame: pl.DataFrame, keys: pl.DataFrame, names: Sequence[str], empty: bool = True
+) -> list[str]:
+    """Return those of these columns that have several values in a sample; empty may be one."""
+    spread = _spread(frame, keys, names, empty)
     return [name for name in names if (spread[name] > 1).any()]
 
 
-def _spread(frame: pl.DataFrame, keys: pl.DataFrame, names: Sequence[str]) -> pl.DataFrame:
-    """Return how many values each of these columns has in each sample."""
+def _spread(
+    frame: pl.DataFrame, keys: pl.DataFrame, names: Sequence[str], empty: bool = True
+) -> pl.DataFrame:
+    """Return how many values each of these columns has in each sample; empty may be one."""
+    values = pl.col(names) if empty else pl.col(names).drop_nulls()
     grouped = keys.hstack(frame.select(names)).group_by(keys.columns)
-    return grouped.agg(pl.col(names).n_unique())
+    return grouped.agg(values.n_unique())
 
 
 def _constant_columns(

@@ -20,6 +20,8 @@ from knobwise.envs.tables.columns import Column
 KINDS = ("ocr", "form", "ocr", "form", "chart", " ocr ")
 """The kind of each sample; the chart is the only one, so that it has no place of its own."""
 TOKENS = (33, 40, 51, 62, 73, 84)
+SIZES = [i * i % 601 for i in range(60)]
+"""The tokens of each of more samples."""
 NAN = float("nan")
 COLUMNS = (Column("kind", ("form", "ocr"), False), Column("tokens", None, False))
 BLOCK = [
@@ -54,6 +56,46 @@ def wide(kinds=KINDS, tokens=TOKENS, **columns):
 
 def read(frame, **options):
     return table_from_frame(frame, name="wide", **options)
+
+
+@pytest.mark.parametrize("features", ["auto", ["kind", "tokens"]])
+@pytest.mark.parametrize("empty", [None, "", " "])
+def test_an_empty_cell_is_filled_from_the_other_rows_of_its_sample(features, empty):
+    samples = len(SIZES)
+    kinds = [("ocr", "form", "chart")[i % 3] for i in range(samples)]
+    whole = wide(kinds, SIZES)
+    want = read(whole, features=features)
+    kind = whole["kind"].to_list()
+    tokens = whole["tokens"].cast(pl.String).to_list()
+    kind[3], kind[50], tokens[7] = empty, empty, empty
+    holes = whole.with_columns(kind=pl.Series(kind), tokens=pl.Series(tokens))
+    table = read(holes, features=features)
+    assert (table.digest, table.columns) == (want.digest, want.columns)
+    assert [note for note in table.notes if "filled" in note] == [
+        "kind: empty in 2 rows, filled from others of the same sample",
+        "tokens: empty in 1 row, filled from others of the same sample",
+    ]
+    # a sample that has none stays without
+    kind[2] = empty
+    lacks = read(holes.with_columns(kind=pl.Series(kind)), features=features)
+    assert [column.gaps for column in lacks.columns] == [True, False]
+
+
+def test_what_is_mostly_empty_is_no_property_of_the_sample():
+    samples = len(SIZES)
+    frame = wide(["ocr", "form"] * 30, SIZES)
+    # an answer that failed says why; a setting may be none
+    failed = ["late" if i % 9 == 4 else "cut" if i % 9 == 7 else None for i in range(2 * samples)]
+    draft = ["tiny" if crops == 4 else None for crops in frame["crops"]]
+    frame = frame.with_columns(trouble=pl.Series(failed), draft=pl.Series(draft))
+    table = read(frame, features="auto", knobs=["crops"])
+    assert [column.name for column in table.columns] == ["kind", "tokens"]
+    assert not [note for note in table.notes if "filled" in note]
+    with input_error("trouble is empty in "):
+        read(frame, features=["trouble"], knobs=["crops"])
+    # what differs is refused as before
+    with input_error("differs"):
+        read(frame.with_columns(pl.col("kind").shift()), features=["kind"], knobs=["crops"])
 
 
 @pytest.mark.parametrize("features", ["auto", ["kind", "tokens"]])
