@@ -313,9 +313,13 @@ def _dense_fields(
     count = np.bincount(cell, minlength=shape[0] * shape[1])
     repetition = np.zeros_like(cell)
     if count.max() > 1:
-        rows = rows.with_columns(cell=cell).sort("cell", "repeat", "latency", "accuracy")
+        names = [pl.format("{}={}", pl.lit(column), column) for column in columns]
+        setting = frame.select(setting=pl.concat_str(names, separator=" "))
+        rows = _without_copies(frame, rows.with_columns(setting, cell=cell), notes)
+        rows = rows.sort("cell", "repeat", "latency", "accuracy")
         # rows of a cell are neighbours now; each is numbered from the first of its cell
         cell = rows["cell"].to_numpy()
+        count = np.bincount(cell, minlength=count.size)
         first_of_cell = count.cumsum() - count
         repetition = np.arange(cell.size) - first_of_cell[cell]
         _check_repeated(rows, notes)
@@ -465,6 +469,31 @@ def _as_above(*columns: str) -> pl.Expr:
     return pl.all_horizontal(pl.col(columns) == pl.col(columns).shift()).fill_null(False)
 
 
+def _cells_of(rows: pl.DataFrame) -> str:
+    """Name the first cells that rows are of, by sample and setting."""
+    cells = rows.unique("cell", maintain_order=True)["sample_id", "setting"].rows()
+    names = [f"{sample} ({setting})" for sample, setting in cells[:3]]
+    return f"of sample {', '.join(names)}{', …' * (len(cells) > 3)}"
+
+
+def _without_copies(frame: pl.DataFrame, rows: pl.DataFrame, notes: list[str]) -> pl.DataFrame:
+    """Return rows without those that are equal to an earlier one in every column of the frame.
+
+    Measurements without numbers may be equal by chance. So copies of those are left out only where
+    their cell has no other rows, which changes none of its means.
+    """
+    rows = rows.with_columns(frame.select(copy=~pl.struct(pl.all()).is_first_distinct()))
+    certain = pl.col("repeat").is_not_null() | ((~pl.col("copy")).sum().over("cell") == 1)
+    left_out = rows.filter(pl.col("copy") & certain)
+    if left_out.is_empty():
+        return rows
+    notes.append(
+        f"copies of other rows, equal in every column, are left out: {len(left_out)}, such as "
+        f"{_cells_of(left_out)}"
+    )
+    return rows.filter(~(pl.col("copy") & certain))
+
+
 def _check_repeated(rows: pl.DataFrame, notes: list[str]) -> None:
     """Note how many cells were measured repeatedly without numbers, or differ in accuracy.
 
@@ -475,22 +504,33 @@ def _check_repeated(rows: pl.DataFrame, notes: list[str]) -> None:
     if rows["repeat"].null_count():
         keys = ["latency", "accuracy"]
         times = rows["cell"].value_counts()["count"].to_numpy()
-        notes.append(
-            f"{(times > 1).sum()} cells occur up to {times.max()} times: taken as repeated "
-            "measurements"
-        )
+        if times.max() > 1:
+            notes.append(
+                f"{(times > 1).sum()} cells occur up to {times.max()} times: taken as repeated "
+                "measurements"
+            )
     copies = rows.filter(_as_above("cell", *keys))
     if copies.height:
         raise InputError(
             f"{copies['cell'].n_unique()} (sample, configuration) pairs occur more than once with "
-            f"the same {' and '.join(keys)}, such as one of sample {copies['sample_id'][0]}; "
-            "remove the copies, or number the measurements of each pair in a column `repeat`. Ids "
-            "must be unique inside a data set (do they restart in every batch or on every rank?), "
-            "and every knob needs a column"
+            f"the same {' and '.join(keys)}, such as {_cells_of(copies)}; remove the copies, or "
+            "number the measurements of each pair in a column `repeat`. Ids must be unique inside "
+            "a data set (do they restart in every batch or on every rank?), and every knob needs a "
+            "column"
         )
-    differ = rows.filter(_as_above("cell"), ~_as_above("accuracy"))["cell"].n_unique()
-    if differ:
-        notes.append(f"{differ} cells differ in accuracy between measurements: the mean is used")
+    other = ~_as_above("accuracy")
+    differ = rows.filter(_as_above("cell"), other)
+    if len(differ):
+        notes.append(
+            f"{differ['cell'].n_unique()} cells differ in accuracy between measurements, such as "
+            f"{_cells_of(differ)}: the mean is used"
+        )
+    same_time = rows.filter(_as_above("cell", "latency"), other)
+    if len(same_time):
+        notes.append(
+            f"{same_time['cell'].n_unique()} of them have two accuracies at the same latency, such "
+            f"as {_cells_of(same_time)}: one may be a mistake"
+        )
 
 
 def _samples(frame: pl.DataFrame, keys: pl.DataFrame, group: str | None) -> pl.DataFrame:

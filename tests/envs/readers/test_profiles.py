@@ -467,6 +467,37 @@ def test_copies_are_refused(columns, fault):
         table(again(**columns))
 
 
+@pytest.mark.parametrize("column", [{}, {"note": [["x"], ["y"], ["y"], ["x"]]}])
+def test_copies_of_a_row_are_left_out_and_named(column):
+    frame_of = again(latency_ms=[12.0, 12.0, 20.0, 12.0], **column)
+    without = again(latency_ms=[12.0, 12.0, 20.0, 12.0]).unique(maintain_order=True)
+    if column:
+        # rows that differ in another column are no copies
+        with input_error(r"latency.* sample a \(top_k=4\)"):
+            table(frame_of)
+        return
+    made = table(frame_of)
+    assert made.digest == table(without).digest
+    (note,) = made.notes
+    assert "copies" in note
+    assert "2, such as of sample a (top_k=4)" in note
+    # numbers say which are repeats, and which are copies
+    numbered = again(repeat=[0, 1, 0, 2])
+    twice = table(pl.concat([numbered, numbered]))
+    assert twice.digest == table(numbered).digest
+    assert "4, such as" in twice.notes[0]
+
+
+def test_another_accuracy_at_the_same_latency_is_named():
+    made = table(again(accuracy=[1.0, 0.0, 0.5, 1.0], latency_ms=[12.0, 12.0, 20.0, 14.0]))
+    assert made.accuracy[0, 0] == pytest.approx(2 / 3)
+    averaged, doubtful = made.notes[1:]
+    assert "1 cells differ" in averaged
+    for note in (averaged, doubtful):
+        assert "sample a (top_k=4)" in note
+    assert "same latency" in doubtful
+
+
 def test_repeat_is_never_a_knob():
     with input_error("repeat"):
         table(again(repeat=[0, 1, 0, 2]), knobs=["top_k", "repeat"])
