@@ -25,6 +25,8 @@ LONG_MS = 60_000
 """Few models are waited for longer: such latencies may be microseconds."""
 EPOCH = 1e9
 """Times of day, in seconds or smaller units since 1970, are larger; as a latency it is 11 days."""
+FEWEST_EQUAL = 10
+"""Fewer cells with equal repeats may be copied rows, and say nothing of the timer."""
 IN_MS = "Write all latencies in ms."
 ALONE = "Measure every cell by itself, with a finer timer."
 DRIFTED = "Measure again on a quiet machine, or divide the drift out."
@@ -167,9 +169,10 @@ def equal_repeats(measured: Measured) -> Findings:
     """Repeats are equal to the last digit."""
     repeats = measured.repeats_ms
     several = (~np.isnan(repeats)).sum(2) > 1
-    copied = (np.nanmin(repeats, 2) == np.nanmax(repeats, 2))[several].mean()
-    if copied > 0.2:
-        words = f"The repeats of {copied:.0%} of the cells are equal to the last digit"
+    copied = (np.nanmin(repeats, 2) == np.nanmax(repeats, 2))[several]
+    if copied.sum() >= FEWEST_EQUAL and copied.mean() > 0.2:
+        words = f"In {copied.sum():,} of {copied.size:,} cells that were repeated, the repeats are "
+        words += "equal to the last digit"
         yield Finding(words, "likely", ALONE)
 
 

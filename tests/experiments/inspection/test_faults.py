@@ -57,6 +57,17 @@ def sound():
     return sound_table()
 
 
+def test_equal_repeats_of_few_cells_say_nothing_of_the_timer(sound):
+    once = torch.full_like(sound.latency_ms, torch.nan)
+    repeats_ms = torch.stack([sound.latency_ms, once], -1)
+    for cells, noticed in ((1, 0), (9, 0), (40, 1)):
+        repeats_ms[:cells, 0, 1] = sound.latency_ms[:cells, 0]
+        twice = replace(sound, repeats_ms=repeats_ms.clone())
+        findings = findings_by_check(twice)["equal_repeats"]
+        assert len(findings) == noticed
+    assert "In 40 of 40 cells" in str(findings[0])
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_sound_tables_raise_no_alarm(seed):
     table = sound_table(seed)
