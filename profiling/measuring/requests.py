@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import re
 import string
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from knobwise.common.checks import share
@@ -56,6 +57,7 @@ class Questions(Requests):
         items: with different ids.
         metric: see `VLMProfileConfig.metric`; also `module:function`, a function of the user's own
             of an answer and the right ones (a tuple of texts), which gives its accuracy in [0, 1].
+            One that needs a third argument gets the `VQAItem`.
         prompt: how a question is put.
 
     Raises:
@@ -70,14 +72,22 @@ class Questions(Requests):
         self._items = {item.id: item for item in items}
         self.prompt = prompt
         self._key = f"knobs.metric={metric}"
-        self._function = None
+        self._function: Callable[..., Any] | None = None
+        self._judges_item = False
         if ":" in metric:
             self._function = imported(self._key, metric, "function", "my_module:accuracy")
+            self._judges_item = _needs_third(self._function)
         # a metric that does not fit is refused here, before anything is measured
         self.metrics = {item.id: metric_of(item, metric) for item in items}
         """The name of each sample's metric."""
         for item in items:
-            self.score(item.id, item.answer)
+            try:
+                self.score(item.id, item.answer)
+            except InputError as error:
+                raise InputError(
+                    f"{error}, in a trial before measuring, with the right answer {item.answer!r} "
+                    "as the answer"
+                ) from error
 
     def ids(self) -> Iterator[str]:
         return iter(self._items)
@@ -95,7 +105,8 @@ class Questions(Requests):
                 metric = self.metrics[sample_id]
                 accuracy = answer_accuracy(metric, answer, item.answers, item.choices)
             else:
-                accuracy = float(self._function(answer, item.answers))
+                further = (item,) if self._judges_item else ()
+                accuracy = float(self._function(answer, item.answers, *further))
             share("accuracy", accuracy)
         # code of the user's own may raise anything
         except Exception as error:
@@ -135,6 +146,18 @@ class DrawnQuestions(Requests, Sequence[VQAItem]):
 
     def __contains__(self, sample_id: object) -> bool:
         return isinstance(sample_id, str) and sample_id.isascii() and sample_id.isdigit()
+
+
+def _needs_third(function: Callable[..., Any]) -> bool:
+    """Return True if a function cannot be called with two arguments, but with three."""
+    can = []
+    for count in (2, 3):
+        try:
+            inspect.signature(function).bind(*range(count))
+            can.append(True)
+        except (TypeError, ValueError):  # too many or too few, or none that Python can see
+            can.append(False)
+    return can == [False, True]
 
 
 def metric_of(item: VQAItem, metric: str = "auto") -> str:

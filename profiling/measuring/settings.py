@@ -32,7 +32,7 @@ class VLMProfileConfig:
     metric: str = "auto"
     """vqa, exact, choice, anls, relaxed. auto: choice for a sample with choices, else vqa for one
     with three answers or more, else exact. Or module:function, your own: accuracy in [0, 1] of an
-    answer and the tuple of right ones."""
+    answer and the tuple of right ones; one that needs a third argument gets the `VQAItem`."""
     prompt: str = "{question}{choices}"
     """The prompt. {choices} stands for the options of the question with their letters, a line each,
     or for nothing if there are none. Leave {choices} out if the questions already contain them."""

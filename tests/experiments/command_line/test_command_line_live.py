@@ -71,6 +71,10 @@ def twice(answer, right):
 
 def half(answer, right):
     return 0.5 if answer not in right else 1.0
+
+
+def of_ticket(answer, right, item, strict=False):
+    return float(answer == item.question and not strict)
 '''
 
 
@@ -162,3 +166,16 @@ def test_a_mistake_is_one_clear_line_and_leaves_nothing(words, folder, capsys):
 def test_a_metric_of_your_own(folder):
     launch(PROFILE, ECHO, "knobs.metric=models_of_a_test:half knobs.repeats=1")
     assert read_json("out/profile.json")["metrics"] == {"models_of_a_test:half": 40}
+
+
+def test_a_metric_is_tried_with_right_answers_which_its_failure_says(folder, capsys):
+    line = refused(words_of(PROFILE, ECHO, "knobs.metric=models_of_a_test:raises"), capsys)
+    assert "trial" in line.partition("KeyError")[2]
+
+
+def test_a_metric_that_needs_a_third_argument_gets_the_question(folder):
+    launch(PROFILE, ECHO, "knobs.metric=models_of_a_test:of_ticket knobs.repeats=1")
+    table = pl.read_parquet("out/table.parquet")
+    means = dict(table.group_by("mode").agg(pl.mean("accuracy")).iter_rows())
+    # the answers to half of the questions are too short
+    assert means == {"short": 0.5, "long": 1.0}
