@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict
 from functools import cache
 from pathlib import Path
@@ -20,6 +20,7 @@ from knobwise.profiling.measuring.adaptive_model import KNOBS, KnobSupport
 from knobwise.profiling.measuring.machine import digests, write_json
 from knobwise.profiling.measuring.measuring import (
     CELL,
+    COLUMNS,
     EXTRA,
     TIMES,
     TOKENS,
@@ -104,6 +105,21 @@ def _drawn(plan: MeasurementPlan, rows: pl.DataFrame) -> pl.DataFrame:
     return drawn
 
 
+def _of_samples(plan: MeasurementPlan, taken: Collection[str]) -> pl.DataFrame:
+    """Return the ids of the samples, and the further columns of their data whose names no other
+    column of the table has, nor a measurement."""
+    ids = pl.DataFrame({"sample_id": [item.id for item in plan.items]}, {"sample_id": pl.String})
+    names = {name: None for item in plan.items for name in item.fields}
+    for name in names:
+        if name in taken or name in COLUMNS or name.endswith("_ms") or name.startswith(EXTRA):
+            continue
+        values = pl.Series(name, [item.fields.get(name) for item in plan.items])
+        # an empty column says nothing
+        if values.null_count() < len(values):
+            ids = ids.with_columns(values)
+    return ids
+
+
 def write_table(path: Path, columns: pl.DataFrame) -> None:
     """Write a long table."""
     with written_whole(path) as temporary:
@@ -132,15 +148,17 @@ def write_vlm_profile(
     times = [c for c in records.columns if c.endswith("_ms")]
     numbers = [c for c in further if c in records.columns]
     table = records.select(*keys, *times, *numbers, "pred", "dataset")
+    known = _of_samples(plan, {*records.columns, *wanted, *further})
+    data_columns = known.columns[1:]
     if PROMPT in further:
-        prompts = [(item.id, question_text(item, plan.requests.prompt)) for item in plan.items]
-        texts = pl.DataFrame(prompts, ["sample_id", PROMPT], orient="row")
-        table = table.join(texts, on="sample_id", maintain_order="left")
+        prompts = [question_text(item, plan.requests.prompt) for item in plan.items]
+        known = known.with_columns(pl.Series(PROMPT, prompts, pl.String))
+    table = table.join(known, on="sample_id", maintain_order="left")
     write_table(out / "table.parquet", table)
     questions = [(item.id, item.question) for item in plan.items]
     samples = pl.DataFrame(questions, ["sample_id", "question"], orient="row")
     write_table(out / "samples.parquet", samples)
-    content = dict(facts)
+    content = {**facts, "data_columns": data_columns}
     # those of an earlier call are replaced
     for folder in ("exp5", "exp6"):
         shutil.rmtree(out / folder, ignore_errors=True)
@@ -239,6 +257,11 @@ def knob_lines(profile: Mapping[str, Any]) -> list[str]:
                 f"{least}"
             )
         lines.append(f"{text} ({knob['note']})" if knob["note"] else text)
+    if names := profile.get("data_columns"):
+        lines.append(
+            f"columns of the data that the table keeps: {', '.join(names)}; those that are known "
+            "before an answer can be features (profile.features=[…])"
+        )
     if "note" in profile:
         lines.append(profile["note"])
     return lines

@@ -9,11 +9,12 @@ import itertools
 import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import polars as pl
 import torch
 from PIL import Image
 from torch import Tensor
@@ -26,6 +27,11 @@ Prompt = tuple[int, list[int]]
 """A query's row and its demonstrations' rows, in order."""
 PARTS = ("query", "demonstration")
 """What an item of a file may be."""
+COLUMNS = {
+    *("id", "question_id", "image", "image_path", "question", "answers", "answer"),
+    *("image_id", "choices", "question_type", "part"),
+}
+"""What is read of a file; its other columns are `VQAItem.fields`."""
 
 
 def soft_accuracy(answer: str, references: Sequence[str]) -> float:
@@ -61,6 +67,8 @@ class VQAItem:
     """The kind of the question, for figures by kind."""
     metric: str = "exact"
     """The metric of an item without choices and with fewer than three answers."""
+    fields: Mapping[str, Any] = field(default_factory=dict, compare=False)
+    """What else the data say of it, by column: numbers, texts, truth values or None."""
 
     @cached_property
     def answer(self) -> str:
@@ -175,6 +183,7 @@ def read_vqa_data(
     - `choices`, optional: a list of texts
     - `question_type`, optional: the kind of question
     - `part`, optional: `query`, or `demonstration` for an item of the bank
+    - any other of numbers, texts or truth values: see `VQAItem.fields`
 
     Without `bank`, and without parts in the file, each item is both a query and a possible
     demonstration.
@@ -213,16 +222,21 @@ def _items(path: Path, images: bool | None) -> tuple[list[Any], tuple[VQAItem, .
     rows = frame.to_dicts()
     if not rows:
         raise InputError(f"{path}: holds no items")
+    plain = frame.select(pl.selectors.numeric() | pl.selectors.string() | pl.selectors.boolean())
+    further = [name for name in plain.columns if name not in COLUMNS]
     for index, row in enumerate(rows, 1):
         where = f"{path}, row {index}"
-        item = _item(path, row, where, images)
+        item = _item(path, row, where, images, further)
         if items.setdefault(item.id, item) is not item:
             raise InputError(f"{where}: the id {item.id!r} occurs twice; ids must be unique")
     return [row.get("part") for row in rows], tuple(items.values())
 
 
-def _item(path: Path, row: Mapping[str, Any], where: str, images: bool | None) -> VQAItem:
-    """Read one item from a row of a file; `where` names the row in messages."""
+def _item(
+    path: Path, row: Mapping[str, Any], where: str, images: bool | None, further: Sequence[str]
+) -> VQAItem:
+    """Read one item from a row of a file; `where` names the row in messages, `further` what else is
+    kept of it."""
     if images is None:
         images = any(row.get(key) for key in ("image", "image_path"))
 
@@ -271,7 +285,8 @@ def _item(path: Path, row: Mapping[str, Any], where: str, images: bool | None) -
         else:
             image_id = hashlib.sha256(source).hexdigest()
     question_type = str(row.get("question_type") or "")
-    return VQAItem(str(item_id), source, question, answers, str(image_id), choices, question_type)
+    parts = (str(item_id), source, question, answers, str(image_id), choices, question_type)
+    return VQAItem(*parts, fields={name: row[name] for name in further})
 
 
 def _texts(value: Any, where: str, what: str) -> tuple[str, ...]:

@@ -129,6 +129,26 @@ def test_part_of_the_cells_is_measured(endpoint):
     assert {*by_part.filter(~of_test)["len"]} == {2}
 
 
+def test_further_columns_of_the_data_can_be_features(endpoint, capsys):
+    rows = []
+    for number, (name, (text, right)) in enumerate(SUMS.items()):
+        row = {"id": name, "question": text, "answer": right, "lang": "ab"[number % 2]}
+        # a list is no feature, and what names a column of the table says something else
+        rows.append({**row, "n_chars": len(text), "tags": [name], "split": "x", "usd": 3})
+    pl.DataFrame(rows).write_ndjson("sums.jsonl")
+    launch(words(endpoint, "knobs.values={model: [small, large]}", prices="prices.yaml"))
+    assert "lang, n_chars;" in capsys.readouterr().out
+    table = table_of()
+    wanted = {row["id"]: (row["lang"], row["n_chars"]) for row in rows}
+    for row in table.iter_rows(named=True):
+        assert (row["lang"], row["n_chars"]) == wanted[row["sample_id"]]
+    assert not {"tags", "split"} & {*table.columns}
+    assert table["usd"].max() < 1
+    read = read_long_table("out/table.parquet", features=["prompt", "lang", "n_chars"])
+    assert [column.name for column in read.columns] == ["lang", "n_chars"]
+    assert [knob.name for knob in read.knobs] == ["model"]
+
+
 def test_what_the_printed_command_trained_is_completed(endpoint, capsys):
     write_questions({f"n{n}": (f"What is {n} + 1?", str(n + 1)) for n in range(40)})
     values = (
