@@ -69,7 +69,13 @@ def read(data: Any, features: Features = None, **options: Any) -> ProfileTable:
     path = Path(data)
     if path.is_dir():
         content = content or next(path.glob("features.*"), None)
-        path, options = path / "table.parquet", {"name": path.name, **options}
+        options = {"name": path.name, **options}
+        path /= "table.parquet"
+        if not path.is_file():
+            raise InputError(
+                f"{path}: no such file; exp5 and exp6 folders are read by "
+                "knobwise.envs.readers.exp_files.read_exp5_exp6"
+            )
     return read_profile(TableProfile(path=str(path), features=content, **options))
 
 

@@ -27,6 +27,8 @@ SETTING = (
 )
 """How file names end: with the configuration."""
 
+RANK = re.compile(r"_rank\d+\.json$")
+"""How the names of files of a rank end, which hold a part of the samples."""
 KNOBS = ("max_crops", "top_k", "num_active_blocks")
 Record = dict[str, Any]
 
@@ -59,7 +61,7 @@ def read_configurations(
     # a merged file replaces the files of its ranks
     ranks = _by_merge(settings)
     foreign = []
-    short = 0
+    short: list[str] = []
     frames: list[pl.DataFrame] = []
     summaries: list[Record] = []
     with progress(f"reading {folder.name or folder}", len(ranks), every_s=10, quiet_s=2) as tick:
@@ -74,7 +76,9 @@ def read_configurations(
                 if folder == root:
                     continue
             _check_merge(path, len(rows), [len(_load(part, setting, keys)[1]) for part in parts])
-            short += _counted(content) > len(rows) > 0
+            # each rank counts the samples of all
+            if _counted(content) > len(rows) > 0 and not RANK.search(path.name):
+                short.append(path.name)
             if not setting:
                 rows = _with_knobs(path, content["summary"], rows, notes)
             summaries += [record | setting | {"file": str(path)} for record in content["summary"]]
@@ -87,10 +91,14 @@ def read_configurations(
         "rank files not read, since files merged from them are there": len(settings) - len(ranks),
         "JSON files not read, since their names do not fit": _unread(folder, kind, settings),
         f"files that name another data set ({others}){read}": len(foreign),
-        "files with fewer rows than num_samples in their summary": short,
+        f"files with fewer rows than num_samples in their summary ({_few(short)})": len(short),
     }
     notes += [f"{folder}: {count} {what}" for what, count in skipped.items() if count]
     return _checked(pl.concat(frames), folder, columns, accuracy_unit, notes), summaries
+
+
+def _few(names: Sequence[str], most: int = 3) -> str:
+    return ", ".join([*names[:most], "…"][: len(names)])
 
 
 def _counted(content: Record) -> int:
@@ -127,7 +135,7 @@ def _by_merge(paths: Collection[Path]) -> dict[Path, list[Path]]:
     """Return the rank files of each merge; a rank file without a merge stands for itself."""
     ranks: dict[Path, list[Path]] = {}
     for path in paths:
-        merge = path.with_name(re.sub(r"_rank\d+\.json$", ".json", path.name))
+        merge = path.with_name(RANK.sub(".json", path.name))
         if merge == path or merge not in paths:
             ranks.setdefault(path, [])
         else:
@@ -158,6 +166,8 @@ def _find_files(root: Path, kind: str, dataset: str) -> tuple[Path, dict[Path, R
     pattern = re.compile(begin + SETTING)
     if kind and root.is_file():
         return root, {root: _setting(pattern.fullmatch(root.name))}
+    if not root.exists():
+        raise InputError(f"{root}: no such folder")
     dashed = dataset.replace("_", "-")
     prefix = f"{kind}_" if kind else ""
     # the first folder with such files counts
@@ -169,9 +179,11 @@ def _find_files(root: Path, kind: str, dataset: str) -> tuple[Path, dict[Path, R
         if kind and (whole := folder / f"{kind}_results.json") in paths:
             return folder, {whole: {}}
     example = f"{kind or f'{dataset}_imgsizetier-high'}_crops12_topk8_blocks16.json"
+    inside = sorted(path.name.removeprefix(prefix) for path in root.iterdir() if path.is_dir())
+    others = f"; it has the folders of {', '.join(inside)}" if inside else ""
     raise InputError(
         f"{root}: no {kind or 'core_exp'} files of {dataset!r} such as {example}, here or in a "
-        f"folder {folders[0].name} or {dataset}"
+        f"folder {folders[0].name} or {dataset}{others}"
     )
 
 

@@ -81,8 +81,8 @@ def split_groups(
             return Split(*(part.nonzero().squeeze(1) for part in parts))
     raise InputError(
         f"{table}: train={train}, validation={validation} leave a part of its "
-        f"{len(set(groups))} {rows} (or images, or groups) empty; train, validation and test need "
-        "at least one each"
+        f"{len(set(groups))} {rows} (or images, or groups) empty; test gets what both leave, and "
+        "each part needs at least one; give train and validation as 0.8 and 0.1"
     )
 
 

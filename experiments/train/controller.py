@@ -85,7 +85,9 @@ class ControllerExperiment(Experiment):
         # what a large table is sampled for: how many samples are used, and how many there are
         self.sampled = {"test": [len(self.split.test), len(split.test)]}
         table = with_texts_encoded(table, self.split, config.chat, self._encoders())
-        self.notes = [f"{table.name}: {note}" for note in table.notes]
+        # notes of one of several data sets name it
+        name = f"{table.name}: "
+        self.notes = [name + note.removeprefix(name) for note in table.notes]
         self.warnings: list[str] = []
         if not number:
             self.warnings = warnings_of(table)

@@ -263,6 +263,12 @@ def test_a_data_frame_is_read_as_the_file_is(form, home):
     assert knobwise.read(given, features, name="mine").name == "mine"
 
 
+def test_read_names_the_reader_of_exp5_and_exp6_folders(home):
+    Path("exp5").mkdir()
+    with input_error("exp5.*read_exp5_exp6"):
+        knobwise.read("exp5")
+
+
 def test_read_takes_saved_profiles_and_folders(home):
     table = small_table(12)
     table.save("t.safetensors")

@@ -154,7 +154,8 @@ def test_files_that_name_another_data_set_or_lost_rows_are_counted(pair):
     folder = pair / "exp5" / "exp5_accuracy_text-vqa"
     assert table.notes == (
         f"{folder}: 1 files that name another data set (doc_qa)",
-        f"{folder}: 1 files with fewer rows than num_samples in their summary",
+        f"{folder}: 1 files with fewer rows than num_samples in their summary "
+        "(exp5_accuracy_crops2_topk4_blocks12.json)",
     )
 
 
@@ -272,7 +273,10 @@ def test_rank_files_without_a_merge_are_all_read(tmp_path):
     for rank, scores in (("_rank0", {0: 1.0, 2: 0.0}), ("_rank1", {1: 0.5})):
         put_exp5(tmp_path, SMALL, scores, rank=rank)
         put_exp6(tmp_path, SMALL, {i: 10.0 + i for i in scores}, rank=rank)
+    # each counts the samples of all
+    put_exp5(tmp_path, SMALL, {1: 0.5}, rank="_rank1", summary=[named(SMALL) | {"num_samples": 3}])
     table = read(tmp_path)
+    assert table.notes == ()
     assert table.sample_ids == ("0", "1", "2")
     identical(table.accuracy[:, 0], [1.0, 0.5, 0.0])
     identical(table.latency_ms[:, 0], [10.0, 11.0, 12.0])
@@ -381,14 +385,14 @@ def test_bad_files_are_named(pair, write, content, field):
 
 
 def test_nothing_that_matches(pair):
-    with input_error(r"exp6: .*exp6_latency_ok-vqa"):
+    with input_error(r"exp6: .*exp6_latency_ok-vqa .*text-vqa"):
         read(pair, "ok_vqa")
     for setting in (SMALL, LARGE):
         put_exp6(pair, setting, {"q7": 1.0})
     with input_error(r"text_vqa: .*\['0', '1'\].*\['q7'\]"):
         read(pair)
     shutil.rmtree(pair / "exp6")
-    with input_error("exp6: no exp6_latency files"):
+    with input_error("exp6: no such folder"):
         read(pair)
 
 

@@ -35,6 +35,7 @@ WITH_TORCH = {
     "profile=table profile.path=none.csv": "none.csv",
     "profile=exp5_exp6 profile.exp5_dir=a profile.exp6_dir=b profile.dataset_name=c": "b",
     "split.train=0.9": "train=0.9",
+    "split.train=0.8": "train and validation as 0.8 and 0.1",
     "budget=fixed budget.values_ms=[-3]": "values_ms",
     "budgets_ms=[-1.0]": "budgets_ms",
     "profile model=gpt": "elastic",
