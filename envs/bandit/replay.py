@@ -179,16 +179,17 @@ class Replay:
             action = torch.as_tensor(actions)
         except (IndexError, KeyError, RuntimeError, TypeError) as error:
             raise InputError(
-                f"action: must have {', '.join(self.sizes)}, all of one shape; {error}"
+                f"action: must be {', '.join(self.sizes)}; names need action_keys='knobs'; {error}"
             ) from error
         shape = [contexts, group]
         if self.action == "knobs":
             shape.append(len(self.sizes))
-        same = [size for size in action.shape if size != 1] == [size for size in shape if size != 1]
-        if not same or action.dtype == torch.bool or action.is_floating_point():
+        wanted = [size for size in shape if size != 1]
+        other = wanted != [*action.squeeze().shape]
+        if other or action.dtype == torch.bool or action.is_floating_point():
             raise InputError(
-                f"action: is {action.dtype} {[*action.shape]}; must be int64 {shape}: the index of "
-                f"{' and of '.join(self.sizes)}, for each of {contexts} × {group} decisions"
+                f"action: is {action.dtype} {[*action.shape]}; must be int64 {wanted}: the index "
+                f"of a value of {' and of '.join(self.sizes)}, for each decision"
             )
         # axes of length 1 come back
         return action.long().reshape(shape)

@@ -205,6 +205,8 @@ def test_a_reward_of_another_constraint_is_refused(budget, kind):
 @pytest.mark.parametrize(
     ("action", "wrong", "fault"),
     [
+        ("knobs", [0, 0], r"must be int64 \[3\]"),
+        ("knobs", {"top_k": 0}, "action_keys"),
         ("knobs", [1], "int64"),
         ("knobs", [[0, 0, 0]] * 2, "int64"),
         ("knobs", [0.0, 1.0, 0.0], "float64"),
@@ -217,7 +219,7 @@ def test_a_reward_of_another_constraint_is_refused(budget, kind):
 def test_an_action_that_cannot_be_is_refused_and_can_be_corrected(action, wrong, fault):
     for env, actions in (
         (ConfigBanditEnv(TABLE, action=action), wrong),
-        (ConfigBanditVectorEnv(1, TABLE, action=action), np.asarray(wrong)[None]),
+        (ConfigBanditVectorEnv(1, TABLE, action=action), np.asarray([wrong])),
     ):
         env.reset(seed=0)
         with input_error(f"action: .*{fault}"):
