@@ -367,8 +367,8 @@ def _features_in(
             f"columns, features=[…], and the knobs, knobs=[…] ({'; '.join(notes)})"
         )
     block = in_block(fitted)
-    known = [*map(str, block), *(f"{name} (text)" for name in free_texts(fitted))]
-    notes.append(f"features: {', '.join(known)}")
+    named = [*map(str, block), *(f"{name} (text)" for name in free_texts(fitted))]
+    notes.append(f"features: {', '.join(named)}")
     content: dict[str, Any] = {name: samples[name].to_numpy() for name in keys.columns}
     if block:
         content[FEATURES] = encode_samples(samples, block)
