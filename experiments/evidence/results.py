@@ -175,7 +175,7 @@ def baselines(results: RunResults) -> list[str]:
     that is neither learned nor a reference."""
     task = task_of(results)
     policies = [row["policy"] for row in ranked(results)]
-    if task is DEMONSTRATIONS:
+    if task.name == DEMONSTRATIONS.name:
         from knobwise.agents.selector.baselines import (
             SIMPLE,  # imports torch, which is slow to load
         )

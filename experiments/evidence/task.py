@@ -268,6 +268,9 @@ DEMONSTRATIONS = Task(
     controls=CONTROLS,
 )
 
+BEST_BEAM = replace(DEMONSTRATIONS, metrics=(replace(SCORE, name="highest score first"), DECISION))
+"""Of recorded sequences that have scores alone, see `SelectorData.judged_by`."""
+
 
 def with_costs(task: Task, costs: Mapping[str, CostFacts]) -> Task:
     """Return a task whose tables also have the mean of each further cost, and with a limit the
@@ -304,6 +307,8 @@ def task_of(results: RunResults) -> Task:
     task = TASKS.get(str(results.get("system") or results.get("sense")), DEADLINE)
     if "validation_reward" in results and task.judged_by != "reward":
         task = replace(task, judged_by="reward")
+    if results.get("judged_by") == "best_beam":
+        task = BEST_BEAM
     return with_costs(task, results.get("costs", {}))
 
 

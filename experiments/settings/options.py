@@ -101,7 +101,8 @@ class TrainRun(Training):
     """Iterations, learning rate and schedule of each stage; the default depends on the policy."""
     budgets_ms: list[float] | None = None
     """Budgets to judge at, in ms, or in the unit of costs that are no times; None for five
-    quantiles of the table's latencies (under budget=mean, of the configurations' mean latencies).
+    quantiles of the table's latencies, 10 to 90 %, none below what three quarters of the samples
+    can meet (under budget=mean, quantiles of the configurations' mean latencies).
     Under budget=mean, prices are calibrated for these budgets only."""
     unprofiled: str = "predict"
     """A cell that was not measured: predict, its outcome is predicted and it may be chosen; forbid,
@@ -214,8 +215,8 @@ class EvaluateRun(EndpointOptions):
     `train`."""
     budgets_ms: list[float] | None = None
     """Budgets to judge at, in ms; None for those of the run, or on another profile for five
-    quantiles of its latencies. A controller for mean budgets is judged at those that its prices
-    were calibrated for."""
+    quantiles of its latencies, none below what three quarters of the samples can meet. A controller
+    for mean budgets is judged at those that its prices were calibrated for."""
     reward: RewardConfig = field(default_factory=lambda: replace(TRAINING_REWARD))
     """Reward to report in the column `reward`; the policy is unchanged."""
     unprofiled: str = "predict"

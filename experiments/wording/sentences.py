@@ -20,7 +20,7 @@ from knobwise.experiments.evidence.results import (
     value_of,
 )
 from knobwise.experiments.evidence.schema import Attainable, DifferenceRow, PolicyRow, RunResults
-from knobwise.experiments.evidence.task import DEMONSTRATIONS, Row, shown_at, task_of
+from knobwise.experiments.evidence.task import DEMONSTRATIONS, GRPO, Row, shown_at, task_of
 from knobwise.experiments.wording.words import (
     COMPARED,
     LEARNED,
@@ -53,7 +53,7 @@ def verdict(results: RunResults) -> list[str]:
 def _verdict(results: RunResults) -> list[str]:
     """Return the lines of `verdict`, as they are said of times."""
     task = task_of(results)
-    if task is DEMONSTRATIONS:
+    if task.name == DEMONSTRATIONS.name:
         return _of_selectors(results)
     # a run may judge baselines alone
     learned = rows_at(results, None).get(LEARNED)
@@ -285,9 +285,8 @@ JUDGED_BY = {
     "recorded": "No scorer: each policy is scored on the recorded sequence it ranks highest, and "
     "some of those were found with the answer in view. Use these numbers to rank policies, not as "
     "absolute accuracies.",
-    "best_beam": "No scorer and no right answers: a choice counts as right if the policy ranks the "
-    "recorded sequence with the highest score first. Use these numbers to rank policies; they say "
-    "nothing about answers.",
+    "best_beam": "No scorer and no right answers, so these numbers say nothing about answers: use "
+    "them to rank policies.",
 }
 """How policies were judged, if not by a scorer → a warning."""
 FEW_QUERIES = 100
@@ -325,6 +324,12 @@ def _of_selectors(results: RunResults) -> list[str]:
             names = policy_name(name, results), policy_name(other, results)
             outcome = COMPARED[sign_of(gap["ci95"])].format(*names)
             lines.append(f"{outcome}: {difference_words(gap)}{control}.")
+            kept = 0 in results.get("epochs", {}).get(name, [])
+            if name in GRPO and other == "rce" and not (any(gap["ci95"] or [1]) or kept):
+                lines.append(
+                    f"{policy_name(name, results)} did as well on every query: GRPO hardly moved "
+                    "the policy. Raise grpo.lr or grpo.epochs, or lower loss.kl_to_ref_coeff."
+                )
     for name, epochs in results.get("epochs", {}).items():
         if 0 in epochs:
             lines.append(
@@ -339,10 +344,15 @@ def _answered(results: RunResults, row: PolicyRow, shots: int) -> str:
     few = ""
     if results["test_queries"] < FEW_QUERIES:
         few = " (so few show large differences only)"
+    verb = "answers"
+    how = " correctly"
+    if results.get("judged_by") == "best_beam":
+        verb = "ranks the recorded sequence with the highest score first for"
+        how = ""
     return (
-        f"With {shots_words(shots)}, {policy_name(row['policy'], results)} answers "
+        f"With {shots_words(shots)}, {policy_name(row['policy'], results)} {verb} "
         f"{number(row['accuracy'], '.1%')}{span(row.get('accuracy_ci95'), '.1%')} of "
-        f"{row.get('queries') or results['test_queries']:,} test queries correctly{few}"
+        f"{row.get('queries') or results['test_queries']:,} test queries{how}{few}"
     )
 
 

@@ -22,6 +22,7 @@ from knobwise.envs.demonstrations.beam_table import BeamTable
 from knobwise.envs.demonstrations.settings import METHODS
 from knobwise.experiments.settings.beams import read_data
 from knobwise.experiments.settings.selector_options import BuiltinBeams
+from knobwise.experiments.wording.sentences import verdict
 
 EPOCHS = "sft.epochs=2 grpo.epochs=2"
 REPLAY = words_of(
@@ -236,9 +237,16 @@ def test_legacy_beams_train_on_their_scores_and_are_judged_by_them(folder):
     launch(words)
     results = results_of()
     assert (results["judged_by"], results["reward_mode"]) == ("best_beam", "legacy")
+    first, *_ = verdict(results)
+    assert "highest score" in first
+    assert "correctly" not in first
     launch(words, "reward.mode=legacy")
     assert numbers(results_of()) == numbers(results)
     assert named(results["rows"])["best_recorded", 2]["accuracy"] == 1
+    for gap in results["differences"]:
+        gap |= {"difference": 0.0, "ci95": [0.0, 0.0]}
+    results["epochs"] = {}
+    assert any("Raise grpo.lr" in line for line in verdict(results))
 
 
 def test_the_command_in_the_results_gives_the_same_numbers(folder):
