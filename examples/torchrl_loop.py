@@ -11,13 +11,8 @@ import torch
 from torchrl.collectors import Collector
 from torchrl.data import LazyTensorStorage, ReplayBuffer, SamplerWithoutReplacement
 
-from knobwise.agents import (
-    Controller,
-    DeployedController,
-    PolicyConfig,
-    evaluate_policy,
-    make_actor,
-)
+from knobwise.agents import Controller, DeployedController, PolicyConfig, make_actor
+from knobwise.agents.evaluation.evaluation import evaluate_policy
 from knobwise.envs import ConfigBandit, default_budgets
 from knobwise.losses import GRPOLoss, RCELoss, dropping_out
 from knobwise.testbeds import builtin_profile
