@@ -87,6 +87,8 @@ GAP = Metric("gap_closed", "oracle gap closed", ".0%", value=over("utility"), pe
 LATENCY = Metric(
     "latency_ms_mean", "mean latency", unit="ms", aggregate=pl.mean("latency_ms"), minor=True
 )
+SPENT = replace(LATENCY, value=pl.col("latency_ms"), aggregate=None, minor=False)
+"""The same with an interval, where it is what a budget limits."""
 ON_TIME = Metric("satisfaction", "on time", ".1%", aggregate=pl.mean("on_time"), share=True)
 FEASIBLE = Metric(
     "satisfaction_feasible",
@@ -234,7 +236,7 @@ MEAN_BUDGET = Task(
     equal_latency=True,
     metrics=(
         SCORE,
-        LATENCY,
+        SPENT,
         OVER_MIX,
         OVER_SINGLE,
         Metric("gap_closed", "oracle gap closed", ".0%", value=over("accuracy"), per=GAP_WIDTH),

@@ -62,7 +62,8 @@ def details(comparison: Comparison) -> list[Folded]:
         title, text = about[name]
         table = records(rows_of(comparison), name, unit, results)
         if table.rows:
-            parts.append(Folded(title, [text.format(main=main, hidden=hidden), table]))
+            blocks = [text.format(main=main, hidden=hidden), table]
+            parts.append(Folded(title, blocks, open=name == "spent"))
     if comparison.single and results.get("explanation"):
         parts.append(Folded("Why these configurations", explanation(results)))
     parts.append(Folded("What the words mean", [_glossary(comparison)]))
@@ -116,6 +117,15 @@ def _chosen(comparison: Comparison) -> list[Any]:
     return _by_seed(comparison, rows)
 
 
+def _spent(comparison: Comparison) -> list[Any]:
+    """List what the controller of a single run got and spent under each mean budget."""
+    if not (comparison.single and comparison.task.equal_latency):
+        return []
+    results = comparison.reference.results
+    rows = [comparison.task.row(results, words.LEARNED, each) for each in comparison.conditions]
+    return [row for row in rows if row]
+
+
 def _stages(comparison: Comparison) -> list[Any]:
     """List the tested differences between policies that both runs trained, with what is shown by
     each."""
@@ -123,6 +133,7 @@ def _stages(comparison: Comparison) -> list[Any]:
 
 
 RECORDS: dict[str, Callable[[Comparison], list[Any]]] = {
+    "spent": _spent,
     "stages": _stages,
     "differences": _of_run("differences"),
     "votes": _of_run("votes"),

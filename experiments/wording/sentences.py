@@ -64,7 +64,7 @@ def _verdict(results: RunResults) -> list[str]:
         return [line]
     lines = [_answer(results, learned), *_on_estimates(results, learned), *_on_sample(results)]
     if task.equal_latency:
-        lines.append(_at_tight_budgets(results))
+        lines += [_at_tight_budgets(results), *_on_spending(results)]
     if estimate := results.get("attainable"):
         share = ""
         if known(learned.get("attained")):
@@ -151,6 +151,22 @@ def _at_tight_budgets(results: RunResults) -> str:
         f"At the tightest mean budgets it gains {gains} points over the best single configuration "
         f"of equal mean latency ({latencies})."
     )
+
+
+def _on_spending(results: RunResults) -> list[str]:
+    """Say at which mean budgets the controller spent more, by more than chance."""
+    task = task_of(results)
+    unit = unit_of(results)
+    above = []
+    for budget in task.conditions(results):
+        row = task.row(results, LEARNED, budget)
+        ci95 = row.get("latency_ms_mean_ci95")
+        if ci95 and ci95[0] > budget:
+            spent = f"{quantity(row['latency_ms_mean'], unit)}{span(ci95, '.3g')}"
+            above.append(f"{spent} at {quantity(budget, unit)}")
+    if not above:
+        return []
+    return [f"On the test samples it spends more than its mean budget: {listed(above)}."]
 
 
 def learnable(estimate: Attainable) -> str:

@@ -44,6 +44,8 @@ from knobwise.experiments.evidence.controllers import (
 from knobwise.experiments.evidence.decisions import read_decisions
 from knobwise.experiments.evidence.evaluate import Deadlines
 from knobwise.experiments.evidence.mean_budgets import MeanBudgets, Reference
+from knobwise.experiments.wording.sentences import verdict
+from knobwise.experiments.wording.words import quantity
 
 MEAN = words_of(
     "train experiment=mean_budget",
@@ -317,6 +319,18 @@ def test_a_network_without_guard_under_chosen_mean_budgets_and_evaluated_again(f
     results = results_in()
     assert (results["budgets_ms"], results["guard"]) == ([12, 20], [])
     before = at_budgets(results)
+    # what was spent is printed for each budget, and said where it is too much
+    printed = capsys.readouterr().out
+    for budget in (12, 20):
+        spent = before["controller", budget]
+        low, high = spent["latency_ms_mean_ci95"]
+        assert low < spent["latency_ms_mean"] < high
+        assert quantity(spent["latency_ms_mean"]) in printed.split("mean budget  ")[1]
+    for budget, above in ((12, 1e-6), (20, -1e-6)):
+        before["controller", budget]["latency_ms_mean_ci95"] = [budget + above, 30]
+    (line,) = [line for line in verdict(results) if "more than its mean budget" in line]
+    assert "at 12.0 ms" in line
+    assert "at 20.0 ms" not in line
     launch("evaluate baselines=false json=again.json own_cost=false", TABLE)
     again = at_budgets(results_in("again.json"))
     assert {policy for policy, _ in again} == {"controller", "static_mix", "best_single", "oracle"}
