@@ -19,6 +19,7 @@ from knobwise.envs.readers.frames import Lines, read_frame, refuse_lost_digits, 
 from knobwise.envs.tables.columns import FEATURES, Column, columns_of
 from knobwise.experiments.evidence.run_folder import controller_at
 from knobwise.experiments.settings.options import DecideRun
+from knobwise.experiments.settings.profiles import of_run
 from knobwise.experiments.wording.words import counted
 
 AT_ONCE = 50_000
@@ -47,6 +48,8 @@ def run(config: DecideRun) -> int:
     # the budgets that the controller was judged at, where it has a guard
     calibrated = controller.calibrated
     tried = np.array([0, np.inf]) if calibrated is None else calibrated.budgets_ms
+    # the column of ids in training, too
+    ids = ["sample_id", of_run(config.checkpoint, "profile.id")]
     notes = list[str]()
     lines = Lines()
     frame = read_frame(path, notes, lines)
@@ -60,14 +63,17 @@ def run(config: DecideRun) -> int:
     unlike = 0
     with written_whole(out) as temporary, temporary.open("wb") as file, naming(path):
         for first in range(0, max(len(frame), 1), AT_ONCE):
-            ids, chosen, faults, odd = _decided(controller, frame.slice(first, AT_ONCE), config)
+            part = frame.slice(first, AT_ONCE)
+            limits, chosen, faults, odd = _decided(controller, part, config)
             unlike += odd
-            ids.insert_column(0, pl.Series("line", lines.numbers[first : first + AT_ONCE]))
+            number_of_line = pl.Series("line", lines.numbers[first : first + AT_ONCE])
+            names = _ids(part, ids, [*settings.columns, "line", limits.name])
+            about = pl.DataFrame([number_of_line, *names, limits])
             good = faults.is_null()
-            decided = pl.concat([ids.filter(good), settings[chosen]], how="horizontal")
+            decided = pl.concat([about.filter(good), settings[chosen]], how="horizontal")
             decided.write_csv(file, include_header=not first)
             untried += int((~decided["budget_ms"].is_between(tried.min(), tried.max())).sum())
-            refused |= pl.DataFrame([ids["line"], faults]).filter(~good).iter_rows()
+            refused |= pl.DataFrame([about["line"], faults]).filter(~good).iter_rows()
     # the others are listed, as compilers do
     for line in sorted(refused):
         say(f"{path}:{line}: {refused[line]}")
@@ -84,17 +90,29 @@ def run(config: DecideRun) -> int:
     return SOME_REFUSED if refused else 0
 
 
+def _ids(frame: pl.DataFrame, ids: Sequence[str | None], written: Sequence[str]) -> list[pl.Series]:
+    """Return the columns of ids that a frame has, but none that is written anyway.
+
+    Raises:
+        InputError: ids have lost digits.
+    """
+    columns = [frame[name] for name in frame.columns if name in ids and name not in written]
+    for column in columns:
+        refuse_lost_digits(column)
+    return columns
+
+
 def _decided(
     controller: NumpyController, frame: pl.DataFrame, config: DecideRun
-) -> tuple[pl.DataFrame, Array, pl.Series, int]:
+) -> tuple[pl.Series, Array, pl.Series, int]:
     """Decide for the rows of a frame.
 
     Returns:
-        What identifies each row, the configurations of those that are not refused, for each row why
+        The budget of each row, the configurations of those that are not refused, for each row why
         it is refused, null for nothing; and how many have a text unlike those of training.
 
     Raises:
-        InputError: a column is missing, or ids have lost digits.
+        InputError: a column is missing.
     """
     faults = []
     blocks = {}
@@ -103,23 +121,25 @@ def _decided(
         faults.append(wrong)
     limits = _limits(frame, config)
     valid = (limits > 0) & (limits < MAX_MS)
+    reason = "budget_ms must be positive and finite"
     if controller.mean is not None:
-        calibrated = np.isclose(limits.to_numpy()[:, None], controller.mean.budgets_ms, 1e-3, 0)
-        valid &= pl.Series(calibrated.any(1))
-    reason = pl.lit("budget_ms must be positive, finite and, if budgets are means, calibrated")
-    wrong_budget = pl.when(~valid.fill_null(False)).then(reason)
+        means = controller.mean.budgets_ms
+        valid &= pl.Series(np.isclose(limits.to_numpy()[:, None], means, 1e-3, 0).any(1))
+        listed = ", ".join(f"{mean:.4g}" for mean in means)
+        reason = (
+            f"budget_ms must be one of the mean budgets that were calibrated, {listed}; train with "
+            "the budgets_ms that you need"
+        )
+    wrong_budget = pl.when(~valid.fill_null(False)).then(pl.lit(reason))
     # the first fault of a row is given
     fault = pl.select(fault=pl.coalesce(*faults, wrong_budget))["fault"]
     good = fault.is_null().to_numpy()
     features = {name: block[good] for name, block in blocks.items()}
     chosen = controller.choose(features, limits.to_numpy()[good])
-    names = [frame[name] for name in ("sample_id",) if name in frame.columns]
-    for ids in names:
-        refuse_lost_digits(ids)
     odd = np.zeros(int(good.sum()), bool)
     for name in controller.texts:
         odd |= np.isnan(features[name][:, 0])
-    return pl.DataFrame([*names, limits]), chosen, fault, int(odd.sum())
+    return limits, chosen, fault, int(odd.sum())
 
 
 def _limits(frame: pl.DataFrame, config: DecideRun) -> pl.Series:

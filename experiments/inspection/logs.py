@@ -25,7 +25,8 @@ def inspect_log(folder: str) -> dict[str, Any]:
 
     Returns:
         `requests`: their number. `on_time`, `labelled`, `explored`: shares of them, the last of
-        those that were not answered by the best choice. `accuracy`: mean over the labelled.
+        those that were not answered by the best choice. `accuracy`: mean over the labelled;
+        `fractional`: whether one is neither 0 nor 1.
         `configurations`: label → requests. `controllers`: digest → requests. `unlike`: requests
         whose text is unlike those of training. `set_aside`: reason → rows.
 
@@ -46,6 +47,7 @@ def inspect_log(folder: str) -> dict[str, Any]:
         # an empty log has shares of 0
         **shares.fill_null(0.0).row(0, named=True),
         "accuracy": rows["accuracy"].mean(),
+        "fractional": bool((rows["accuracy"].cast(pl.Float64) % 1 > 0).any()),
         "configurations": dict(Counter(setting(row["knobs"]) for row in log.rows).most_common()),
         "controllers": dict(Counter(rows["controller"])),
         "unlike": sum(bool(row.get("unlike")) for row in log.rows),
@@ -57,10 +59,13 @@ def print_log(facts: Facts, console: Console) -> None:
     """Print the facts in words."""
     total = facts["requests"]
     controllers = counted(len(facts["controllers"]), "controller")
+    accuracy = f"{number(facts['accuracy'], '.1%')} are right"
+    if facts["fractional"]:
+        accuracy = f"the mean accuracy is {number(facts['accuracy'], '.3f')}"
     lines = [
         f"{facts['log']}: {counted(total, 'request')} by {controllers}",
         f"{facts['on_time']:.1%} on time, {facts['labelled']:.1%} labelled, of which "
-        f"{number(facts['accuracy'], '.1%')} are right, {facts['explored']:.1%} explored",
+        f"{accuracy}, {facts['explored']:.1%} explored",
     ]
     if facts["unlike"]:
         lines.append(

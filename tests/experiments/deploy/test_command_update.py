@@ -18,6 +18,7 @@ import torch
 from commands import OPTIMISER, TABLE, launch, mistake, read_json, refused, words_of, write_table
 from helpers import arrays, deployed, driven_apart, small_table
 from replayed import logging_model, serve_requests, untrained
+from rich.console import Console
 
 from knobwise.__main__ import main
 from knobwise.agents import DeployedController, NumpyController, evaluate_policy
@@ -26,6 +27,7 @@ from knobwise.agents.serving.versions import add_version, serve, serving
 from knobwise.agents.training.checkpoint import load_checkpoint, save_checkpoint
 from knobwise.envs import default_budgets
 from knobwise.envs.readers.long_table import read_long_table
+from knobwise.experiments.inspection.logs import print_log
 
 BEST = "runs/latest/checkpoints/best.pt"
 TRAINED_ON = words_of("trained_on=table trained_on.path=t.parquet trained_on.features=f.npz")
@@ -160,7 +162,14 @@ def test_a_log_gives_versions_of_which_the_better_serves_and_rollback_goes_back(
     serve_requests(model, table, 700)
     model.log.label("nobody", 1.0)
     launch("inspect json=facts.json", words[1])
-    assert read_json("facts.json")["set_aside"] == {"a label of an unknown request": 1}
+    facts = read_json("facts.json")
+    assert facts["set_aside"] == {"a label of an unknown request": 1}
+    # the mean of scores between 0 and 1 is no share that is right
+    assert facts["fractional"] == bool(((table.accuracy > 0) & (table.accuracy < 1)).any())
+    for fractional, wanted in ((False, "are right"), (True, "mean accuracy")):
+        capsys.readouterr()
+        print_log(facts | {"fractional": fractional}, Console())
+        assert wanted in capsys.readouterr().out
 
     launch(words)
     facts = facts_in(current)

@@ -257,6 +257,20 @@ def test_mean_budgets_are_those_that_were_calibrated(capsys):
     rows, printed = decided("checkpoint=runs/controller/mean requests=r.csv", capsys, 3)
     assert [row["line"] for row in rows] == ["2", "3"]
     assert "r.csv:4: budget_ms" in printed[0]
+    # those that it knows are listed
+    assert "25, 40" in printed[0]
+
+
+def test_ids_keep_the_name_that_they_had_in_training(capsys):
+    rows = pl.read_csv("wide.csv", infer_schema=False).rename({"sample_id": "ticket"})
+    rows.write_csv("tickets.csv")
+    words = [word.replace("wide.csv", "tickets.csv") for word in WIDE]
+    launch("train", words, QUICK, "name=tickets profile.id=ticket")
+    requests = [{"ticket": f"T-{row['sample_id']}", **row} for row in REQUESTS]
+    write_requests("r.csv", [{k: v for k, v in r.items() if k != "sample_id"} for r in requests])
+    rows, _ = decided("checkpoint=runs/controller/tickets requests=r.csv", capsys)
+    assert [row["ticket"] for row in rows] == ["T-a", "T-b", "T-c"]
+    assert [*rows[0]] == ["line", "ticket", "budget_ms", "mode"]
 
 
 def test_blocks_without_names_come_as_lists_or_by_position(capsys, tmp_path):
