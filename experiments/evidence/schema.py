@@ -141,6 +141,7 @@ class CurvePoint(TypedDict, total=False):
 
     cells: int
     cost: float
+    costs: dict[str, float]
     utility: float
     utility_ci95: Interval
     static: float

@@ -90,8 +90,9 @@ def learning_curve(table: ProfileTable, budgets_ms: Tensor) -> list[CurvePoint]:
     Returns:
         A point for each of `SHARES` of the cells and for all of them, the fewest first; [] where
         `attainable` is None. `cells`: so many of each sample. `cost`: of measuring them, in the
-        unit of latencies. `static`, `utility`: means of static and of the quick policy, which falls
-        back to it. `behind`: how much less that is than with all cells, paired.
+        unit of latencies; `costs`: further costs. `static`, `utility`: means of static and of the
+        quick policy, which falls back to it. `behind`: how much less that is than with all cells,
+        paired.
     """
     if not table.features:
         return []
@@ -114,6 +115,9 @@ def learning_curve(table: ProfileTable, budgets_ms: Tensor) -> list[CurvePoint]:
             utility, ci95 = _interval(attained[-1], table, experts)
             cost = float(known.measurements_ms.double().nansum())
             about: CurvePoint = {"cells": count, "cost": cost, "static": float(static.mean())}
+            about["costs"] = {
+                name: float(each.double().nansum()) for name, each in known.costs.items()
+            }
             points.append({**about, "utility": utility, "utility_ci95": ci95})
             tick(done, f"{count} cells a sample")
         for point, fewer in zip(points, attained, strict=True):

@@ -24,7 +24,7 @@ from knobwise.common.errors import InputError
 from knobwise.envs.bandit.budgets import default_budgets, log_moments
 from knobwise.envs.tables.cost_words import in_words
 from knobwise.envs.tables.profile_table import ProfileTable, median_of
-from knobwise.experiments.evidence.controllers import configurations_of
+from knobwise.experiments.evidence.controllers import configurations_of, costs_of
 from knobwise.experiments.evidence.explanation import difficulty_of
 from knobwise.experiments.evidence.statistics import pareto_front
 from knobwise.experiments.inspection.attainable import (
@@ -69,6 +69,7 @@ def inspect_table(
         - `repeated_share`: share of the cells that were measured more than once
         - `latency_spread_between_configurations`: the same over a sample's configurations
         - `knobs`: means over the profiled cells with each value
+        - `costs`: the further costs, whose means are `cost_usd_mean` in knobs and configurations
         - `headroom`: see `_headroom`
         - `attainable`, `oracle_of_halves`: see `knobwise.experiments.inspection.attainable`
         - `learning_curve`: likewise; [] without `curve`
@@ -115,6 +116,7 @@ def inspect_table(
         "repeated_share": repeated,
         "latency_spread_between_configurations": _log_spread(table.latency_ms),
         "knobs": _marginals(table, accuracy, latency),
+        "costs": costs_of(table),
         "headroom": _headroom(table, budgets_ms),
         "attainable": attainable(whole, budgets_ms),
         "oracle_of_halves": oracle_of_halves(table, budgets_ms),
@@ -186,6 +188,9 @@ def _configurations(table: ProfileTable) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     for row, count, latencies in zip(means, samples, quantiles, strict=True):
         rows.append({**row, "samples": count, "latency_ms_quantiles": latencies})
+    for name, cost in table.costs.items():
+        for row, mean in zip(rows, cost.double()[:, profiled].nanmean(0).tolist(), strict=True):
+            row[f"cost_{name}_mean"] = mean
     return rows
 
 
@@ -214,6 +219,10 @@ def _marginals(table: ProfileTable, accuracy: Tensor, latency: Tensor) -> dict[s
             "accuracy": (accuracy.nansum(0) @ has / cells).tolist(),
             "latency_ms": (latency.nansum(0) @ has / cells).tolist(),
         }
+        for name, cost in table.costs.items():
+            known = (~cost.isnan()).double().sum(0) @ has
+            mean = cost.double().nansum(0) @ has / known
+            marginals[knob.name][f"cost_{name}_mean"] = mean.tolist()
     return marginals
 
 

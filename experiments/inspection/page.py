@@ -18,6 +18,7 @@ from knobwise.experiments.inspection.measured import CERTAIN, SURE
 from knobwise.experiments.report.tables import (
     Content,
     Folded,
+    Table,
     print_lines,
     print_sections,
     records,
@@ -29,6 +30,8 @@ from knobwise.experiments.wording.words import number, points, quantity, span
 ENOUGH = 0.01
 """Cells are enough if the policy that knows them is no more than this utility behind, at 95 %
 confidence."""
+SMALL_GRID = 16
+"""With fewer configurations one cell of a sample is more than a sixteenth."""
 
 
 def lead(facts: Facts) -> str:
@@ -164,10 +167,13 @@ def _sections(facts: Facts, figures: Mapping[str, Any]) -> dict[str, list[Any]]:
         **_how_much_to_measure(facts),
         **_noticed(facts),
         "Samples": None,
-        "Accuracy and latency": Folded(pareto, [records(front, "front", unit)]),
+        "Accuracy and latency": Folded(
+            pareto, [_with_costs(records(front, "front", unit), front, facts)]
+        ),
         "Latency distributions": None,
         "Effect of each knob": Folded(
-            "Means over all profiled cells", [records(knobs, "knobs", unit)]
+            "Means over all profiled cells",
+            [_with_costs(records(knobs, "knobs", unit), knobs, facts)],
         ),
         "Coverage": None,
     }
@@ -178,18 +184,30 @@ def _sections(facts: Facts, figures: Mapping[str, Any]) -> dict[str, list[Any]]:
     return reworded(sections, unit) | kept
 
 
+def _with_costs(table: Table, rows: Sequence[Mapping[str, Any]], facts: Facts) -> Table:
+    """Return a table of these rows with the means of further costs in its last columns."""
+    cells = [list(row) for row in table.rows]
+    for name, about in facts["costs"].items():
+        for line, row in zip(cells, rows, strict=True):
+            line.append(quantity(row[f"cost_{name}_mean"], about.get("unit", "")))
+    means = [f"mean {name}" for name in facts["costs"]]
+    return table._replace(header=[*table.header, *means], rows=cells)
+
+
 def _how_much_to_measure(facts: Facts) -> dict[str, Any]:
     """Say which part of the cells would have been enough; nothing without a learning curve."""
     curve = facts["learning_curve"]
     if not curve:
         return {}
-    rows = [point | {"effort": _effort(point["cost"], facts["unit"])} for point in curve]
+    rows = [point | {"effort": _effort(point, facts)} for point in curve]
     whole = rows[-1]
     enough = next(row for row in rows if row["behind_ci95"][1] <= ENOUGH)
     line = (
         f"{enough['cells']} of {whole['cells']} cells a sample are enough: a simple predictor that "
         f"knows no others is {points(enough['behind'], '.1f')} points"
-        f"{span(enough['behind_ci95'])} of utility behind one that knows all. They took "
+        f"{span(enough['behind_ci95'])} of utility behind one that knows all, which gains "
+        f"{points(whole['utility'] - whole['static'], '.1f')} over static. Enough is at most "
+        f"{points(ENOUGH, '.0f')} point behind at the upper end of this interval. They took "
         f"{enough['effort']} to measure, all cells {whole['effort']}."
     )
     if enough is whole:
@@ -198,12 +216,17 @@ def _how_much_to_measure(facts: Facts) -> dict[str, Any]:
             f"than {points(ENOUGH, '.0f')} point of utility better."
         )
     if whole["cells"] < len(facts["configuration_means"]):
-        line = _next_doubling(rows, facts["unit"])
+        line = _next_doubling(rows, facts)
+    elif whole["cells"] < SMALL_GRID:
+        line += (
+            f" With {whole['cells']} configurations no part is smaller than one cell a sample; to "
+            "measure less, take fewer samples."
+        )
     curve_table = records(rows, "learning_curve")
     return {"How much to measure": Folded("Learning curve", [line, curve_table], open=True)}
 
 
-def _next_doubling(rows: Sequence[Mapping[str, Any]], unit: str) -> str:
+def _next_doubling(rows: Sequence[Mapping[str, Any]], facts: Facts) -> str:
     """Say what measuring more of a profile would bring, of which part of the cells was measured."""
     last = rows[-1]
     line = f"{last['cells']} cells of a sample were measured; the others are predicted."
@@ -216,15 +239,19 @@ def _next_doubling(rows: Sequence[Mapping[str, Any]], unit: str) -> str:
     )
     if before["behind_ci95"][0] <= 0:
         return f"{line} More cells would probably bring little."
-    cost = _effort(last["cost"], unit)
     return (
-        f"{line} The next doubling, {cost} of measuring, may bring part of that again: set "
-        f"knobs.per_sample={2 * last['cells']}."
+        f"{line} The next doubling, {last['effort']} of measuring, may bring part of that again: "
+        f"set knobs.per_sample={2 * last['cells']}."
     )
 
 
-def _effort(cost: float, unit: str) -> str:
-    return duration(cost / 1000) if unit == MS else quantity(cost, unit)
+def _effort(point: Mapping[str, Any], facts: Facts) -> str:
+    """Say what it takes to measure cells: the time, and further costs."""
+    unit = facts["unit"]
+    parts = [duration(point["cost"] / 1000) if unit == MS else quantity(point["cost"], unit)]
+    for name, total in point["costs"].items():
+        parts.append(quantity(total, facts["costs"][name].get("unit", name)))
+    return ", ".join(parts)
 
 
 def _noticed(facts: Facts) -> dict[str, list[str]]:

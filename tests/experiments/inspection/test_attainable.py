@@ -128,6 +128,7 @@ def test_wide_features_are_projected_and_many_cells_thinned(monkeypatch):
 
 def test_a_learning_curve_ends_at_what_is_attainable_from_all_cells():
     table = small_table(150)
+    table = replace(table, costs={"usd": 0.01 * table.latency_ms})
     budgets_ms = default_budgets(table)
     curve = learning_curve(table, budgets_ms)
     assert [point["cells"] for point in curve] == [1, 2, 3, 12]
@@ -139,6 +140,7 @@ def test_a_learning_curve_ends_at_what_is_attainable_from_all_cells():
     assert whole["cost"] == pytest.approx(float(table.latency_ms.sum()), rel=1e-6)
     for point in curve:
         assert point["behind"] == pytest.approx(whole["utility"] - point["utility"])
+        assert point["costs"] == {"usd": pytest.approx(0.01 * point["cost"], rel=1e-5)}
         assert point["cost"] == pytest.approx(whole["cost"] * point["cells"] / 12, rel=0.1)
     # a twelfth of the cells is not enough here, a quarter is nearly
     assert curve[0]["behind"] > curve[2]["behind"] > -0.02

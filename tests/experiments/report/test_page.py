@@ -156,6 +156,23 @@ def test_scores_between_0_and_1_are_not_called_right_or_wrong():
     assert "15.0 points" in fractional  # the median of 30 and 0
 
 
+def test_further_costs_stand_beside_settings_and_measuring():
+    usd = torch.tensor([[1.0, 2.0, 4.0], [1.0, 2.0, 4.0], [3.0, 6.0, NAN], [3.0, 2.0, NAN]])
+    facts = inspect_table(replace(by_hand(), costs={"usd": usd}))
+    means = [row["cost_usd_mean"] for row in facts["configuration_means"]]
+    assert means == [2, 3, 4]
+    assert facts["knobs"]["crops"]["cost_usd_mean"] == [2, pytest.approx(20 / 6)]
+    point = {"cells": 1, "cost": 2000.0, "costs": {"usd": 8.0}, "utility": 0.55, "static": 0.5}
+    point |= {"utility_ci95": [0.5, 0.6], "behind": 0.004, "behind_ci95": [0.001, 0.008]}
+    whole = point | {"cells": 3, "costs": {"usd": 20.0}, "behind": 0.0, "behind_ci95": [0.0, 0.0]}
+    text = printed(print_inspection, facts | {"learning_curve": [point, whole]})
+    assert "mean usd" in text
+    for words in ("3.33 USD", "8.00 USD", "20.0 USD", "gains 5.0 over static", "at most 1 point"):
+        assert words in text
+    # a small grid has no small part
+    assert "With 3 configurations" in text
+
+
 def test_facts_worked_out_by_hand(monkeypatch):
     budgets = torch.tensor([10.0, 25.0, 40.0])
     name = "knobwise.experiments.inspection.facts.default_budgets"
