@@ -15,6 +15,7 @@ import itertools
 import json
 import logging
 import os
+import re
 import threading
 import time
 from collections import Counter
@@ -32,6 +33,8 @@ from knobwise.common.forks import FORKED
 FORMAT = "knobwise.RequestLog/1"
 REQUESTS = "requests"
 LABELS = "labels"
+ID = re.compile(r"([0-9a-f]{16})-[0-9]+")
+"""What `RequestLog.new_id` makes: the process, and the number of the request in it."""
 BOOT = Path("/proc/sys/kernel/random/boot_id")
 """On Linux, what tells one start of this machine from another."""
 
@@ -92,6 +95,17 @@ class RequestLog:
         # all processes of a machine share the time since its start, which nobody can set
         sent = {"time": time.time(), "boot": self._boot, "since_boot_s": time.monotonic()}
         self._write(LABELS, {**sent, "id": request_id, "accuracy": float(accuracy)})
+
+    def knows(self, request_id: str) -> bool | None:
+        """Tell whether `new_id` may have made an id for this log: False for another form; None for
+        that of a process, such as one long gone, of which the folder holds no file."""
+        match = ID.fullmatch(request_id)
+        if match is None:
+            return False
+        process = match[1]
+        if process == self._process or any(self.folder.glob(f"{REQUESTS}-*-{process}.jsonl")):
+            return True
+        return None
 
     def close(self) -> None:
         """Close the files; nothing can be written any more."""

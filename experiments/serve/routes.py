@@ -15,6 +15,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from knobwise.agents.serving.runtime import Runtime
+from knobwise.common.checks import share
 from knobwise.common.errors import InputError
 from knobwise.experiments.serve.chat import budget_field, json_object
 from knobwise.experiments.serve.guards import Guards, refusal
@@ -81,7 +82,7 @@ class Routes:
             raise InputError(str(error)) from error
 
     async def label(self, request: Request) -> Response:
-        """Note the accuracy of an answer."""
+        """Note the accuracy of an answer; say if no request of this id is in the log's files."""
         body = await self._body(request)
         request_id = body.get("request_id", body.get("id"))
         if not isinstance(request_id, str):
@@ -89,8 +90,18 @@ class Routes:
         accuracy = _number(body, "accuracy")
         if self._runtime.log is None:
             raise HTTPException(404, "this server keeps no log")
-        await run_in_threadpool(self._runtime.log.label, request_id, accuracy)
-        return JSONResponse({})
+        log = self._runtime.log
+        share("accuracy", accuracy)
+        known = await run_in_threadpool(log.knows, request_id)
+        if known is False:
+            raise HTTPException(
+                404,
+                f"request_id {request_id!r:.60}: no request here has such an id; send the "
+                "x-knobwise-request-id of an answer",
+            )
+        await run_in_threadpool(log.label, request_id, accuracy)
+        # a label may come before the row of its request, or after its file was moved
+        return JSONResponse({} if known else {"known": False})
 
     async def health(self, request: Request) -> Response:
         """Say which controller decides, and what it reads."""

@@ -271,6 +271,15 @@ def test_labels_by_request_id(served, controller):
         assert learned_from(served.log, answer, controller)["accuracy"] == 0.25
 
 
+def test_a_label_of_no_request_is_refused_where_that_can_be_known(served):
+    status, refused = served.json("/v1/feedback", {"request_id": "typed-wrong", "accuracy": 1})
+    assert status == 404
+    assert "typed-wrong" in refused["error"]["message"]
+    # of a process whose files may have been moved
+    other = {"request_id": f"{16 * 'a'}-3", "accuracy": 1}
+    assert served.json("/v1/feedback", other) == (200, {"known": False})
+
+
 def test_needs_no_torch():
     code = "import sys, knobwise.experiments.serve.server, knobwise.experiments.deploy.serve\n"
     code += "print(*sys.modules)"

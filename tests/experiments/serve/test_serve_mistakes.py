@@ -67,7 +67,7 @@ SIMPLE = ("text/plain", "application/x-www-form-urlencoded", "multipart/form-dat
 @pytest.mark.parametrize("path", [CHAT, "/decide", "/label", "/v1/feedback"])
 def test_foreign_pages_are_refused_and_leave_nothing(served, endpoint, path):
     body = {"messages": MESSAGES, "kind": "a", "prompt_words": 2, "budget_ms": 300}
-    body |= {"id": "x", "accuracy": 1}
+    body |= {"id": f"{16 * 'a'}-0", "accuracy": 1}
     log = sorted(served.log.glob("*.jsonl"))
     before = [file.read_bytes() for file in log]
     for kind in SIMPLE:
