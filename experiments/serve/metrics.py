@@ -44,6 +44,7 @@ class ServerMetrics:
         self.requests = counter("requests", "Requests by how they ended", "outcome")
         self.choices = counter("choices", "Answered requests by configuration", "knobs")
         self.fallbacks = counter("fallbacks", "Decisions without features, and why", "reason")
+        self.explored = counter("explored", "Requests whose configuration was drawn at random")
         self.late = counter("late", "Answered requests that missed their deadline or budget")
         self.usd = counter("usd", "What answers cost in US dollars, with prices=…")
         self.unpriced = counter("unpriced", "Answers whose tokens the endpoint did not count")

@@ -306,6 +306,7 @@ class Exchange:
         chosen = {
             "request-id": about["id"],
             "knobs": label_of(self._choice.knobs),
+            "reason": self._choice.reason,
             "fell-back": str(decision.fell_back).lower(),
             budget: f"{decision.request.budget_ms:g}",
             "attempts": str(self._choice.attempts),

@@ -42,6 +42,10 @@ class Choice(NamedTuple):
     """The configurations that may still be chosen; None for all."""
     learns: bool
     """False if the answer is not made with exactly these knobs."""
+    reason: str = "policy"
+    """How it was decided, in a word: `policy`; `explored`, drawn at random; by static, since the
+    `guard` falls back, since `features` failed, or since a text is `unlike` those of training;
+    `retry`, the best other model after a fault; `shadow`, the setting that is always sent."""
     attempts: int = 1
     """How many settings were tried, this one included."""
 
@@ -117,22 +121,30 @@ class Walk:
             request = self._restricted(request, freedom.allowed)
         decision = None
         if request.needs_features:
+            reason = "explored" if request.explored else "policy"
             try:
                 decision = self.runtime.decide(request, await self._features.computed(chat))
+                if decision.unlike and not request.explored:
+                    reason = "unlike"
             except Exception as error:
-                self.fell_back("features", error)
+                reason = "features"
+                self.fell_back(reason, error)
                 decision = self.runtime.fail(request)
         else:
-            self._metrics.fallbacks.labels("guard").inc()
+            reason = "guard"
+            self._metrics.fallbacks.labels(reason).inc()
             decision = self.runtime.decide(request)
+        if reason == "explored":
+            self._metrics.explored.inc()
         if self._shadow is not None:
+            reason = "shadow"
             decision = self._shadowed(decision, self._shadow, freedom.allowed)
         elif freedom.capped:
             # marked in the log as nothing to learn from
             decision = decision._replace(features=None)
         learns = not freedom.capped
         knobs = self.fields.sent(chat.body, decision.configuration)
-        return Choice(decision, knobs, chat.body, freedom.allowed, learns)
+        return Choice(decision, knobs, chat.body, freedom.allowed, learns, reason)
 
     def again(self, choice: Choice) -> Choice | None:
         """Return another setting after a fault of the endpoint, the one that is now best; None if
@@ -181,7 +193,7 @@ class Walk:
         # drawn by no policy, so no update learns from the row
         decision = decision._replace(features=None)
         knobs = self.fields.sent(choice.body, decision.configuration)
-        return Choice(decision, knobs, choice.body, allowed, choice.learns, attempts)
+        return Choice(decision, knobs, choice.body, allowed, choice.learns, "retry", attempts)
 
     def finish(self, choice: Choice, ended: float | None = None, usd: float = math.nan) -> Result:
         """Learn from an answer that is whole, and log it; see `Runtime.finish`.

@@ -124,10 +124,16 @@ def test_the_tracker_follows_prices_and_an_update_learns_from_them(trained, word
     log = tmp_path / "log"
     words = f"checkpoint={folder}/runs/controller/each", "prices=prices3.yaml", *words
     with serving(folder, *words, f"log={log}", "explore=0.3") as client:
+        reasons = []
         for question in questions[:80]:
             answer = asked(client, question, budget_usd=0.0003)
+            reasons.append(answer.headers["x-knobwise-reason"])
             body = {"request_id": answer.headers["x-knobwise-request-id"], "accuracy": 1}
             assert client.json("/v1/feedback", body)[0] == 200
+        # a share of .3 of 80; the others are decided alike
+        assert 8 <= reasons.count("explored") <= 42
+        assert client.metric("explored_total") == reasons.count("explored")
+        assert {*reasons} <= {"explored", "policy", "guard"}
         # three times the price in the profile
         assert client.metric("latency_level") == pytest.approx(3, rel=0.2)
     with chdir(folder):

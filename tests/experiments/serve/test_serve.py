@@ -135,6 +135,7 @@ def test_features_that_fail_get_static(served, controller):
         answer = served.chat(features=features, budget_ms=1000)
         assert answer.status == 200
         assert answer.headers["x-knobwise-fell-back"] == "true"
+        assert answer.headers["x-knobwise-reason"] == "features"
     assert served.metric('fallbacks_total{reason="features"}') == before + 3
 
 
@@ -310,6 +311,7 @@ def test_shadow_logs_the_choice_and_sends_the_default(exported, endpoint, tmp_pa
     assert endpoint.state.requests[-1] == {"messages": MESSAGES, **row["knobs"]}
     assert row["shadow"] == {"model": "small", "max_tokens": 64}
     assert row["prompt"] == "What is 12 + 30?"
+    assert answer.headers["x-knobwise-reason"] == "shadow"
 
 
 def test_functions_of_the_users_own(exported, endpoint, tmp_path):
