@@ -359,11 +359,12 @@ class Runtime:
             chances = self._exploration.chances(decision.best, close)
         return result._replace(request_id=self.log.add(row_of(result, chances)))
 
-    def abandon(self, what: str, error: BaseException) -> None:
-        """Count a request without an answer, because `what` raised an error; nothing can be learned
-        from it."""
+    def abandon(self, what: str, error: BaseException | str) -> None:
+        """Count a request without an answer, because `what` raised an error, or did what a text
+        says; nothing can be learned from it."""
+        problem = error if isinstance(error, str) else f"raised {type(error).__name__}"
         with self._lock:
-            self.tracker.ignore(f"{what} raised {type(error).__name__}")
+            self.tracker.ignore(f"{what} {problem}")
 
 
 def controller_of(policy: Any) -> NumpyController:

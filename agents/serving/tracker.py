@@ -217,7 +217,7 @@ class LatencyTracker:
         self.ignored[reason] = self.ignored.get(reason, 0) + 1
         if self.ignored[reason] == 1:
             logging.getLogger(__name__).warning(
-                "tracker: %s; this and all later ones are ignored and counted", reason
+                "tracker: %s; nothing is learned from such requests, which are counted", reason
             )
 
     def factors(self) -> dict[str, float]:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import json
 import re
 from collections.abc import Callable, Collection, Mapping
+from difflib import get_close_matches
 from typing import Any, NamedTuple
 
 from starlette.concurrency import run_in_threadpool
@@ -18,6 +20,10 @@ LIMITS_HEADER = "x-limits"
 OURS = ("budget_ms", "limits", "features")
 """Fields of a body that the endpoint does not get to see; one of a budget in another unit is
 another, see `budget_field`."""
+
+
+ALIKE = 0.85
+"""From this similarity on, a field is taken for a mistyped one of ours: a letter more or less."""
 
 
 class ChatRequest(NamedTuple):
@@ -56,7 +62,7 @@ def parse(content: bytes, headers: Mapping[str, str], unit: str = MS) -> ChatReq
 
     Raises:
         InputError: no JSON object, a header that is none, features that have no names, a budget in
-            another unit.
+            another unit, a field that looks like one of ours.
     """
     body = json_object(content)
     field = budget_field(unit)
@@ -70,6 +76,9 @@ def parse(content: bytes, headers: Mapping[str, str], unit: str = MS) -> ChatReq
     others |= {name[2:].replace("-", "_") for name in headers if name.startswith("x-budget-")}
     if other := others - {field, "budget_tokens"}:
         raise InputError(f"{min(other)}: the budgets of this server are in {unit}; send {field}")
+    for name in body:
+        if meant := _meant(name, field):
+            raise InputError(f"{name}: is no field; did you mean {meant}?")
     # a gateway may add headers where it cannot change bodies
     if budget is None and header in headers:
         try:
@@ -84,6 +93,13 @@ def parse(content: bytes, headers: Mapping[str, str], unit: str = MS) -> ChatReq
     if not isinstance(features, dict):
         raise InputError("features: must be values by name")
     return ChatRequest(content, body, not ours, budget, limits, features)
+
+
+@functools.lru_cache(maxsize=1024)
+def _meant(name: str, field: str) -> str:
+    """Return the field of ours that a name looks like; "" for none. `field` is that of budgets."""
+    ours = (field, *OURS[1:])
+    return next(iter(get_close_matches(name.lower(), ours, 1, ALIKE)), "")
 
 
 def json_object(content: bytes, name: str = "the body") -> dict[str, Any]:

@@ -35,7 +35,12 @@ USAGE_BYTES = 8_192
 
 
 class FaultyAnswer(Exception):
-    """An answer of the endpoint that counts as none."""
+    """An answer of the endpoint that counts as none; what it was."""
+
+
+def problem_of(error: BaseException) -> BaseException | str:
+    """Return what happened in words, where an error of ours has them."""
+    return f"answered with {error}" if isinstance(error, FaultyAnswer) else error
 
 
 class EndpointAnswer(NamedTuple):
@@ -185,7 +190,7 @@ class Exchange:
             other = self._walk.again(self._choice)
             if other is None:
                 break
-            self._walk.runtime.abandon("the endpoint", fault)
+            self._walk.runtime.abandon("the endpoint", problem_of(fault))
             if answer is not None:
                 answer.response.close()
             self._choice = other
@@ -352,7 +357,7 @@ class Exchange:
         self._metrics.requests.labels(outcome).inc()
         if error is not None:
             who = "the client" if outcome == "client_left" else "the endpoint"
-            self._walk.runtime.abandon(who, error)
+            self._walk.runtime.abandon(who, problem_of(error))
             return
         now = self._walk.runtime.now()
         self._metrics.answer.observe(now - self._arrived)

@@ -113,6 +113,12 @@ def test_fields_of_ours_are_taken_out():
     assert parse(b'{"n": 1}', {"x-budget-ms": "7"})[1:4] == ({"n": 1}, True, 7.0)
     with pytest.raises(InputError, match="x-budget-ms"):
         parse(b"{}", {"x-budget-ms": "soon"})
+    # a letter more or less, and capitals
+    for name in ("budgetms", "budgetMs", "budget_m", "limit", "feature"):
+        with pytest.raises(InputError, match=f"^{name}: "):
+            parse(f'{{"{name}": 5}}'.encode(), {})
+    for name in (*FIELDS, *request_fields(), "budget_tokens"):
+        assert parse(f'{{"{name}": 5}}'.encode(), {}).body == {name: 5}
 
 
 @pytest.mark.parametrize("budget_ms", [120.0, 160.0, 300.0, 370.0, 1000.0])

@@ -307,6 +307,9 @@ def test_shadow_logs_the_choice_and_sends_the_default(exported, endpoint, tmp_pa
     with serving(tmp_path, *words, "log_prompts=true") as client:
         answer = client.chat(features={"kind": "a"}, budget_ms=1000)
         row = row_of(tmp_path / "served", answer)
+        # in plain words
+        assert client.chat(model="gone").status == 404
+        assert "the endpoint answered with status 404" in str(client.said())
     assert knobs_of(answer) == row["knobs"] == {"model": SAFE, "max_tokens": 16}
     assert endpoint.state.requests[-1] == {"messages": MESSAGES, **row["knobs"]}
     assert row["shadow"] == {"model": "small", "max_tokens": 64}
