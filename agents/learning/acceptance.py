@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -79,15 +79,40 @@ def objections_to_labels(
     if loss <= MAX_LOSS:
         return reasons
     reasons.append(f"if the profile is right, the change loses {100 * loss:.1f} points")
-    # the configurations whose labels differ from the profile beyond chance
+    rows = labels_by_configuration(names, logged, accuracy)
+    return reasons + [str(row) for row in rows if row.contradicts]
+
+
+class ConfigurationLabels(NamedTuple):
+    """What the labels of a configuration say, beside what was expected of these answers."""
+
+    knobs: Mapping[str, Any]
+    labels: int
+    accuracy: float
+    """The mean of the labels."""
+    expected: float
+    contradicts: bool
+    """True if the two differ beyond chance."""
+
+    def __str__(self) -> str:
+        return (
+            f"the {self.labels} labels of {dict(self.knobs)} say accuracy {self.accuracy:.2f}, the "
+            f"profile {self.expected:.2f}"
+        )
+
+
+def labels_by_configuration(
+    names: Sequence[Mapping[str, Any]], logged: Logged, accuracy: Tensor
+) -> list[ConfigurationLabels]:
+    """Return what the labels of each configuration say, for those that have any; see
+    `objections_to_labels`."""
+    rows = []
     for c in logged.choice.unique().tolist():
         chosen = logged.choice == c
         labels = logged.accuracy[chosen]
         expected = accuracy[chosen]
         variance = (expected * (1 - expected)).sum().clamp_min(0.25)
-        if abs(float((labels - expected).sum() / variance.sqrt())) > CHANCE:
-            reasons.append(
-                f"the {len(labels)} labels of {names[c]} say accuracy {labels.mean():.2f}, the "
-                f"profile {expected.mean():.2f}"
-            )
-    return reasons
+        contradicts = abs(float((labels - expected).sum() / variance.sqrt())) > CHANCE
+        means = float(labels.mean()), float(expected.mean())
+        rows.append(ConfigurationLabels(names[c], len(labels), *means, contradicts))
+    return rows

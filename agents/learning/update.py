@@ -28,6 +28,8 @@ from knobwise.agents.deployed.arrays import configurations_of
 from knobwise.agents.learning.acceptance import (
     FEW,
     MAX_LOSS,
+    ConfigurationLabels,
+    labels_by_configuration,
     objections_to_labels,
     objections_to_times,
 )
@@ -150,6 +152,14 @@ def update(
         loss = 0.0 if total > MAX_LOSS else total
         against = []
     return Update(serving or candidate.agent, serving is not None, steps, objections, loss)
+
+
+@torch.no_grad()
+def labels_beside_profile(agent: DeployedController, logged: Logged) -> list[ConfigurationLabels]:
+    """Return what the labels of each configuration say, beside what the controller expects."""
+    expected = of_choices(_predictions(agent, logged).accuracy, logged.choice).double()
+    rows = logged.labelled
+    return labels_by_configuration(configurations_of(agent.decider), logged[rows], expected[rows])
 
 
 @torch.no_grad()

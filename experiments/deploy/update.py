@@ -16,9 +16,10 @@ from typing import Any
 import torch
 
 from knobwise.agents.deployed.controller import NumpyController
+from knobwise.agents.learning.acceptance import FEW
 from knobwise.agents.learning.adaptation import adapted, fit_offsets, log_ratios
-from knobwise.agents.learning.logged import logged_of, read_log
-from knobwise.agents.learning.update import Update, update
+from knobwise.agents.learning.logged import Logged, logged_of, read_log
+from knobwise.agents.learning.update import Update, labels_beside_profile, update
 from knobwise.agents.serving.versions import (
     CONTROLLER,
     CURRENT,
@@ -183,6 +184,7 @@ def _from_log(config: UpdateRun, loaded: Loaded, digest: str) -> tuple[Loaded, d
     logged = logged_of(log.rows, agent.decider)
     # from here on they would only take memory
     log.rows.clear()
+    _print_labels(agent, logged)
     # each step learns on some folds of the requests and is judged on the others
     result = update(agent, logged, config.accept, loaded.extra.get("loss", 0.0))
     _print_steps(result, config.accept)
@@ -197,6 +199,16 @@ def _from_log(config: UpdateRun, loaded: Loaded, digest: str) -> tuple[Loaded, d
     }
     extra = loaded.extra | {"versions": [*versions, digest], "loss": result.loss}
     return loaded._replace(agent=result.agent, extra=extra), facts
+
+
+def _print_labels(agent: Any, logged: Logged) -> None:
+    """Print what the labels of each configuration that has enough say, beside the profile."""
+    rows = labels_beside_profile(agent, logged)
+    enough = [row for row in rows if row.labels >= FEW]
+    for row in enough:
+        print(f"{row}{': more than chance' if row.contradicts else ''}")
+    if few := len(rows) - len(enough):
+        print(f"{counted(few, 'configuration')} with fewer than {FEW} labels")
 
 
 def _print_steps(result: Update, accept: bool) -> None:

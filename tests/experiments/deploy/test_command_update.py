@@ -197,6 +197,24 @@ def test_a_log_gives_versions_of_which_the_better_serves_and_rollback_goes_back(
     assert re.search("^760 .*: of another controller$", capsys.readouterr().out, re.MULTILINE)
 
 
+def test_what_labels_say_of_each_configuration_is_printed(table, agent, words, tmp_path, capsys):
+    model = logging_model(tmp_path / "log", agent, table, **EXPLORING, tracker=False)
+    labels = {}
+    for number, result in enumerate(serve_requests(model, table, 400)):
+        accuracy = float(number % 3 == 0)
+        model.log.label(result.request_id, accuracy)
+        labels.setdefault(result.choice, []).append(accuracy)
+    launch(words)
+    printed = capsys.readouterr().out
+    many = {c: values for c, values in labels.items() if len(values) >= 10}
+    assert many
+    for c, values in many.items():
+        wanted = (
+            rf"{len(values)} .*{re.escape(str(table.configuration(c)))}.* {np.mean(values):.2f}"
+        )
+        assert re.search(wanted, printed)
+
+
 def test_a_poisoned_log_is_explained_and_serves_only_if_it_is_accepted(
     table, agent, words, tmp_path, capsys
 ):
