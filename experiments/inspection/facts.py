@@ -188,9 +188,11 @@ def _configurations(table: ProfileTable) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     for row, count, latencies in zip(means, samples, quantiles, strict=True):
         rows.append({**row, "samples": count, "latency_ms_quantiles": latencies})
+    # further costs, under the names that results have
     for name, cost in table.costs.items():
-        for row, mean in zip(rows, cost.double()[:, profiled].nanmean(0).tolist(), strict=True):
-            row[f"cost_{name}_mean"] = mean
+        of_costs = cost.double()[:, profiled].nanmean(0).tolist()
+        for about, mean in zip(rows, of_costs, strict=True):
+            about[f"cost_{name}_mean"] = mean
     return rows
 
 
