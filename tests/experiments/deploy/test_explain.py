@@ -181,7 +181,7 @@ def test_a_decision_for_a_mean_budget_and_one_without_predictions_say_what_there
         ("sample=0 budget_ms=9 tracker=nothing.json", "tracker=nothing.json"),
         ("sample=0 budget_ms=9 tracker=t.parquet", "tracker=t.parquet"),
         ("sample=0 budget_ms=9 profile=builtin", "12 configurations"),
-        (f"checkpoint={MEAN} sample=0 budget_ms=9", "10, 14 only"),
+        (f"checkpoint={MEAN} sample=0 budget_ms=9", "10, 14 ms only"),
         ("checkpoint=nowhere", "nowhere/results.json"),
         ("checkpoint=nowhere sample=0 budget_ms=9", "nowhere"),
         ("checkpoint=old", "no explanation"),
