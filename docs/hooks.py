@@ -95,7 +95,8 @@ def command_pages() -> Iterator[tuple[str, str]]:
     yield "commands/index.md", f"# Commands\n\n```text\n{usage}```\n"
     for verb, settings in VERBS.items():
         title = f"knobwise {verb.replace('_', ' experiment=')}"
-        summary = " ".join(str(settings.__doc__).split()).removeprefix(f"{title}: ")
+        summary = " ".join(str(settings.__doc__).split())
+        summary = summary.removeprefix(f"{title}: ").removeprefix("knobwise ")
         yield (
             f"commands/{verb}.md",
             f"# {title}\n\n{summary[0].upper()}{summary[1:]}\n" + "".join(sections(verb)),
