@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Sequence
 from functools import cache, partial
 from typing import Any
 
@@ -27,8 +27,7 @@ from knobwise.experiments.command_line.mistakes import explained
 from knobwise.experiments.command_line.registry import READERS, groups_of, register
 from knobwise.experiments.settings.choices import CONF
 from knobwise.experiments.settings.options import VERBS
-from knobwise.experiments.settings.profiles import group_of_run, of_run
-from knobwise.experiments.settings.words import typed
+from knobwise.experiments.settings.profiles import group_of_run, of_run, refuse_code
 
 OF_RUN = "of_run"
 """The choice of a group that is what the run of a checkpoint was trained on."""
@@ -97,27 +96,12 @@ def words_of_run(verb: str, arguments: Sequence[str]) -> list[str]:
         section = "profile" if group == "trained_on" else group
         trained_on = group_of_run(checkpoint, section, READERS[group])
         if trained_on is not None:
-            _refuse_code(trained_on, group, chosen)
+            refuse_code(trained_on, group, chosen)
             ConfigStore.instance().store(group=group, name=OF_RUN, node=trained_on)
             words.append(f"{group}={OF_RUN}")
     if verb == "evaluate" and not has_baselines:
         words.append("baselines=false")
     return words
-
-
-def _refuse_code(trained_on: DictConfig, group: str, chosen: Set[str]) -> None:
-    """Refuse a config of a run that names code, unless the command names it too: a run from
-    elsewhere must not choose what is executed.
-
-    Args:
-        chosen: the keys that the command sets.
-    """
-    model = trained_on.get("model") or ""
-    if ":" in model and f"{group}.model" not in chosen:
-        raise InputError(
-            f"{group}.model: the run names {model}, whose code would be executed; if you trust it, "
-            f"give {typed(f'{group}.model', model)}"
-        )
 
 
 def composed(verb: str, arguments: Sequence[str]) -> DictConfig:

@@ -121,5 +121,11 @@ def _profile(folder: Path, run: str, loaded: Loaded) -> ProfileTable:
     settings: Any = TableProfile(path=path, features=str(folder / "features.safetensors"))
     # a run may have read exp5/exp6 files of the folder, and a checkpoint alone has no settings
     if trained_on is not None and trained_on.format == "table":
+        if isinstance(trained_on.features_from, str):
+            raise InputError(
+                f"{run}: its features are made by code, profile.features_from="
+                f"{trained_on.features_from}, which complete= does not run; train with texts or "
+                "with stored features"
+            )
         settings = OmegaConf.to_object(trained_on)
     return read_profile(replace(settings, path=path, name=folder.name), loaded)

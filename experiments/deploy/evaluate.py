@@ -140,11 +140,12 @@ def evaluate_controller(loaded: Loaded, config: EvaluateRun) -> tuple[RunResults
 
 def wanted_budgets(config: EvaluateRun, loaded: Loaded, table: ProfileTable) -> list[float] | None:
     """Return the budgets in the settings; where there are none, on the profile of the training,
-    those of its run. None for those that suit the table."""
-    budgets_ms = config.budgets_ms
-    if budgets_ms is None and loaded.profile_digest == table.digest:
-        budgets_ms = of_run(config.checkpoint, "budgets_ms")
-    return budgets_ms
+    those that the controller was calibrated for, or without a guard those of its run. None for
+    those that suit the table."""
+    if config.budgets_ms is not None or loaded.profile_digest != table.digest:
+        return config.budgets_ms
+    calibrated = [row["budget_ms"] for row in loaded.controller.calibration.guard]
+    return calibrated or of_run(config.checkpoint, "budgets_ms")
 
 
 def fitting_profile(config: EvaluateRun | ExplainRun | ExportRun, loaded: Loaded) -> ProfileTable:

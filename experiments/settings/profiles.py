@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,7 +13,7 @@ from omegaconf import MISSING, OmegaConf
 
 from knobwise.common.errors import InputError
 from knobwise.experiments.settings.config_file import read_settings_file
-from knobwise.experiments.settings.words import plain
+from knobwise.experiments.settings.words import plain, typed
 from knobwise.testbeds.simulated.settings import SimulatedConfig
 
 # readers import torch, which the command line does without until there is something to read
@@ -212,6 +212,24 @@ def group_of_run(checkpoint: str, group: str, choices: Mapping[str, type[Any]]) 
         raise InputError(
             f"{_config_of(checkpoint)}: {group}={reader} cannot be read; give {group}=…"
         ) from error
+
+
+def refuse_code(config: Any, group: str, chosen: Set[str]) -> None:
+    """Refuse a config of a run that names code, unless the command names it too: a run from
+    elsewhere must not choose what is executed.
+
+    Args:
+        config: see `group_of_run`.
+        chosen: the keys that the command sets.
+    """
+    for name in ("model", "features_from"):
+        code = config.get(name) or ""
+        key = f"{group}.{name}"
+        if ":" in code and key not in chosen:
+            raise InputError(
+                f"{key}: the run names {code}, whose code would be executed; if you trust it, give "
+                f"{typed(key, code)}"
+            )
 
 
 def of_run(checkpoint: str, key: str) -> Any:

@@ -1,12 +1,14 @@
 """`knobwise profile complete=RUN` from end to end, on a model with knobs that answers at once."""
 
 import sys
+from pathlib import Path
 
 import numpy as np
 import polars as pl
 import pytest
 import torch
 from commands import launch, read_json, refused
+from omegaconf import OmegaConf
 
 from knobwise.agents.training.checkpoint import load_checkpoint
 from knobwise.experiments.evidence.decisions import read_decisions
@@ -133,6 +135,12 @@ def test_mistakes(trained, capsys):
     assert "profile.json" in refused([*other, f"complete={RUN}"], capsys)
     launch(other, SPARSE, "knobs.samples=40")
     assert "other samples" in refused([*other, f"complete={RUN}"], capsys)
+    # code that a run names is not executed
+    config = Path(RUN, "config.yaml")
+    content = OmegaConf.load(config)
+    content.profile.features_from = "os:abort"
+    OmegaConf.save(content, config)
+    assert "os:abort" in refused([*MEASURE, f"complete={RUN}"], capsys)
     # nothing is left to measure for a run on a whole profile
     launch(other, [VALUES])
     whole = ["profile.path=other/table.parquet", "profile.features=other/features.safetensors"]

@@ -92,6 +92,9 @@ def test_a_run_does_not_choose_code_that_is_executed(home, capsys):
     assert "beams.model=os:abort" in line
     settings = read_settings("evaluate", ["checkpoint=run", "beams.model=mine:Scorer"])
     assert (settings.beams.model, settings.beams.path) == ("mine:Scorer", "b.json")
+    write_config(Path("run"), "profile: {format: table, path: t.csv, features_from: 'os:abort'}")
+    line = mistake(["evaluate", "checkpoint=run"], capsys)
+    assert "profile.features_from=os:abort" in line
     # functions of rewards and advantages are those of the command line alone
     write_config(Path("run"), "reward: {kind: function, function: 'os:abort'}")
     assert read_settings("evaluate", ["checkpoint=run"]).reward.function is None

@@ -165,8 +165,10 @@ def test_what_the_printed_command_trained_is_completed(endpoint, capsys):
     assert asked(endpoint).total() > 0
     # what was measured for judging stands for itself, all else for 8 of 2 cells
     assert {*table_of()["sampling_weight"]} == {1.0, 4.0}
-    # the profile that it was trained on, completed
-    launch("evaluate own_cost=false")
+    # judged at the budgets that it was calibrated for, where all that it chooses was measured
+    launch("evaluate own_cost=false decisions=d.parquet")
+    judged = pl.read_parquet("d.parquet").filter(policy="controller")
+    assert {*judged["sampling_weight"]} == {1.0}
 
 
 # -- faults ----------------------------------------------------------------------------------------
