@@ -261,7 +261,9 @@ def held_out_choices(loaded: Sequence[Loaded]) -> RunResults:
 
 def validation_scores(loaded: Sequence[Loaded]) -> RunResults:
     """Return the best score of each seed on validation, under the name of what was judged:
-    `validation_utility` or `validation_reward`."""
+    `validation_utility` or `validation_reward`; {} for a checkpoint that does not say it."""
+    if "validation_utility" not in loaded[0].extra:
+        return {}
     scores = [float(checkpoint.extra["validation_utility"]) for checkpoint in loaded]
     task = EVALUATORS[loaded[0].controller.constraint].task
     judged_by = loaded[0].extra.get("judged_by", task.judged_by)
