@@ -319,8 +319,7 @@ ABOUT = {
     "GRPO, which is kept where GRPO does not improve it.",
     "Every policy": "Utility × 100.",
     "What each part of the training adds": "Points of utility, five seeds, in bold where "
-    "significant after Holm's correction. `seeds` and `seeds_small` are of an older version, "
-    "without a warm-up; [today's](#options-that-make-no-difference-or-lose) has one.",
+    "significant after Holm's correction.",
     "Mean budgets, and data sets never seen": "`experiment=mean_budget`: points of accuracy over "
     "the best random mix of static configurations. `-m experiment=leave_one_out`, which evaluates "
     "on the data set that training left out: points of utility over budget-aware static.",
