@@ -233,7 +233,7 @@ class Imitation:
             table,
             split,
             policy=replace(POLICY, hidden=hidden),
-            loss=LossConfig(),
+            loss=LossConfig(kl_to_ref_coeff=1.0),
             optimiser=replace(OPTIMISER, pretrain_lr=lr, iterations=0),
             budgets_ms=budgets_ms,
         )

@@ -42,8 +42,9 @@ class GRPOConfig:
     entropy_coeff: float = 0.0
     """η, weight of the entropy."""
     kl_to_ref_coeff: float | None = None
-    """β, weight of the k3 KL to the reference policy. None: 1 where the reference was distilled,
-    0 for heads that learn from rewards alone."""
+    """β, weight of the k3 KL to the reference policy. None: 10 where the reference was distilled
+    from a teacher of this reward, 1 from a teacher of another, 0 for heads without a teacher. After
+    a short warm-up a smaller β lets GRPO make up for it."""
     kl_band: tuple[float, float] | None = None
     """Lowest and highest KL to the reference policy, in nats. Above it β grows by half, below it β
     shrinks by a third; β stays within 0.001 and 10. None keeps β as it is."""

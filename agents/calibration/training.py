@@ -10,6 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from knobwise.agents.calibration.deployed_controller import DeployedController
 from knobwise.agents.teacher.distiller import Distiller
 from knobwise.agents.teacher.experts import Experts
@@ -67,3 +69,23 @@ def distillation_trainer(
 
         trainer.collector = SideBySide(trainer, collectors)
     return trainer
+
+
+def best_is_of_grpo(trainer: Trainer) -> bool:
+    """Return True if the weights that are kept are GRPO's, and not from before it."""
+    return trainer.state.best.iteration > trainer.stages[-1].first
+
+
+def gained_by_sample(trainer: Trainer) -> dict[str, Tensor]:
+    """Return the scores of each held-out sample where GRPO starts and of the kept weights.
+
+    If the kept weights are from before GRPO, it added nothing, and both are their scores.
+
+    Returns:
+        Mean scores over the limits, [n], under `start` and `best`; {} without warm-up or GRPO.
+    """
+    before = trainer.stages[-1].scores_before
+    best = trainer.state.best.by_sample
+    if before is None or best is None:
+        return {}
+    return {"start": before if best_is_of_grpo(trainer) else best, "best": best}

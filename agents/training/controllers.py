@@ -203,7 +203,11 @@ class ControllerSetup:
         """The weight of the KL in GRPO."""
         if self.loss.kl_to_ref_coeff is not None:
             return self.loss.kl_to_ref_coeff
-        return 1.0 if self.policy.teacher else 0.0
+        if not self.policy.teacher:
+            return 0.0
+        # what the teacher has learned from all samples, the noise of single ones would spoil
+        learned = KINDS[self.env.rewards.config.kind].learned_by_teacher
+        return 10.0 if learned else 1.0
 
     @property
     def rows(self) -> Any:
@@ -327,37 +331,14 @@ def provenance(trainer: Trainer) -> Provenance:
     spread."""
     setup: ControllerSetup = trainer.setup
     best = trainer.state.best
-    before = trainer.stages[-1].scores_before
     return {
         "validation_utility": best.score,
         "judged_by": setup.judged_by,
         "iteration": best.iteration,
         "reward_spread": trainer.stages[-1].reward_spread,
-        "grpo": {} if before is None else {"start": float(before.mean())},
         "seen": setup.seen,
         "fold_seed": setup.fold_seed,
-        "grpo_held_out": gained_by_sample(trainer),
         "train_rows": setup.split.train,
         "validation_rows": setup.split.validation,
         "test_rows": setup.split.test,
     }
-
-
-def best_is_of_grpo(trainer: Trainer) -> bool:
-    """Return True if the weights that are kept are GRPO's, and not from before it."""
-    return trainer.state.best.iteration > trainer.stages[-1].first
-
-
-def gained_by_sample(trainer: Trainer) -> dict[str, Tensor]:
-    """Return the scores of each held-out sample where GRPO starts and of the kept weights.
-
-    If the kept weights are from before GRPO, it added nothing, and both are their scores.
-
-    Returns:
-        Mean scores over the limits, [n], under `start` and `best`; {} without warm-up or GRPO.
-    """
-    before = trainer.stages[-1].scores_before
-    best = trainer.state.best.by_sample
-    if before is None or best is None:
-        return {}
-    return {"start": before if best_is_of_grpo(trainer) else best, "best": best}

@@ -39,7 +39,7 @@ class OptimiserConfig:
     clip_grad: float = 1.0
     """Largest norm of the gradient."""
     evaluate_every: int = 20
-    """Iterations between evaluations on the validation split."""
+    """Iterations between evaluations on the validation split; each stage ends with one, too."""
     patience: int = 8
     """Patience: evaluations without a better validation utility that end GRPO; 0 never ends it
     early."""

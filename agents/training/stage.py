@@ -94,9 +94,8 @@ class Stage(ABC):
     loss_name = "Loss"
     """The name that the loss is logged under."""
     dropout = False
-    """True if the network drops out where the loss is computed. GRPO learns without: the old
-    log-probs are drawn without dropout, so the new ones are computed without it, and the ratio is 1
-    at the first step."""
+    """True if the network drops out where the loss is computed. GRPO draws without it, and learns
+    without it: the ratio is 1 at the first step."""
     collects = True
     """False if it draws its own minibatches; contexts are then collected only where diagnostics are
     read."""

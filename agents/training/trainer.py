@@ -203,7 +203,7 @@ class Trainer:
                         state.iteration += 1
 
                         # evaluate: keep the best, save, end a stage that is past its peak
-                        if self.evaluates or state.iteration == self.total:
+                        if self.evaluates or state.iteration == stage.end:
                             self._evaluate(stage)
                         if not state.finished:
                             self._stop_if_interrupted()

@@ -17,7 +17,11 @@ from threadpoolctl import threadpool_limits
 from knobwise.agents import deployed as policy_package
 from knobwise.agents.calibration.calibrate import calibrate_controller
 from knobwise.agents.calibration.deployed_controller import DeployedController
-from knobwise.agents.calibration.training import distillation_trainer
+from knobwise.agents.calibration.training import (
+    best_is_of_grpo,
+    distillation_trainer,
+    gained_by_sample,
+)
 from knobwise.agents.controller.features import FeatureNormaliser
 from knobwise.agents.controller.settings import hidden_for
 from knobwise.agents.deployed.text import TextEncoder
@@ -29,7 +33,6 @@ from knobwise.agents.teacher.completed import CompletedTable, measured_of
 from knobwise.agents.teacher.experts import Experts, sampled
 from knobwise.agents.teacher.regressors import FAMILIES
 from knobwise.agents.training.checkpoint import Loaded, load_checkpoint
-from knobwise.agents.training.controllers import best_is_of_grpo
 from knobwise.agents.training.trainer import Trainer
 from knobwise.common.progress import progress, say
 from knobwise.envs.bandit.reward_kinds import KINDS
@@ -222,11 +225,14 @@ class ControllerExperiment(Experiment):
         with threadpool_limits(self.config.threads):
             agent = calibrate_controller(trainer.setup, self.budgets_ms)
         extra = trainer.provenance(trainer)
+        extra["grpo"] = {}
         extra["before_grpo"] = None
-        if isinstance(self.table, CompletedTable):
-            # what predictions say of held-out samples is no evidence
-            extra["grpo_held_out"] = {}
-        if extra["grpo"]:
+        # what predictions say of held-out samples is no evidence
+        if not isinstance(self.table, CompletedTable):
+            extra["grpo_held_out"] = gained_by_sample(trainer)
+        scores = trainer.stages[-1].scores_before
+        if scores is not None:
+            extra["grpo"] = {"start": float(scores.mean())}
             # where the kept weights are from before GRPO, it added nothing
             before = agent.controller
             if best_is_of_grpo(trainer):

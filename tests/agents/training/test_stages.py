@@ -139,7 +139,8 @@ def test_each_stage_has_its_own_loss_optimiser_and_iterations():
     assert (first, last) == (0, 3)
     assert after is not before
     assert trainer.optimiser is not after
-    assert [at for at, _ in trainer.state.scores] == [0, 4, 8, 9]
+    # judged every 4 iterations, and where a stage ends
+    assert [at for at, _ in trainer.state.scores] == [0, 3, 4, 8, 9]
 
 
 @pytest.mark.parametrize(

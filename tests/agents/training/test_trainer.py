@@ -25,6 +25,7 @@ from helpers import (
 
 from knobwise.agents.calibration.calibrate import calibrate_controller
 from knobwise.agents.calibration.deployed_controller import DeployedController
+from knobwise.agents.calibration.training import gained_by_sample
 from knobwise.agents.controller.controller import Controller
 from knobwise.agents.controller.settings import PolicyConfig
 from knobwise.agents.evaluation.baselines import fit_static
@@ -58,18 +59,19 @@ def scored(student, *scores):
 
 
 @pytest.mark.parametrize(
-    ("objective", "policy"),
+    ("objective", "beta", "policy"),
     [
-        ("exact", {"hidden": 64}),
-        ("sampled", {"teacher": True, "fold_networks": 3, "hidden": 32, "dropout": 0.2}),
+        ("exact", 0.0, {"hidden": 64}),
+        # a warm-up as short as this one leaves GRPO much to learn, which β = 10 would hold back
+        ("sampled", 1.0, {"teacher": True, "fold_networks": 3, "hidden": 32, "dropout": 0.2}),
     ],
 )
-def test_learns_more_than_budget_aware_static(objective, policy):
+def test_learns_more_than_budget_aware_static(objective, beta, policy):
     table = small_table(1500, holes=0.2)
     student = trainer(
         table,
         policy=PolicyConfig(**policy),
-        loss=LossConfig(objective=objective),
+        loss=LossConfig(objective=objective, kl_to_ref_coeff=beta),
         optimiser=OptimiserConfig(40, 60, 200, contexts=128, minibatch=128),
     )
 
@@ -140,7 +142,7 @@ def test_a_stage_past_its_peak_gives_way_to_the_next():
     at = [iteration for iteration, _ in student.state.scores]
     assert at == [*range(0, 32, 4), *range(36, 64, 4), 68, 72, 76, 88, 92, 96]
     assert (student.state.best.score, student.state.best.iteration) == (0.6, 88)
-    assert student.provenance(student)["grpo"].keys() == {"start"}
+    assert gained_by_sample(student).keys() == {"start", "best"}
 
 
 def test_a_stop_after_a_stage_that_ended_early_ends_as_without_it(tmp_path):
@@ -181,10 +183,22 @@ def test_grpo_starts_from_the_end_of_the_warm_up(name):
     student.stages[-1].start = watched
     student.run()
     assert began == [24 if name == "taught" else 8]
-    # without a teacher nothing holds GRPO there
+    # a teacher of the reward holds GRPO there, without a teacher nothing does
     assert float(student.stages[-1].grpo.kl_to_ref_coeff) == pytest.approx(
-        1 if name == "taught" else 0
+        10 if name == "taught" else 0
     )
+
+
+@pytest.mark.parametrize(
+    ("reward", "constraint", "beta"),
+    [("utility", "deadline", 10), ("priced", "mean", 10), ("shaped", "deadline", 1)],
+)
+def test_grpo_stays_nearer_to_a_teacher_of_its_reward(reward, constraint, beta):
+    about = {"reward": RewardConfig(kind=reward), "constraint": constraint}
+    student = trainer(small_table(60), policy=WITH_TEACHER, **about)
+    assert student.setup.kl_coeff == beta
+    own = LossConfig(kl_to_ref_coeff=0.5)
+    assert trainer(small_table(60), policy=WITH_TEACHER, loss=own, **about).setup.kl_coeff == 0.5
 
 
 def test_imitation_starts_from_the_best_teacher_and_leaves_it_alone():
