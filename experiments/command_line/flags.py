@@ -147,7 +147,7 @@ def refuse_flags(schema: str, arguments: Sequence[str]) -> None:
     if ours:
         words = " ".join(dict.fromkeys(" ".join(ours).split(" ")))
         experiment = ""
-        if "experiment=" not in " ".join(arguments):
+        if "experiment=" not in " ".join([*arguments, words]):
             if schema == "train_selector":
                 experiment = "experiment=selector_seeds "
             elif schema == "train" and names & CONTROLLERS.keys() - {*COMMON}:

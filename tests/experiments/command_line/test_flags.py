@@ -49,6 +49,7 @@ def ours(line):
             "optimiser.iterations=100",
         ),
         ("train --train_split 0.8 experiment=controller", "split.train=0.8 split.validation=0.1"),
+        ("train --experiment seeds --lr 1e-3", "experiment=seeds optimiser.lr=1e-3"),
         ("train --use_rank_advantage", "experiment=selector_seeds loss.advantage=rank"),
         ("train --use_rank_advantage False", "experiment=selector_seeds loss.advantage=zscore"),
     ],
