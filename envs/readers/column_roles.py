@@ -22,6 +22,7 @@ from knobwise.envs.readers.frames import KEYS, holds_no_text
 from knobwise.envs.readers.outcome_columns import (
     ANSWERS,
     MEASURED,
+    NO_SETTINGS,
     OUTCOMES,
     REPEATS,
     ROW_NUMBERS,
@@ -274,6 +275,12 @@ def _knobs_by_design(
         notes.append(
             "knobs that may be outcomes, since hardly a sample has two of their values while the "
             f"other knobs are equal: {', '.join(unsure)} (profile.knobs=[…] says which are knobs)"
+        )
+    doubtful = named_like(names, NO_SETTINGS)
+    if doubtful and len(names) > 1:
+        notes.append(
+            f"knobs with names of data sets or metrics: {', '.join(doubtful)}. If ids start anew "
+            "in each data set, name its column `dataset`; of several metrics keep the rows of one"
         )
     left_out = {
         "vary from sample to sample under the same settings, as outcomes do": rest,

@@ -57,6 +57,12 @@ ROW_NUMBERS = re.compile(
     r"|(request|trace|prompt|example|doc|item|query|record|question)_(id|idx|index|no|nr|number)"
 )
 """Names of numbers of rows."""
+NO_SETTINGS = re.compile(
+    r"(data_?set|task|benchmark|suite|subset|corpus|subject|category|domain|topic)"
+    r"(_?(name|type|id))?"
+    r"|metrics?(_name)?|(judge|grader|rater|scorer|annotator|evaluator)(_(name|model|id))?"
+)
+"""Names of data sets, and of ways to judge an answer: what a system is seldom set to."""
 ERRORS = re.compile(
     r"((has|is|api|request)_)?(errors?|exceptions?)(_(type|code|message|msg|text))?|timed_out"
     r"|((http|exit|response|request)_)?status(_code)?|(exit|return|http)_code"

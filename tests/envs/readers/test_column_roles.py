@@ -180,6 +180,21 @@ def test_what_every_sample_has_in_all_values_is_a_knob_whatever_its_name():
     assert names_of(table) == ["run"]
 
 
+@pytest.mark.parametrize("name", ["task", "metric", "dataset_name", "judge", "Subject"])
+def test_data_sets_and_metrics_that_look_like_knobs_are_noted(name):
+    """Ids that start anew in each task are those of the same samples under several settings."""
+    cells = [{name: part, "mode": mode} for part in ("arc", "mmlu") for mode in MODES]
+    table = read(rows_of(full(20, cells)))
+    assert names_of(table) == [name, "mode"]
+    assert is_named(table.notes, name)
+    # if it is a column of data sets, the samples are different ones
+    known = read(rows_of(full(20, cells)).rename({name: "dataset"}))
+    assert (names_of(known), known.num_samples) == (["mode"], 40)
+    # alone it names the configurations
+    alone = read(rows_of(full(20, [{name: part} for part in ("arc", "mmlu")])))
+    assert (names_of(alone), alone.notes) == ([name], ())
+
+
 def test_outcomes_of_numbered_runs_are_left_out():
     cells = [{"mode": mode, "run": n} for mode in MODES for n in range(3)]
     table = read(rows_of(full(40, cells), rack=OUTCOMES["rack"], grade=OUTCOMES["grade"]))
