@@ -297,4 +297,6 @@ def _texts(value: Any, where: str, what: str) -> tuple[str, ...]:
     texts = [v.get("answer") if isinstance(v, Mapping) else v for v in values]
     if not all(isinstance(text, str | int | float) and str(text).strip() for text in texts):
         raise InputError(f"{where}: {what} must be texts, and none of them empty")
-    return tuple(str(text).strip() for text in texts)
+    # a column that holds 3 and 4.5 holds 3.0 and 4.5
+    exact = [int(x) if isinstance(x, float) and x.is_integer() else x for x in texts]
+    return tuple(str(text).strip() for text in exact)

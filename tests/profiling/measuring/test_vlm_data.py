@@ -77,6 +77,15 @@ def test_other_spellings_of_a_row(folder):
     assert (first.id, first.answers, second.answers) == ("q", ("two\u2028x",), ("yes", "3"))
 
 
+def test_whole_numbers_stay_whole_beside_fractions(folder):
+    rows = [row(1, answers=3), row(2, answers=4.5), row(3, answers=-0.0)]
+    data = read_vqa_data(written(folder / "vqa.json", rows))
+    assert [item.answers for item in data.queries] == [("3",), ("4.5",), ("0",)]
+    chosen = row(1, answers=[2.0], choices=[2.0, 2.5])
+    (item,) = read_vqa_data(written(folder / "vqa.json", [chosen])).queries
+    assert (item.answers, item.choices) == (("2",), ("2", "2.5"))
+
+
 def test_one_image_is_known_again_without_an_image_id(folder):
     (folder / "bank").mkdir()
     bank = written(folder / "bank" / "b.json", [row(1, "../a.png"), row(2, "../b.png")])
