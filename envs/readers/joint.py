@@ -45,7 +45,7 @@ def join_tables(
                 "profiles must have the same knobs and unit"
             )
     divided, notes_on_parts = _divided(tables)
-    frames = [long_frame(table) for table in divided]
+    frames = [long_frame(table) for table in _weighted(divided)]
     for knob in knobs:
         if len({frame[knob].dtype.is_numeric() for frame in frames}) > 1:
             raise InputError(
@@ -162,6 +162,19 @@ def _columns(tables: Sequence[ProfileTable]) -> tuple[Column, ...]:
                 "differ in name or values; put the profiles in one file, with a column `dataset`"
             )
     return tuple(joined)
+
+
+def _weighted(tables: Sequence[ProfileTable]) -> Sequence[ProfileTable]:
+    """Return the tables with sampling weights, if any has them. Where a table does not say so, the
+    cells of a configuration count as drawn at random, or as whole if all were measured."""
+    if all(table.sampling_weight is None for table in tables):
+        return tables
+    weighted = []
+    for table in tables:
+        if table.sampling_weight is None:
+            table = replace(table, sampling_weight=table.mask / table.mask.float().mean(0))
+        weighted.append(table)
+    return weighted
 
 
 def _divided(tables: Sequence[ProfileTable]) -> tuple[list[ProfileTable], list[str]]:

@@ -338,7 +338,7 @@ def _dense_fields(
         **_names(samples, notes),
     }
     if (rows["weight"] != 1).any():
-        weight = _means(rows["weight"].fill_null(0.0), cell, count)
+        weight = _means(rows["weight"], cell, count)
         fields[WEIGHT] = weight.view(shape).nan_to_num(0.0)
     if first_look_ms.any():
         fields["first_look_ms"] = first_look_ms
@@ -461,6 +461,8 @@ def _profiled_rows(
     check_range(rows, "latency", latency)
     check_range(rows, "first_look", "first_look_ms")
     check_range(rows, "weight", WEIGHT)
+    if rows["weight"].null_count():
+        raise InputError(f"{WEIGHT} is empty in some rows; write 1 where all cells were measured")
     return frame, rows
 
 

@@ -263,6 +263,18 @@ def test_values_and_configurations_are_those_of_all_and_no_cell_is_lost_or_made_
     assert join_tables([replace(FIRST, unit="J"), replace(OTHER, unit="J")]).unit == "J"
 
 
+def test_cells_of_a_profile_without_sampling_weights_still_count_when_another_has_them():
+    drawn = replace(FIRST, sampling_weight=torch.tensor([[2.0, 0.0], [3.0, 1.0]]))
+    mask = torch.tensor([[True, True, True], [False, True, True]])
+    holes = {"accuracy": OTHER.accuracy, "latency_ms": OTHER.latency_ms}
+    holes = {name: values.where(mask, torch.nan) for name, values in holes.items()}
+    joint = join_tables([drawn, replace(OTHER, mask=mask, **holes)])
+    # half of (9, medium), and all of (2, high) and (9, high)
+    of_other = [[0.0, 1.0, 0.0, 2.0, 1.0], [0.0, 1.0, 0.0, 0.0, 1.0]]
+    of_drawn = [[2.0, 0.0, 0.0, 0.0, 0.0], [3.0, 0.0, 1.0, 0.0, 0.0]]
+    identical(joint.sampling_weight, of_drawn + of_other)
+
+
 def test_the_rows_of_each_data_set():
     rows = rows_by_dataset(join_tables([OTHER, FIRST]), torch.tensor([3, 0, 2]))
     assert {name: places.tolist() for name, places in rows.items()} == {"a": [0, 2], "b": [1]}

@@ -254,6 +254,7 @@ def test_splits_that_do_not_divide_samples():
         ("accuracy", [50.0, 100.0, 0.0, 0.0], "2 rows"),
         ("accuracy", [1.0, NAN, 0.0, 0.0], "1 row"),
         ("first_look_ms", [-1.0, 0.0, 0.0, 0.0], "1 row"),
+        ("sampling_weight", [2.0, None, 2.0, 2.0], "empty"),
         ("sample_id", ["a", None, "b", "b"], "1 row"),
         ("sample_id", [[1]] * 4, "List"),
         ("top_k", [8, None, 8, 4], "1 "),
