@@ -286,6 +286,9 @@ def test_a_row_that_failed_is_late_and_wrong():
     assert sum(note.startswith("1 of them") for note in table.notes) == 2
     status = frame.with_columns(error=pl.Series([200, 504, 200, 500, 200, 200]))
     assert read(status.rename({"error": "http_status"})).digest == table.digest
+    # where some are empty, pandas writes codes as floats
+    codes = frame.with_columns(error=pl.Series([0.0, 1.0, None, 1.0, 0.0, 0.0]))
+    assert read(codes.rename({"error": "exit_code"})).digest == table.digest
 
 
 @pytest.mark.parametrize(
