@@ -18,8 +18,10 @@ ANSWERS = re.compile(
     r"(gold(en)?|gt|ground_?truth)(_.*)?|labels?|targets?|ref(erence)?s?|expected|truth|solutions?"
     r"|y_true|ideal|(class|human)_(label|answer)s?"
     r"|(true|right|correct|best|expected|ref(erence)?|target)"
-    r"_?(answers?|labels?|outputs?|letters?|class|options?|choices?|text)"
-    r"|(label|answer|target)_(id|idx|index|key|letter|text)"
+    r"_?(answers?|labels?|outputs?|letters?|class|options?|choices?|text|idx|index)"
+    r"(_(id|idx|index|key|letter|text))?"
+    r"|(label|answer|target)_(id|idx|index|key|letter|text)|answer_(type|len(gth)?|start)"
+    r"|(multiple_choice|short|long|direct|accept(ed|able))_answers?"
 )
 """Names of what the right answer is."""
 OUTCOMES = re.compile(

@@ -67,7 +67,8 @@ NAMES = (
 )
 ANSWERS = (
     "gold, target, label, reference, ground_truth, expected, gt_answer, y_true, gold_label, "
-    "expected_output, seed, finish_reason, correct, answer_idx, correct_option, best_answer, ideal"
+    "expected_output, seed, finish_reason, correct, answer_idx, correct_option, best_answer, ideal, "
+    "multiple_choice_answer, answer_type, correct_choice_idx, correct_answer_index, direct_answers"
 )
 
 
