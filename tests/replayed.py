@@ -199,7 +199,7 @@ def logged_outcomes(choice, propensity, reward):
     """Requests of which nothing else is known."""
     n = len(choice)
     ones = torch.ones(n).double()
-    times = dict.fromkeys(("scale", "limit_ms", "log_latency", "answer_ms"), ones)
+    times = dict.fromkeys(("scale", "limit_ms", "answer_ms"), ones)
     return Logged(
         TensorDict({}, [n]),
         seen=ones > 0,

@@ -43,7 +43,6 @@ budget before. Only for rows that do not say what the rest took."""
 COLUMNS = {
     "choice": "i8",
     "limit_ms": "f8",
-    "log_latency": "f8",
     "answer_ms": "f8",
     "met": "?",
     "accuracy": "f8",
@@ -69,8 +68,6 @@ class Logged(TensorClass):
     """int64 [n]: the configuration of the answer."""
     limit_ms: Tensor
     """float64 [n]: what was left of each budget for the answer."""
-    log_latency: Tensor
-    """float64 [n]: the predicted ln ms of the choice, without drift."""
     answer_ms: Tensor
     """float64 [n]: the time of the answer."""
     met: Tensor

@@ -241,9 +241,12 @@ def _expected_utility(agent: DeployedController, logged: Logged) -> Tensor:
 def _ratios(agent: DeployedController, logged: Logged) -> Tensor:
     """Return ln(time of the answer / time that the controller and the tracker expect), float64
     [n]."""
-    # where the features were not seen, the prediction is the logged one
     predicted = of_choices(_predictions(agent, logged).log_latency, logged.choice).double()
-    predicted = predicted.where(logged.seen, logged.log_latency)
+    static = agent.decider.static
+    if static is not None:
+        # what decided without features; earlier versions expected other times, which were logged
+        by_static = torch.from_numpy(static.log_latency)[logged.choice]
+        predicted = predicted.where(logged.seen, by_static)
     return logged.answer_ms.log() - predicted - of_choices(logged.offset, logged.choice)
 
 

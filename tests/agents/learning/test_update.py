@@ -117,6 +117,21 @@ def test_without_labels_latencies_alone_are_learned_and_judged_by_times():
     assert utility(result.agent, there) > utility(agent, there) + 0.03
 
 
+@pytest.mark.parametrize("falls_back", [False, True])
+def test_times_that_were_learned_are_not_learned_again_from_the_same_log(falls_back):
+    agent, table = small_stack(200, falls_back)
+    with tempfile.TemporaryDirectory() as folder:
+        model = logging_model(folder, agent, table, lambda values: 2.0, tracker=False)
+        serve_requests(model, table, 300, label=False)
+        logged = logged_of(read_log(folder).rows, agent.decider)
+    assert bool(logged.seen.all()) != falls_back
+    once = update_module.learn(agent, logged)["latencies"]
+    assert learned(once) == pytest.approx(np.full(12, np.log(2)), abs=0.2)
+    # the next update reads these requests too, as those of an earlier version
+    twice = update_module.learn(once, logged)["latencies"]
+    assert learned(twice) == pytest.approx(learned(once), abs=0.1)
+
+
 def test_no_label_talks_the_latencies_into_anything():
     agent, _, logged = logged_requests()
     steps = []

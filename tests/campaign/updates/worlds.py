@@ -135,7 +135,6 @@ class Log:
             propensity=self.propensity,
             choice=self.choice,
             limit_ms=self.limit_ms,
-            log_latency=self.answer_ms.log(),
             answer_ms=self.answer_ms,
             met=self.met,
             accuracy=self.label,
