@@ -21,6 +21,8 @@ BLOCK = 10_000_000
 """Random numbers drawn at a time."""
 CHANCE = 0.05
 """The chance of reporting any difference where there is none, over all comparisons of a family."""
+ROUNDED = 1e-6
+"""A smaller difference of means is rounding, since scores are in float32."""
 NOTHING = 1e-18
 """A smaller variance is rounding."""
 FEWEST = 5
@@ -140,7 +142,7 @@ def sign_of(ci95: Sequence[float] | None) -> int:
     0, as where it is not known."""
     if not ci95:
         return 0
-    return int(ci95[0] > 1e-6) - int(ci95[1] < -1e-6)
+    return int(ci95[0] > ROUNDED) - int(ci95[1] < -ROUNDED)
 
 
 @dataclass(frozen=True)
@@ -260,7 +262,7 @@ def _sign_flips(differences: np.ndarray, clusters: np.ndarray) -> np.ndarray:
     while left:
         count = min(left, max(1, BLOCK // n))
         signs = 1.0 - 2.0 * generator.integers(0, 2, (count, n), dtype=np.int8)
-        as_large += (np.abs(signs @ sums) >= np.abs(observed) - 1e-12).sum(0)
+        as_large += (np.abs(signs @ sums) >= np.abs(observed) - ROUNDED).sum(0)
         left -= count
     return (1 + as_large) / (1 + FLIPS)
 

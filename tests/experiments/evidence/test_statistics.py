@@ -90,6 +90,15 @@ def test_the_probability_is_that_of_scipys_sign_flips():
     assert found == pytest.approx(wanted, abs=0.015)
 
 
+def test_rounding_of_scores_breaks_no_tie():
+    scores = np.float32([0.9, 0.8, 0.3, 0.6, 0.7, 0.4]).astype(float)
+    about = scores[None, :, None], np.full((1, 6, 1), 0.5)
+    ((gap, _, _, p),) = paired(*about, same_seeds=True)
+    assert gap == pytest.approx(0.7 / 6)
+    # 22 of the 64 signs give a mean at least as large, 10 of them the same
+    assert p == pytest.approx(22 / 64, abs=0.02)
+
+
 def test_the_interval_of_a_normal_difference_is_the_one_of_the_textbook():
     draws = np.random.default_rng(0)
     apart = draws.normal(0.2, 1, (1, 400, 1))
