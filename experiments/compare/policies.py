@@ -12,6 +12,7 @@ from knobwise.agents.evaluation.policy import Policy
 from knobwise.agents.serving.knob_policy import KnobPolicy
 from knobwise.common.errors import InputError
 from knobwise.envs.tables.profile_table import ProfileTable
+from knobwise.experiments.evidence.evaluate import clusters_of
 from knobwise.experiments.evidence.statistics import FEWEST, Difference, holm, paired
 
 
@@ -33,8 +34,8 @@ def compare_policies(
             others decide for free.
 
     Returns:
-        a difference for each policy but the first, with its paired 95 % interval over samples, and
-        p corrected for their number.
+        a difference for each policy but the first, with its paired 95 % interval over samples, or
+        the clusters or images that they belong to, and p corrected for their number.
 
     Raises:
         InputError: one policy, too few samples, or some that a loaded policy was trained on.
@@ -45,9 +46,8 @@ def compare_policies(
             f"and {FEWEST}"
         )
     clusters = None
-    if table.clusters:
-        names = [table.clusters[row] for row in rows.tolist()]
-        clusters = np.unique(names, return_inverse=True)[1]
+    if (names := clusters_of(table)) is not None:
+        clusters = np.unique([names[row] for row in rows.tolist()], return_inverse=True)[1]
     scores = {}
     for name, policy in policies.items():
         if isinstance(policy, KnobPolicy):

@@ -53,7 +53,7 @@ class Evaluator(Protocol):
 
     @property
     def samples(self) -> pl.DataFrame:
-        """n rows: `sample`, `dataset` if there are several, `cluster` if there are any."""
+        """n rows: `sample`, and perhaps `dataset` and `cluster`."""
         ...
 
     @property
@@ -107,6 +107,16 @@ def judged_part(split: Split) -> Split:
     return split._replace(test=test)
 
 
+def clusters_of(table: ProfileTable) -> list[str] | None:
+    """Return the cluster or the image of each sample, N names; None where each stands alone."""
+    if table.clusters:
+        return list(table.clusters)
+    if table.image_ids:
+        # an image is known by its data set and id
+        return list(map("/".join, table.split_keys))
+    return None
+
+
 def alone(policies: Sequence[Any]) -> dict[str, dict[int | None, Any]]:
     """Map each policy's name to the policy, as one without a seed: {name: {None: policy}}."""
     return {policy.name: {None: policy} for policy in policies}
@@ -132,11 +142,7 @@ class OnTable:
         self.conditions = budgets_ms.tolist()
         self.labels = pl.Series([table.label(c) for c in range(table.num_configurations)])
         names: dict[str, Any] = {"sample": table.sample_ids, "dataset": table.datasets or None}
-        if table.clusters:
-            names["cluster"] = table.clusters
-        elif table.image_ids:
-            # an image is known by its data set and id
-            names["cluster"] = list(map("/".join, table.split_keys))
+        names["cluster"] = clusters_of(table)
         self.samples = pl.DataFrame(names)[self.rows.numpy()]
 
     @staticmethod

@@ -60,6 +60,23 @@ def test_an_interval_of_differences_that_are_all_equal_has_no_width():
         knobwise.compare_policies({"a": Always(0)}, *about)
 
 
+def test_samples_of_one_image_or_cluster_are_no_more_than_one():
+    # 30 samples, five of each of six images, which differ
+    gain = torch.tensor([0.4, 0.3, -0.2, 0.1, 0.2, -0.1]).repeat_interleave(5)
+    accuracy = torch.stack([torch.full((30,), 0.5), 0.5 + gain], 1)
+    names = tuple(str(row // 5) for row in range(30))
+    gaps = []
+    for belongs in ({}, {"clusters": names}, {"image_ids": names}):
+        table = table_of(accuracy, torch.ones(30, 2), **belongs)
+        about = table, torch.arange(30), torch.tensor([2.0])
+        gaps += knobwise.compare_policies({"a": Always(0), "b": Always(1)}, *about)
+    alone, clustered, imaged = gaps
+    assert alone.ci95[0] > 0 > clustered.ci95[0]
+    assert imaged == clustered
+    # of the 64 signs of six images 22 give a mean at least as large
+    assert imaged.p == pytest.approx(22 / 64, abs=0.02)
+
+
 class Returns:
     def __init__(self, value):
         self.value = value
