@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from knobwise.agents.calibration.deployed_controller import Arrays, Calibration, DeployedController
-from knobwise.agents.calibration.guard import Decide, calibrate
+from knobwise.agents.calibration.guard import Decide, calibrate, clusters_of
 from knobwise.agents.calibration.mean_policies import (
     StaticMix,
     calibrated_values,
@@ -209,9 +209,8 @@ def _calibrate_mean_budgets(
             mixed.append(StaticMix.of_table(table, fit, budgets_ms).expected(table, hold)[0])
         accuracy, _ = outcomes_of(table, rows, chosen)
         _, latency_ms = outcomes_of(known, rows, chosen)
-        calibration.guard = compared(
-            accuracy, latency_ms + cost_ms, torch.cat(mixed), budgets_ms, table.unit
-        )
+        about = accuracy, latency_ms + cost_ms, torch.cat(mixed), budgets_ms, table.unit
+        calibration.guard = compared(*about, clusters_of(table, rows))
         mean["deployed"] = np.array([row["deployed"] for row in calibration.guard])
         # the mix that is deployed is fitted on all samples
         mix = StaticMix.of_table(table, setup.fitted, budgets_ms)

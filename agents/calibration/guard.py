@@ -112,6 +112,7 @@ def calibrate(
         A row for each budget.
     """
     quickest_ms = table.without_first_look.latency_ms[rows]
+    clusters = clusters_of(table, rows)
     rulings = []
     for budget, by_static in zip(budgets_ms, static_choice.T, strict=True):
         left = max(float(budget) - cost_ms, MIN_LATENCY_MS)
@@ -125,13 +126,21 @@ def calibrate(
         count = int(feasible.sum())
         # an estimate may be below 0
         misses = (count - on_time[feasible].sum(0)).clamp(0, count)
-        row = _calibrated(float(budget), utilities, misses, count, level, margins)
+        row = _calibrated(float(budget), utilities, misses, count, level, margins, clusters)
         if isinstance(table, CompletedTable):
             chosen = choices[margins.index(row["margin"])]
             row["effective_cells"] = effective_cells(table.weight[rows, chosen])
             row["reason"] += f"; estimated from {row['effective_cells']:.0f} measured choices"
         rulings.append(row)
     return rulings
+
+
+def clusters_of(table: ProfileTable, rows: Tensor) -> Tensor:
+    """Return the number of the cluster or image of each of these samples int64 [n], from 0 on:
+    int64 [n]. Where there are none each sample has its own."""
+    keys = table.split_keys
+    numbers: dict[tuple[str, str], int] = {}
+    return torch.tensor([numbers.setdefault(keys[row], len(numbers)) for row in rows.tolist()])
 
 
 def _outcomes(
@@ -155,6 +164,7 @@ def _calibrated(
     count: int,
     level: float,
     margins: Sequence[float],
+    clusters: Tensor,
 ) -> GuardRow:
     """Return the row of one budget.
 
@@ -162,6 +172,7 @@ def _calibrated(
         utilities: [n, M + 1], at each margin and, last, of static.
         misses: [M + 1], how many feasible requests are late, shares of measurements added up.
         count: how many feasible requests there are.
+        clusters: int64 [n], see `clusters_of`.
     """
     means = utilities.mean(0)
     # (misses + 1)/(n + 1) ≤ 1 − level; 1e-9: rounding of 1 − level must not matter
@@ -169,13 +180,14 @@ def _calibrated(
     widest = _widest(misses[:-1], may_miss)
 
     # what would be deployed without the level, and what the level costs from there
-    otherwise = means[0 if is_better(utilities[:, 0] - utilities[:, -1], CONFIDENCE) else -1]
+    widest_gain = utilities[:, 0] - utilities[:, -1]
+    otherwise = means[0 if is_better(widest_gain, CONFIDENCE, clusters) else -1]
     may_cost = LEVEL_COST * max(float(otherwise - means[-1]), 0.0) + 1e-12
     if widest is not None and otherwise - means[widest] > may_cost:
         widest = None
     chosen = widest or 0
     gain = utilities[:, chosen] - utilities[:, -1]
-    better = is_better(gain, CONFIDENCE)
+    better = is_better(gain, CONFIDENCE, clusters)
     deployed = better or (widest is not None and bool(misses[-1] > may_miss))
 
     # why the level is not kept; what is not possible is without the correction for n
@@ -197,7 +209,7 @@ def _calibrated(
         "satisfaction_deployed": (count - late) / count if count else None,
         "utility_static": float(means[-1]),
         "gain": float(gain.mean()),
-        "gain_se": standard_error(gain),
+        "gain_se": standard_error(gain, clusters),
         "feasible": count,
     }
     row["reason"] = reason_for(row, "static", "utility")

@@ -278,7 +278,12 @@ def calibrated_values(
 
 
 def compared(
-    accuracy: Tensor, cost: Tensor, mixed: Tensor, budgets_ms: Tensor, unit: str = "ms"
+    accuracy: Tensor,
+    cost: Tensor,
+    mixed: Tensor,
+    budgets_ms: Tensor,
+    unit: str = "ms",
+    clusters: Tensor | None = None,
 ) -> list[GuardRow]:
     """Compare a policy with the static mix at each budget.
 
@@ -289,6 +294,7 @@ def compared(
         accuracy, cost: of the policy, float [n, B], on samples that it was not fitted on.
         mixed: the mix's expected accuracy, likewise.
         unit: of costs and budgets, for the reasons.
+        clusters: int64 [n], see `guard.clusters_of`; by default each sample is one.
     """
     columns = [values.double().unbind(1) for values in (accuracy, cost, mixed)]
     rows = []
@@ -298,13 +304,13 @@ def compared(
         kept = spent <= budget * (1 + 1e-9)
         row: GuardRow = {
             "budget_ms": budget,
-            "deployed": kept and is_better(gains, CONFIDENCE),
+            "deployed": kept and is_better(gains, CONFIDENCE, clusters),
             "reason": "",
             "accuracy_policy": float(right.mean()),
             "accuracy_static_mix": float(rival.mean()),
             "latency_ms_mean": spent,
             "gain": float(gains.mean()),
-            "gain_se": standard_error(gains),
+            "gain_se": standard_error(gains, clusters),
         }
         row["reason"] = reason_for(row, "static mix", "accuracy")
         if not kept:

@@ -215,6 +215,30 @@ def test_deployed_where_better_by_more_than_chance(policy, confidence, deployed)
     assert Guard(arrays_of([row]), static).single(BUDGET) == (None if deployed else 7, BUDGET)
 
 
+@pytest.mark.parametrize(
+    ("belongs", "se", "deployed"),
+    [({}, 0.0393, True), ({"clusters": 5}, 0.0946, False), ({"image_ids": 5}, 0.0946, False)],
+)
+def test_samples_of_one_cluster_or_image_are_no_more_than_one(belongs, se, deployed):
+    # the gains of six clusters of five samples; their standard deviation is .2317, and ÷ √6 .0946
+    gain = torch.tensor([0.4, 0.3, -0.2, 0.1, 0.2, -0.1]).repeat_interleave(5)
+    accuracy = torch.stack([torch.full((30,), 0.5), 0.5 + gain], 1)
+    names = {name: tuple(str(i // size) for i in range(30)) for name, size in belongs.items()}
+    table = table_of(accuracy, torch.full((30, 2), 5.0), **names)
+    by_static = torch.zeros(30, 1, dtype=torch.int64)
+    judged = table, torch.arange(30), torch.tensor([BUDGET]), by_static
+    with mock.patch.multiple(guard, CONFIDENCE=0.95):
+        (row,) = calibrate(*judged, lambda limit_ms: torch.ones_like(by_static)[:, 0], 0.5)
+    assert row["gain"] == pytest.approx(0.7 / 6)
+    assert row["gain_se"] == pytest.approx(se, abs=1e-4)
+    assert row["deployed"] == deployed
+    # two samples of one cluster show nothing
+    rows = torch.tensor([0, 1])
+    about = table, rows, torch.tensor([BUDGET]), by_static[:2]
+    (row,) = calibrate(*about, lambda limit_ms: torch.ones(2, dtype=torch.int64), 0.5)
+    assert row["deployed"] == (not belongs)
+
+
 @pytest.mark.parametrize(("cost_ms", "gain"), [(0.0, 0.5), (1.0, 0.5), (1.001, 0.0), (5.5, -0.5)])
 def test_the_policy_is_charged_what_it_costs_and_static_is_not(cost_ms, gain):
     # the policy takes the second, right for all; two requests have 1 ms left, two have 5; static is

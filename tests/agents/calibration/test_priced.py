@@ -42,6 +42,9 @@ def test_the_guard_wants_the_budget_kept_and_a_gain_above_chance(monkeypatch):
     for row, gains, se in zip(result, (True, True, False), (spread, 0, 0), strict=True):
         wanted = {"deployed": gains, "gain": 0.25, "accuracy_static_mix": 0.5}
         assert row | wanted | {"gain_se": pytest.approx(se)} == row
+    # the sums over two clusters are .5 below and above what they are on average: √(.5 · 2) / 4
+    (row, *_) = compared(accuracy, cost, mixed, budgets_ms, clusters=torch.tensor([0, 0, 1, 1]))
+    assert (row["gain_se"], row["deployed"]) == (pytest.approx(0.25), False)
     # .25 is 1.73 standard errors: 95 % sure (1.64), but not 96 % (1.75); one sample shows nothing
     monkeypatch.setattr(mean_policies, "CONFIDENCE", 0.96)
     assert not compared(accuracy, cost, mixed, budgets_ms)[0]["deployed"]
