@@ -12,7 +12,7 @@ from knobwise.agents.evaluation.policy import Policy
 from knobwise.agents.serving.knob_policy import KnobPolicy
 from knobwise.common.errors import InputError
 from knobwise.envs.tables.profile_table import ProfileTable
-from knobwise.experiments.evidence.evaluate import clusters_of
+from knobwise.experiments.evidence.evaluate import check_fits, clusters_of
 from knobwise.experiments.evidence.statistics import FEWEST, Difference, holm, paired
 
 
@@ -38,21 +38,26 @@ def compare_policies(
         the clusters or images that they belong to, and p corrected for their number.
 
     Raises:
-        InputError: one policy, too few samples, or some that a loaded policy was trained on.
+        InputError: one policy, too few samples, costs of none of the policies; or a loaded policy
+            for mean budgets, for another unit or other configurations, or that was trained on some
+            of the samples.
     """
     if len(policies) < 2 or len(rows) < FEWEST:
         raise InputError(
             f"compare_policies: {len(policies)} policies and {len(rows)} samples; give at least 2 "
             f"and {FEWEST}"
         )
+    costs_ms = costs_ms or {}
+    if unknown := costs_ms.keys() - policies.keys():
+        raise InputError(f"compare_policies: costs_ms of {unknown.pop()!r}, which is no policy")
     clusters = None
     if (names := clusters_of(table)) is not None:
         clusters = np.unique([names[row] for row in rows.tolist()], return_inverse=True)[1]
     scores = {}
     for name, policy in policies.items():
         if isinstance(policy, KnobPolicy):
-            _check_unseen(name, policy, table, rows)
-        cost_ms = (costs_ms or {}).get(name, 0.0)
+            _check(name, policy, table, rows)
+        cost_ms = costs_ms.get(name, 0.0)
         judged = evaluate_policy(policy, table, rows, budgets_ms, cost_ms=cost_ms)
         # [S, n, C] for one seed and the mean over budgets
         scores[name] = judged.utility.double().mean(1)[None, :, None].numpy()
@@ -66,8 +71,15 @@ def compare_policies(
     return holm(differences)
 
 
-def _check_unseen(name: str, policy: KnobPolicy, table: ProfileTable, rows: Tensor) -> None:
-    """Refuse samples that a policy was trained on."""
+def _check(name: str, policy: KnobPolicy, table: ProfileTable, rows: Tensor) -> None:
+    """Refuse a policy that this table or deadlines cannot judge, and samples that it was trained
+    on."""
+    if policy.agent.constraint == "mean":
+        raise InputError(
+            f"{name}: decides for mean budgets, but every request is judged by a deadline; "
+            "`knobwise evaluate` judges it"
+        )
+    check_fits(name, policy.agent, table)
     seen = set(policy.loaded.extra.get("seen", ()))
     known = sum(fingerprint in seen for fingerprint in table.fingerprints(rows))
     if known:

@@ -31,7 +31,7 @@ from knobwise.experiments.evidence.controllers import (
     validation_scores,
 )
 from knobwise.experiments.evidence.decisions import write_decisions
-from knobwise.experiments.evidence.evaluate import Deadlines, judged_part
+from knobwise.experiments.evidence.evaluate import Deadlines, check_fits, judged_part
 from knobwise.experiments.evidence.run_folder import checkpoint_at
 from knobwise.experiments.evidence.schema import RunResults
 from knobwise.experiments.evidence.selectors import evaluate_selectors
@@ -160,21 +160,7 @@ def fitting_profile(config: EvaluateRun | ExplainRun | ExportRun, loaded: Loaded
     agent = loaded.controller
     with naming(checkpoint):
         EVALUATORS[agent.constraint].check_trained(agent)
-    network = agent.controller
-    if table.unit != network.unit:
-        raise InputError(
-            f"{checkpoint}: was trained for budgets in {network.unit}; profile {table.name!r} is "
-            f"in {table.unit}"
-        )
-    # the same knobs, values and order of configurations
-    if table.knobs != network.knobs or not torch.equal(
-        table.configurations, network.configurations
-    ):
-        raise InputError(
-            f"{checkpoint}: was trained for {len(network.configurations)} configurations of "
-            f"{', '.join(knob.name for knob in network.knobs)}; profile {table.name!r} has others"
-        )
-    network.normaliser(table.features, table.num_samples)
+    check_fits(checkpoint, agent, table)
     return table
 
 

@@ -28,6 +28,7 @@ from knobwise.agents.evaluation.own_cost import OwnCost
 from knobwise.agents.evaluation.policy import Policy
 from knobwise.agents.teacher.completed import CompletedTable
 from knobwise.agents.teacher.experts import Experts
+from knobwise.common.errors import InputError
 from knobwise.common.progress import progress, say
 from knobwise.envs.bandit.budgets import subsample
 from knobwise.envs.bandit.reward import RewardTable
@@ -105,6 +106,26 @@ def judged_part(split: Split) -> Split:
     if len(test) < len(split.test):
         say(f"judged is a sample: {len(test):,} of {len(split.test):,} test samples")
     return split._replace(test=test)
+
+
+def check_fits(name: str, agent: DeployedController, table: ProfileTable) -> None:
+    """Raise InputError, with the name of a controller, for a table of another unit or of other
+    configurations or features than it was trained for."""
+    network = agent.controller
+    if table.unit != network.unit:
+        raise InputError(
+            f"{name}: was trained for budgets in {network.unit}; profile {table.name!r} is in "
+            f"{table.unit}"
+        )
+    # the same knobs, values and order of configurations
+    if table.knobs != network.knobs or not torch.equal(
+        table.configurations, network.configurations
+    ):
+        raise InputError(
+            f"{name}: was trained for {len(network.configurations)} configurations of "
+            f"{', '.join(knob.name for knob in network.knobs)}; profile {table.name!r} has others"
+        )
+    network.normaliser(table.features, table.num_samples)
 
 
 def clusters_of(table: ProfileTable) -> list[str] | None:

@@ -1,5 +1,7 @@
 """Policies of one's own beside loaded ones, on the same samples."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -75,6 +77,26 @@ def test_samples_of_one_image_or_cluster_are_no_more_than_one():
     assert imaged == clustered
     # of the 64 signs of six images 22 give a mean at least as large
     assert imaged.p == pytest.approx(22 / 64, abs=0.02)
+
+
+def test_what_the_numbers_would_not_be_about_is_refused():
+    table = small_table(60)
+    rows, budgets_ms = table.split().test, default_budgets(table)
+    options = {"optimiser": QUICK, "policy": "utility", "own_cost": False, "policy.hidden": 8}
+    loaded = knobwise.fit(table, **options, **{"policy.fold_networks": 2})
+    policies = {"first": Always(0), "run": loaded}
+    knobwise.compare_policies(policies, table, rows, budgets_ms)
+    # the number of a configuration would mean another one
+    others = replace(table, configurations=table.configurations.flip(0))
+    with input_error("run: .* configurations"):
+        knobwise.compare_policies(policies, others, rows, budgets_ms)
+    with input_error("run: .* ms; .* USD"):
+        knobwise.compare_policies(policies, replace(table, unit="USD"), rows, budgets_ms)
+    with input_error("'runs'"):
+        knobwise.compare_policies(policies, table, rows, budgets_ms, {"runs": 0.2})
+    loaded.agent.constraint = "mean"
+    with input_error("run: .* mean budgets"):
+        knobwise.compare_policies(policies, table, rows, budgets_ms)
 
 
 class Returns:
