@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from knobwise.agents.calibration.deployed_controller import Arrays, Calibration, DeployedController
-from knobwise.agents.calibration.guard import Decide, calibrate, clusters_of
+from knobwise.agents.calibration.guard import Decide, calibrate, cluster_numbers
 from knobwise.agents.calibration.mean_policies import (
     StaticMix,
     calibrated_values,
@@ -210,7 +210,7 @@ def _calibrate_mean_budgets(
         accuracy, _ = outcomes_of(table, rows, chosen)
         _, latency_ms = outcomes_of(known, rows, chosen)
         about = accuracy, latency_ms + cost_ms, torch.cat(mixed), budgets_ms, table.unit
-        calibration.guard = compared(*about, clusters_of(table, rows))
+        calibration.guard = compared(*about, cluster_numbers(table, rows))
         mean["deployed"] = np.array([row["deployed"] for row in calibration.guard])
         # the mix that is deployed is fitted on all samples
         mix = StaticMix.of_table(table, setup.fitted, budgets_ms)

@@ -112,7 +112,7 @@ def calibrate(
         A row for each budget.
     """
     quickest_ms = table.without_first_look.latency_ms[rows]
-    clusters = clusters_of(table, rows)
+    clusters = cluster_numbers(table, rows)
     rulings = []
     for budget, by_static in zip(budgets_ms, static_choice.T, strict=True):
         left = max(float(budget) - cost_ms, MIN_LATENCY_MS)
@@ -135,7 +135,7 @@ def calibrate(
     return rulings
 
 
-def clusters_of(table: ProfileTable, rows: Tensor) -> Tensor:
+def cluster_numbers(table: ProfileTable, rows: Tensor) -> Tensor:
     """Return the number of the cluster or image of each of these samples int64 [n], from 0 on:
     int64 [n]. Where there are none each sample has its own."""
     keys = table.split_keys
@@ -172,7 +172,7 @@ def _calibrated(
         utilities: [n, M + 1], at each margin and, last, of static.
         misses: [M + 1], how many feasible requests are late, shares of measurements added up.
         count: how many feasible requests there are.
-        clusters: int64 [n], see `clusters_of`.
+        clusters: int64 [n], see `cluster_numbers`.
     """
     means = utilities.mean(0)
     # (misses + 1)/(n + 1) ≤ 1 − level; 1e-9: rounding of 1 − level must not matter

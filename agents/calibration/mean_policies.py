@@ -294,7 +294,7 @@ def compared(
         accuracy, cost: of the policy, float [n, B], on samples that it was not fitted on.
         mixed: the mix's expected accuracy, likewise.
         unit: of costs and budgets, for the reasons.
-        clusters: int64 [n], see `guard.clusters_of`; by default each sample is one.
+        clusters: int64 [n], see `guard.cluster_numbers`; by default each sample is one.
     """
     columns = [values.double().unbind(1) for values in (accuracy, cost, mixed)]
     rows = []
