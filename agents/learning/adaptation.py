@@ -194,7 +194,8 @@ def adapted(agent: DeployedController, offsets: Offsets, x: Tensor) -> DeployedC
     # budgets, guards and static
     agent.controller.network.encoding.mean += overall
     calibration = agent.calibration
-    for row in (*calibration.guard, *calibration.guard_if_free):
+    guards = calibration.guard, calibration.guard_if_free, calibration.guard_of_teacher
+    for row in itertools.chain(*guards):
         row["budget_ms"] *= math.exp(overall)
     times = offsets.mean.exp().numpy()
     calibration.scale_static(times, np.ones_like(times))

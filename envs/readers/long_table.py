@@ -426,7 +426,7 @@ def _profiled_rows(
         repeat = number_column(frame["repeat"], False).fill_null(0.0)
         measured = measured.with_columns(repeat=repeat)
     # a first look is a time, so it cannot be added to another cost
-    if timed and latency == "latency_ms" and "first_look_ms" in frame.columns:
+    if timed and "first_look_ms" in frame.columns:
         first_look = number_column(frame["first_look_ms"], False).fill_null(0.0)
         measured = measured.with_columns(first_look=first_look)
     if WEIGHT in frame.columns:

@@ -77,7 +77,7 @@ def differences(
             return [], f"{side.label} {missing}, so it is not tested"
         sides.append(decisions)
     if not same_measurements(reference, run):
-        measured = f"judged on other measurements than {reference.label}"
+        measured = f"judged on other measurements, or under other limits, than {reference.label}"
         return [], f"{run.label} was {measured}, so it is not tested"
     seeds, samples, shared = (set(sides[0][key]) & set(sides[1][key]) for key in KEYS)
     common = [condition for condition in conditions if condition in shared]
@@ -179,12 +179,14 @@ def _cube(decisions: pl.DataFrame, column: str) -> np.ndarray:
 
 
 def same_measurements(reference: Run, run: Run) -> bool:
-    """Return whether two runs were judged on the same measurements.
+    """Return whether two runs were judged on the same measurements, under the same limits.
 
     The digest of a profile covers its features too, but runs with other features of the same
     measurements can be compared. The measurements are the same where the oracle, which looks up the
     best choice, has the same outcome for every sample.
     """
+    if _limits_of(reference) != _limits_of(run):
+        return False
     digests = set()
     oracles = []
     for side in (reference, run):
@@ -201,3 +203,9 @@ def same_measurements(reference: Run, run: Run) -> bool:
     second = second.filter(shared).select(*dict.fromkeys(columns))
     # unknown latencies are not equal: accuracy alone proves nothing
     return bool(common) and first.equals(second, null_equal=False)
+
+
+def _limits_of(run: Run) -> dict[str, float]:
+    """Return the limits on further costs that a run was judged under."""
+    costs = run.results.get("costs") or {}
+    return {name: cost["limit"] for name, cost in costs.items() if "limit" in cost}

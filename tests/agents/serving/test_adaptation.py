@@ -1,5 +1,6 @@
 """Offsets for other hardware: what timed cells tell, and the controller that they give."""
 
+import copy
 import functools
 import math
 from dataclasses import replace
@@ -131,6 +132,7 @@ def taught(features=True):
     teacher = fit_teacher(table, torch.arange(90), *about).teacher
     teacher.weights.copy_(torch.ones(len(teacher.weights)) / len(teacher.weights))
     calibration = calibration_for(table, [1.0, 0.9, 0.8, 1.0, 0.7], [True, False, True, True, True])
+    calibration.guard_of_teacher = copy.deepcopy(calibration.guard)
     return table, DeployedController(controller, teacher, calibration).eval()
 
 
@@ -172,8 +174,10 @@ def test_a_controller_expects_every_latency_times_its_factor(features):
     assert torch.allclose(after.log_latency, before.log_latency + offsets, atol=1e-5)
     assert torch.allclose(after.spread.square(), before.spread.square() + variance)
     # what belongs to budgets moves by the mean, 0.25
-    budgets = [[row["budget_ms"] for row in each.calibration.guard] for each in (agent, other)]
-    assert budgets[1] == pytest.approx([budget * math.exp(0.25) for budget in budgets[0]])
+    guard = agent.calibration.guard
+    moved_ms = pytest.approx([row["budget_ms"] * math.exp(0.25) for row in guard])
+    for rows in (other.calibration.guard, other.calibration.guard_of_teacher):
+        assert [row["budget_ms"] for row in rows] == moved_ms
     by = other.controller.network.encoding.mean - agent.controller.network.encoding.mean
     assert float(by) == pytest.approx(0.25, abs=1e-5)
     # what the tracker and static expect moves by configuration

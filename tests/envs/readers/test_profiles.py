@@ -521,6 +521,11 @@ def test_a_first_look_is_added_to_times_and_written_apart_again(once, tmp_path):
         assert sorted(written[name]) == sorted(data[name])
     write_long_table(made, tmp_path / "t.parquet")
     assert read_long_table(tmp_path / "t.parquet").digest == made.digest
+    # it is in ms whatever the name and the unit of the latency
+    seconds = data.with_columns(runtime=pl.col("latency_ms") / 1000).drop("latency_ms")
+    of_seconds = table(seconds, latency="runtime", unit="s")
+    torch.testing.assert_close(of_seconds.latency_ms, made.latency_ms, equal_nan=True)
+    identical(of_seconds.first_look_ms, made.first_look_ms)
 
 
 @settings(max_examples=15)

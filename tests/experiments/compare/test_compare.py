@@ -228,6 +228,16 @@ def test_another_profile_is_shown_with_its_own_numbers_and_not_the_highest(tmp_p
     assert means.startswith("c: means are over other budgets")
 
 
+def test_runs_under_other_limits_are_not_tested(tmp_path):
+    """The same answers are worth more where fewer of them are above a limit."""
+    compared(tmp_path, {"a": {}, "b": {"gain": 0.1}, "c": {"gain": 0.1}})
+    for name, limit in (("a", 0.2), ("b", 0.2), ("c", 0.3)):
+        change_results(tmp_path / name, costs={"usd": {"limit": limit}, "tokens": {}})
+    comparison = read_comparison([str(tmp_path)])
+    assert comparison.comparable == [0, 1]
+    assert comparison.notes[0].startswith("c was judged on other measurements, or under other limi")
+
+
 @pytest.mark.parametrize(
     ("write", "both", "second"),
     [
