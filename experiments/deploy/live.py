@@ -91,12 +91,18 @@ def run_live(
             are those of the profile, scaled by the speed of this machine.
 
     Raises:
-        InputError: the controller is not for deadlines or of another profile, as model or requests
-            may be; or these failed, and what was served before is printed and written first.
+        InputError: the controller is not for deadlines, has limits on further costs, or is of
+            another profile, as model or requests may be; or these failed, and what was served
+            before is printed and written first.
     """
     if loaded.profile_digest != table.digest or "test_rows" not in loaded.extra:
         raise InputError(
             f"{checkpoint}: live needs a run that was trained on profile {table.name!r}"
+        )
+    if loaded.controller.calibration.limits:
+        raise InputError(
+            f"{checkpoint}: was trained with budget.limits, but a live run knows only times; leave "
+            "out live=true, which replays the measured costs"
         )
     test = loaded.extra["test_rows"]
     fitted = torch.cat([loaded.extra["train_rows"], loaded.extra["validation_rows"]])

@@ -2,6 +2,7 @@ import functools
 import json
 import math
 import re
+import sys
 import time
 from collections import namedtuple
 from dataclasses import replace
@@ -353,3 +354,14 @@ def test_a_controller_for_mean_budgets_is_refused(case):
     network = driven_apart(case.table, CONFIG, case.fitted[:50], constraint="mean")
     with input_error("mean"):
         run(case._replace(controller=DeployedController(network)), SHORT)
+
+
+def test_a_controller_with_limits_is_refused(case, monkeypatch):
+    def limited(path):
+        loaded = load_checkpoint(path)
+        loaded.controller.calibration.limits = {"values": {"usd": 0.1}, "probability": 0.9}
+        return loaded
+
+    monkeypatch.setattr(sys.modules[__name__], "load_checkpoint", limited)
+    with input_error("budget.limits"):
+        run(case, SHORT)
