@@ -357,8 +357,10 @@ def test_a_controller_for_mean_budgets_is_refused(case):
 
 
 def test_a_controller_with_limits_is_refused(case, monkeypatch):
+    load = load_checkpoint
+
     def limited(path):
-        loaded = load_checkpoint(path)
+        loaded = load(path)
         loaded.controller.calibration.limits = {"values": {"usd": 0.1}, "probability": 0.9}
         return loaded
 
