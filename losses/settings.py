@@ -44,7 +44,7 @@ class GRPOConfig:
     kl_to_ref_coeff: float | None = None
     """β, weight of the k3 KL to the reference policy. None: 10 where the reference was distilled
     from a teacher of this reward, 1 from a teacher of another, 0 for heads without a teacher. After
-    a short warm-up a smaller β lets GRPO make up for it."""
+    a short warm-up, lower it: a large β keeps GRPO from making up for that."""
     kl_band: tuple[float, float] | None = None
     """Lowest and highest KL to the reference policy, in nats. Above it β grows by half, below it β
     shrinks by a third; β stays within 0.001 and 10. None keeps β as it is."""

@@ -205,7 +205,7 @@ class ControllerSetup:
             return self.loss.kl_to_ref_coeff
         if not self.policy.teacher:
             return 0.0
-        # what the teacher has learned from all samples, the noise of single ones would spoil
+        # rewards of single samples are noisier than what the teacher has learned from all of them
         learned = KINDS[self.env.rewards.config.kind].learned_by_teacher
         return 10.0 if learned else 1.0
 
