@@ -48,9 +48,9 @@ bench: $(INSTALLED)-test
 campaign: $(INSTALLED)-test
 	$(BIN)/python -m pytest -m campaign
 	$(BIN)/python -m pytest -m hypothesis --hypothesis-profile=new-examples
-	$(BIN)/python -m tests.campaign.updates
-	$(BIN)/python -m tests.campaign.server
-	$(BIN)/python -m tests.campaign $(CAMPAIGN)
+	$(BIN)/python -m campaign.updates
+	$(BIN)/python -m campaign.server
+	$(BIN)/python -m campaign $(CAMPAIGN)
 
 $(INSTALLED): setup.cfg constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)

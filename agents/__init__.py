@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from knobwise.agents.selector.selector import Selector as Selector
     from knobwise.agents.selector.settings import SelectorConfig as SelectorConfig
     from knobwise.agents.selector.training import selector_trainer as selector_trainer
-    from knobwise.agents.serving.adaptive_model import AdaptiveModel as AdaptiveModel
     from knobwise.agents.training.checkpoint import load_checkpoint as load_checkpoint
     from knobwise.agents.training.checkpoint import save_checkpoint as save_checkpoint
     from knobwise.agents.training.controllers import controller_trainer as controller_trainer
@@ -48,7 +47,6 @@ MODULES = {
     "selector_trainer": "selector.training",
     "SelectorLossConfig": "knobwise.losses.settings",
     "StageConfig": "training.settings",
-    "AdaptiveModel": "serving.adaptive_model",
     "NumpyController": "deployed.controller",
     "DeployedController": "calibration.deployed_controller",
 }

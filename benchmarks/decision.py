@@ -37,12 +37,12 @@ from knobwise.agents.controller.features import FeatureNormaliser
 from knobwise.agents.controller.settings import PolicyConfig, hidden_for
 from knobwise.agents.evaluation.baselines import fit_static
 from knobwise.agents.evaluation.texts import encoders_of, with_texts_encoded
-from knobwise.agents.serving.adaptive_model import AdaptiveModel
-from knobwise.agents.serving.onnx_graph import Deployed, OnnxController, write_onnx
 from knobwise.envs import builtin_profile
 from knobwise.envs.bandit.budgets import default_budgets
 from knobwise.envs.tables.profile_table import ProfileTable
 from knobwise.profiling.measuring.adaptive_model import Answer, FirstStage, KnobSupport, Request
+from knobwise.serving.adaptive_model import AdaptiveModel
+from knobwise.serving.onnx_graph import Deployed, OnnxController, write_onnx
 from knobwise.testbeds.elastic.adapter import ElasticAdaptive, ElasticRequests
 from knobwise.testbeds.simulated.calibrated import SimulatedConfig, simulate
 

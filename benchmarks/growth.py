@@ -218,13 +218,13 @@ def make_log(path: Path, checkpoint: Path) -> None:
     import numpy as np
 
     import knobwise
-    from knobwise.agents.serving.adaptive_model import AdaptiveModel
     from knobwise.profiling.measuring.adaptive_model import (
         Answer,
         FirstStage,
         KnobSupport,
         Request,
     )
+    from knobwise.serving.adaptive_model import AdaptiveModel
 
     table = knobwise.read(path.parent / "table-1000x100.parquet", features="auto")
     numbers = {}

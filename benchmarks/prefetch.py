@@ -16,8 +16,8 @@ import time
 import torch
 from decision import deployed_on
 
-from knobwise.agents.serving.adaptive_model import AdaptiveModel
 from knobwise.envs import builtin_profile
+from knobwise.serving.adaptive_model import AdaptiveModel
 from knobwise.testbeds.elastic.adapter import ElasticAdaptive, ElasticRequests
 
 REQUESTS = [ElasticRequests().request(str(number)) for number in range(20)]

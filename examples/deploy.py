@@ -11,7 +11,7 @@ import sys
 import torch
 
 import knobwise
-from knobwise.agents import AdaptiveModel
+from knobwise.serving import AdaptiveModel
 from knobwise.testbeds.elastic.adapter import ElasticAdaptive, request_of
 from knobwise.testbeds.elastic.scenes import draw_samples
 

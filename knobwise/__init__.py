@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 registration.register()
 
 MODULES = dict.fromkeys(("KnobPolicy", "fit", "load", "read"), "api")
-MODULES["wrap"] = "agents.serving.wrapper"  # without torch
+MODULES["wrap"] = "serving.wrapper"  # without torch
 MODULES["compare_policies"] = "experiments.compare.policies"
 __getattr__ = lazy(__name__, MODULES)
 __all__ = ["__version__", *MODULES]

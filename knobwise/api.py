@@ -14,8 +14,6 @@ from typing import Any
 import polars as pl
 import torch
 
-from knobwise.agents.serving.knob_policy import Blocks, Explanation, KnobPolicy
-from knobwise.agents.serving.wrapper import wrap
 from knobwise.agents.training.checkpoint import load_checkpoint
 from knobwise.common.errors import InputError
 from knobwise.common.progress import say
@@ -28,6 +26,8 @@ from knobwise.experiments.settings.profiles import TableProfile, read_profile
 from knobwise.experiments.settings.values import training_settings
 from knobwise.experiments.train.controller import ControllerExperiment
 from knobwise.experiments.wording.sentences import verdict
+from knobwise.serving.knob_policy import Blocks, Explanation, KnobPolicy
+from knobwise.serving.wrapper import wrap
 
 __all__ = ["Explanation", "KnobPolicy", "fit", "load", "read", "wrap"]
 Features = str | Path | Blocks | list[str]

@@ -12,13 +12,14 @@ import torch
 from helpers import driven_apart, small_table
 from tensordict import TensorDict
 
-from knobwise.agents import AdaptiveModel, Controller, DeployedController, PolicyConfig
+from knobwise.agents import Controller, DeployedController, PolicyConfig
 from knobwise.agents.calibration.deployed_controller import Calibration
 from knobwise.agents.evaluation.baselines import fit_static
 from knobwise.agents.learning.logged import Logged
 from knobwise.agents.teacher.teacher import Teacher
 from knobwise.envs import default_budgets
 from knobwise.profiling.measuring.adaptive_model import Answer, FirstStage, KnobSupport, Request
+from knobwise.serving import AdaptiveModel
 
 SMALL = PolicyConfig(
     teacher=True,

@@ -1,6 +1,6 @@
 """Read the log of a deployed controller as arrays that can be learned from.
 
-`knobwise.agents.serving.request_log` writes the log. Rows that cannot be used are skipped and
+`knobwise.agents.learning.request_log` writes the log. Rows that cannot be used are skipped and
 counted by reason.
 """
 
@@ -25,7 +25,7 @@ from torch import Tensor
 
 from knobwise.agents.deployed.arrays import MIN_MS
 from knobwise.agents.deployed.controller import NumpyController
-from knobwise.agents.serving.request_log import FORMAT, LABELS, REQUESTS, unpacked
+from knobwise.agents.learning.request_log import FORMAT, LABELS, REQUESTS, unpacked
 from knobwise.common.errors import InputError
 
 LARGEST = sys.float_info.max

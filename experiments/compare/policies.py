@@ -9,11 +9,11 @@ from torch import Tensor
 
 from knobwise.agents.evaluation.evaluation import evaluate_policy
 from knobwise.agents.evaluation.policy import Policy
-from knobwise.agents.serving.knob_policy import KnobPolicy
 from knobwise.common.errors import InputError
 from knobwise.envs.tables.profile_table import ProfileTable
 from knobwise.experiments.evidence.evaluate import check_fits, clusters_of
 from knobwise.experiments.evidence.statistics import FEWEST, Difference, holm, paired
+from knobwise.serving.knob_policy import KnobPolicy
 
 
 def compare_policies(

@@ -10,7 +10,6 @@ import polars as pl
 
 from knobwise.agents.deployed.arrays import Array
 from knobwise.agents.deployed.controller import MAX_MS, NumpyController
-from knobwise.agents.serving.inputs import limit_of
 from knobwise.common.errors import InputError, naming
 from knobwise.common.files import written_whole
 from knobwise.common.progress import say
@@ -21,6 +20,7 @@ from knobwise.experiments.evidence.run_folder import controller_at
 from knobwise.experiments.settings.options import DecideRun
 from knobwise.experiments.settings.profiles import of_run
 from knobwise.experiments.wording.words import counted
+from knobwise.serving.inputs import limit_of
 
 AT_ONCE = 50_000
 """Rows that are decided together; so many features and outcomes take little memory."""

@@ -14,8 +14,6 @@ from rich.console import Console
 
 from knobwise.agents.deployed.controller import Drift
 from knobwise.agents.evaluation.baselines import LookupTable, fit_static
-from knobwise.agents.serving.knob_policy import KnobPolicy
-from knobwise.agents.serving.tracker import LatencyTracker
 from knobwise.agents.training.checkpoint import load_checkpoint
 from knobwise.common.errors import InputError
 from knobwise.common.files import write_json
@@ -33,6 +31,8 @@ from knobwise.experiments.settings.options import ExplainRun
 from knobwise.experiments.settings.profiles import read_questions
 from knobwise.experiments.wording.choice_sentences import decision, setting
 from knobwise.experiments.wording.words import number, quantity
+from knobwise.serving.knob_policy import KnobPolicy
+from knobwise.serving.tracker import LatencyTracker
 
 MAX_ROWS = 10
 """Number of configurations in the table of a decision."""

@@ -15,13 +15,6 @@ from torch import Tensor
 
 from knobwise.agents.calibration.deployed_controller import DeployedController
 from knobwise.agents.evaluation.own_cost import decision_us
-from knobwise.agents.serving.onnx_graph import (
-    Deployed,
-    OnnxController,
-    agreement,
-    quantise,
-    write_onnx,
-)
 from knobwise.agents.training.checkpoint import load_checkpoint
 from knobwise.common.errors import InputError
 from knobwise.common.files import write_json, written_whole
@@ -33,6 +26,13 @@ from knobwise.experiments.report.tables import print_lines
 from knobwise.experiments.settings.options import ExportRun
 from knobwise.experiments.train.controller import copy_policy
 from knobwise.experiments.wording.words import counted
+from knobwise.serving.onnx_graph import (
+    Deployed,
+    OnnxController,
+    agreement,
+    quantise,
+    write_onnx,
+)
 
 GRAPH = "controller.onnx"
 GRAPH_OF_8_BITS = "controller.int8.onnx"

@@ -3,7 +3,7 @@ with a replay.
 
 Budgets and the order of the requests are drawn; the model, its answers and the clock are real. Each
 request arrives when the one before it has been answered. It is served by the controller
-(`knobwise.agents.serving.adaptive_model`), by budget-aware static and by fixed configurations.
+(`knobwise.serving.adaptive_model`), by budget-aware static and by fixed configurations.
 Controller and static follow the drift of this machine, each by a tracker fed with its own answers;
 the frozen controller and fixed configurations do not. Each is charged everything that it takes
 beyond the model's own time. Then the same decisions are looked up in the profile: a replay that
@@ -32,9 +32,6 @@ from knobwise.agents.evaluation.baselines import BestStatic, averages, fit_stati
 from knobwise.agents.evaluation.budgets import judged_budgets
 from knobwise.agents.evaluation.limits import table_for
 from knobwise.agents.evaluation.texts import as_read
-from knobwise.agents.serving.adaptive_model import AdaptiveModel
-from knobwise.agents.serving.runtime import DECISIONS_KEPT
-from knobwise.agents.serving.tracker import LatencyTracker
 from knobwise.agents.teacher.completed import CompletedTable
 from knobwise.agents.training.checkpoint import Loaded
 from knobwise.common.errors import InputError
@@ -60,6 +57,9 @@ from knobwise.profiling.measuring.adaptive_model import AdaptiveVLM, clock_ms, c
 from knobwise.profiling.measuring.machine import one_thread
 from knobwise.profiling.measuring.measuring import collected_between
 from knobwise.profiling.measuring.requests import Requests
+from knobwise.serving.adaptive_model import AdaptiveModel
+from knobwise.serving.runtime import DECISIONS_KEPT
+from knobwise.serving.tracker import LatencyTracker
 from knobwise.testbeds.elastic.adapter import ElasticRequests
 
 IN_A_ROW = 20

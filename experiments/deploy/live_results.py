@@ -14,7 +14,6 @@ import torch
 from numpy.typing import NDArray
 
 from knobwise.agents.deployed.controller import Drift, NumpyController
-from knobwise.agents.serving.tracker import MIN_SPREAD
 from knobwise.envs.bandit.budgets import MIN_LATENCY_MS
 from knobwise.envs.tables.profile_table import ProfileTable
 from knobwise.experiments.evidence.decisions import SCHEMA
@@ -29,6 +28,7 @@ from knobwise.experiments.evidence.summarise import summarise, with_references, 
 from knobwise.experiments.evidence.task import DEADLINE, Metric, over
 from knobwise.profiling.measuring.adaptive_model import Request
 from knobwise.profiling.measuring.machine import cpu_name
+from knobwise.serving.tracker import MIN_SPREAD
 
 Array = NDArray[Any]
 

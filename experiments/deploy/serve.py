@@ -9,7 +9,7 @@ from threadpoolctl import threadpool_limits
 from knobwise.common.errors import InputError
 from knobwise.experiments.evidence.run_folder import controller_at
 from knobwise.experiments.settings.profiles import measured_at_once, of_run
-from knobwise.experiments.settings.serving import ServeRun
+from knobwise.serving.proxy.settings import ServeRun
 
 
 def run(config: ServeRun) -> None:
@@ -20,7 +20,7 @@ def run(config: ServeRun) -> None:
             reached, a port that is taken, or packages that are missing.
     """
     try:
-        from knobwise.experiments.serve.server import serve
+        from knobwise.serving.proxy.server import serve
     except ModuleNotFoundError as error:
         raise InputError(
             f"serve: {error.name} is not installed; pip install 'knobwise[serve]'"

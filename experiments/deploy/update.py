@@ -2,7 +2,7 @@
 timed there.
 
 Each update is a version on disk; which of them serves is a link, see
-`knobwise.agents.serving.versions`.
+`knobwise.serving.versions`.
 """
 
 from __future__ import annotations
@@ -20,16 +20,6 @@ from knobwise.agents.learning.acceptance import FEW
 from knobwise.agents.learning.adaptation import adapted, fit_offsets, log_ratios
 from knobwise.agents.learning.logged import Logged, logged_of, read_log
 from knobwise.agents.learning.update import Update, labels_beside_profile, update
-from knobwise.agents.serving.versions import (
-    CONTROLLER,
-    CURRENT,
-    VERSIONS,
-    add_version,
-    other_version,
-    serve,
-    serving,
-    versions_in,
-)
 from knobwise.agents.training.checkpoint import Loaded, load_checkpoint
 from knobwise.common.errors import InputError
 from knobwise.common.files import is_damaged, locked, write_text
@@ -39,6 +29,16 @@ from knobwise.experiments.settings.options import UpdateRun
 from knobwise.experiments.settings.profiles import LongTables, read_profile
 from knobwise.experiments.settings.words import typed
 from knobwise.experiments.wording.words import counted, points
+from knobwise.serving.versions import (
+    CONTROLLER,
+    CURRENT,
+    VERSIONS,
+    add_version,
+    other_version,
+    serve,
+    serving,
+    versions_in,
+)
 
 REQUESTS = 500
 """Number of samples of a profile that heads are distilled on."""

@@ -57,8 +57,8 @@ def controller_at(path: str) -> NumpyController:
     if exported.exists() and not Path(path, "checkpoints").exists():
         path = str(exported)
     if not path.endswith(".npz"):
-        from knobwise.agents.serving.knob_policy import KnobPolicy
         from knobwise.agents.training.checkpoint import load_checkpoint
+        from knobwise.serving.knob_policy import KnobPolicy
 
         return KnobPolicy(load_checkpoint(checkpoint_at(path))).agent.decider
     try:

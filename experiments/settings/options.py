@@ -21,7 +21,6 @@ from knobwise.envs.bandit.settings import (
 )
 from knobwise.experiments.settings.choices import AUTO, DISTILLED_OPTIMISER, SAMPLED
 from knobwise.experiments.settings.selector_options import SelectorRun
-from knobwise.experiments.settings.serving import ServeRun
 from knobwise.experiments.settings.tracking import Training
 from knobwise.losses.settings import LossConfig
 from knobwise.profiling.demonstrations.settings import (
@@ -32,6 +31,7 @@ from knobwise.profiling.demonstrations.settings import (
 )
 from knobwise.profiling.endpoint.settings import EndpointOptions
 from knobwise.profiling.measuring.settings import VLMProfileConfig
+from knobwise.serving.proxy.settings import ServeRun
 
 
 @dataclass

@@ -1,7 +1,7 @@
 """The interface of a model with knobs.
 
 Implement `AdaptiveVLM` for a model of your own, and you can profile it
-(`knobwise.profiling.measuring.profiler`) and serve it (`knobwise.agents.serving.adaptive_model`).
+(`knobwise.profiling.measuring.profiler`) and serve it (`knobwise.serving.adaptive_model`).
 """
 
 from __future__ import annotations

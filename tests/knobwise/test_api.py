@@ -31,10 +31,10 @@ from replayed import untrained
 import knobwise
 from knobwise import agents, api, envs, losses, testbeds
 from knobwise.agents import DeployedController, PolicyConfig, Selector, SelectorConfig
-from knobwise.agents.serving.knob_policy import KnobPolicy
 from knobwise.agents.training.checkpoint import Loaded, save_checkpoint
 from knobwise.envs.readers.feature_files import write_features
 from knobwise.envs.readers.long_table import long_frame, write_long_table
+from knobwise.serving.knob_policy import KnobPolicy
 from knobwise.testbeds import builtin_profile
 
 QUICK = {"teacher_iterations": 4, "pretrain_iterations": 4, "iterations": 4}

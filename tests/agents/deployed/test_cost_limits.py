@@ -13,13 +13,14 @@ from helpers import arrays, identical, input_error, small_table
 from replayed import ReplayedModel, untrained
 
 import knobwise
-from knobwise.agents import AdaptiveModel, NumpyController
+from knobwise.agents import NumpyController
 from knobwise.agents.evaluation.limits import fit_bounds
-from knobwise.agents.serving.knob_policy import KnobPolicy
-from knobwise.agents.serving.onnx_graph import Deployed
-from knobwise.agents.serving.runtime import Runtime
 from knobwise.agents.training.checkpoint import Loaded
 from knobwise.profiling.measuring.adaptive_model import Request
+from knobwise.serving import AdaptiveModel
+from knobwise.serving.knob_policy import KnobPolicy
+from knobwise.serving.onnx_graph import Deployed
+from knobwise.serving.runtime import Runtime
 
 SAMPLES = 60
 MARGINS = [0.9] * 5

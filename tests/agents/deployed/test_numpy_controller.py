@@ -24,8 +24,8 @@ from knobwise.agents.controller.settings import PolicyConfig
 from knobwise.agents.deployed import controller as policy
 from knobwise.agents.deployed.arrays import digest_of
 from knobwise.agents.deployed.controller import FORMAT, NumpyController
-from knobwise.agents.serving.exploration import near_best
 from knobwise.envs.bandit.budgets import default_budgets
+from knobwise.serving.exploration import near_best
 
 ROUNDING = 1e-4
 """Of log-probabilities in single precision."""

@@ -20,14 +20,14 @@ from replayed import ReplayedModel, logging_model, serve_requests, small_stack, 
 from tiny_models import tiny_llama
 
 import knobwise
-from knobwise.agents import AdaptiveModel, Selector, SelectorConfig
-from knobwise.agents.learning import logged
+from knobwise.agents import Selector, SelectorConfig
+from knobwise.agents.learning import logged, request_log
 from knobwise.agents.learning.logged import read_log
-from knobwise.agents.serving import request_log
-from knobwise.agents.serving.request_log import RequestLog
+from knobwise.agents.learning.request_log import RequestLog
 from knobwise.envs.tables.profile_table import Knob
 from knobwise.profiling.measuring.adaptive_model import Request
 from knobwise.profiling.measuring.questions import VQAItem
+from knobwise.serving import AdaptiveModel
 from knobwise.testbeds.smollm.demonstrated_model import DemonstratedModel
 
 BUDGETS = (1e-12, 1e-3, 5.0, 12.0, 900.0)

@@ -23,11 +23,11 @@ from rich.console import Console
 from knobwise.__main__ import main
 from knobwise.agents import DeployedController, NumpyController, evaluate_policy
 from knobwise.agents.learning import adaptation
-from knobwise.agents.serving.versions import add_version, serve, serving
 from knobwise.agents.training.checkpoint import load_checkpoint, save_checkpoint
 from knobwise.envs import default_budgets
 from knobwise.envs.readers.long_table import read_long_table
 from knobwise.experiments.inspection.logs import print_log
+from knobwise.serving.versions import add_version, serve, serving
 
 BEST = "runs/latest/checkpoints/best.pt"
 TRAINED_ON = words_of("trained_on=table trained_on.path=t.parquet trained_on.features=f.npz")

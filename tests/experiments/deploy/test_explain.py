@@ -14,10 +14,10 @@ from tensordict import TensorDict
 
 import knobwise
 from knobwise.agents import make_actor
-from knobwise.agents.serving.tracker import LatencyTracker
 from knobwise.envs.readers.long_table import read_long_table
 from knobwise.experiments.wording.words import quantity
 from knobwise.losses import GRPOLoss
+from knobwise.serving.tracker import LatencyTracker
 
 QUICK = words_of("train", TABLE, OPTIMISER, "optimiser.iterations=4 baselines=false")
 QUICK += ["policy=utility", "policy.fold_networks=2"]

@@ -17,7 +17,7 @@ from helpers import arrays, driven_apart, input_error
 from page_parts import charts_of, data_of, points_of, svg_of
 from replayed import small_stack, untrained
 
-from knobwise.agents import AdaptiveModel, DeployedController, PolicyConfig
+from knobwise.agents import DeployedController, PolicyConfig
 from knobwise.agents.evaluation.baselines import fit_static
 from knobwise.agents.training.checkpoint import load_checkpoint, save_checkpoint
 from knobwise.envs import default_budgets
@@ -28,6 +28,7 @@ from knobwise.experiments.deploy.live_results import ServedRequest, Stream, live
 from knobwise.experiments.evidence.schema import LiveFacts, PolicyRow, RunResults
 from knobwise.experiments.settings.options import EvaluateRun
 from knobwise.experiments.wording.words import quantity
+from knobwise.serving import AdaptiveModel
 from knobwise.testbeds import builtin_profile
 from knobwise.testbeds.elastic.adapter import ElasticAdaptive, ElasticRequests
 from knobwise.testbeds.elastic.scenes import SEED, draw_samples

@@ -15,17 +15,18 @@ from helpers import arrays, input_error, small_table
 from replayed import ReplayedModel, untrained
 
 import knobwise
-from knobwise.agents import AdaptiveModel, NumpyController
+from knobwise.agents import NumpyController
 from knobwise.agents.deployed.arrays import digest_of
 from knobwise.agents.evaluation.own_cost import expected_cost_ms, own_costs
 from knobwise.agents.learning.adaptation import log_ratios
-from knobwise.agents.serving.tracker import LatencyTracker
 from knobwise.agents.training.checkpoint import load_checkpoint, save_checkpoint
 from knobwise.envs import ConfigBanditEnv, ProfileTable, default_budgets
 from knobwise.envs.readers.feature_files import write_features
 from knobwise.envs.readers.long_table import long_frame
 from knobwise.envs.tables.cost_words import in_words
 from knobwise.profiling.measuring.adaptive_model import Request
+from knobwise.serving import AdaptiveModel
+from knobwise.serving.tracker import LatencyTracker
 
 SECONDS = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "Seconds": 1.0, "min": 60.0}
 TIMES = [*SECONDS, "h"]

@@ -8,6 +8,9 @@ import numpy as np
 import polars as pl
 import pytest
 import torch
+from helpers import input_error, repeated, small_table, table_of, two_kinds
+from rich.console import Console
+
 from campaign.profiles.faults import (
     NOTICED_BY,
     a_latency,
@@ -20,9 +23,6 @@ from campaign.profiles.written import (
     value_on_another_machine,
     values_reversed,
 )
-from helpers import input_error, repeated, small_table, table_of, two_kinds
-from rich.console import Console
-
 from knobwise.envs.readers.long_table import long_frame, table_from_frame
 from knobwise.envs.tables.columns import Column
 from knobwise.envs.tables.profile_table import Knob

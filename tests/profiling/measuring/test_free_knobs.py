@@ -18,7 +18,6 @@ from hypothesis import strategies as st
 from replayed import Clock, timed_by
 from test_vlm_runner import Blurred
 
-from knobwise.agents.serving.adaptive_model import AdaptiveModel
 from knobwise.envs.readers.long_table import read_long_table
 from knobwise.profiling.design.grid_sampling import sample_grid
 from knobwise.profiling.measuring.adaptive_model import (
@@ -32,6 +31,7 @@ from knobwise.profiling.measuring.adaptive_model import (
 from knobwise.profiling.measuring.profiler import profile_vlm
 from knobwise.profiling.measuring.questions import VQAItem
 from knobwise.profiling.measuring.settings import VLMProfileConfig
+from knobwise.serving.adaptive_model import AdaptiveModel
 
 ITEMS = [VQAItem(f"id{n}", n * np.eye(4), "How bright?", (str(n),)) for n in (1, 2, 3)]
 KNOBS = {"side": (1, 4), "mode": ("fast", "exact"), "share": (0.5, 1)}

@@ -1,1 +1,0 @@
-"""In front of a model: the runtime, exports."""

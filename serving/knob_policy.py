@@ -1,0 +1,323 @@
+"""A trained controller as people use it: features and a budget in, knob values out, with reasons on
+request."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import ArrayLike
+from torch import Tensor
+
+from knobwise.agents.calibration.guard import GuardRow
+from knobwise.agents.deployed.arrays import Array, Arrays, configurations_of
+from knobwise.agents.deployed.controller import Drift
+from knobwise.agents.training.checkpoint import Loaded
+from knobwise.common.errors import InputError
+from knobwise.serving.inputs import blocks_of, numbers
+
+Numbers = ArrayLike | Tensor
+Blocks = Mapping[str, Numbers] | Numbers | None
+Configuration = dict[str, Any]
+EXACT = 1e-3
+"""How exactly a change of the decision is located, in ln ms."""
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """A decision, the rule that made it, and what the policy expects of every configuration."""
+
+    decision: Configuration
+    reason: str
+    expected: list[dict[str, Any]]
+    """For each `configuration` the `probability` with which the policy draws it, the highest first;
+    and as its teacher expects them, `accuracy` in 0 … 1, `latency_ms`, `on_time` (the probability)
+    and `utility`, accuracy · on_time. Under a mean budget nothing is late, and utility is accuracy
+    − price · latency. With a drift there is also `slower`: latency with it / without. A policy
+    without a teacher has only the probability."""
+    runner_up: dict[str, Any] | None
+    """The first row of `expected` that was not chosen; None if there is only one configuration."""
+    by_budget: list[tuple[float, Configuration]]
+    """The decisions for this input over the budgets: the budget in ms from which on a decision
+    holds, and its knob values. The choice changes at each but the first, exact to a thousandth. A
+    controller for mean budgets knows only the budgets that it was calibrated for."""
+    guard: GuardRow | None
+    """The row of the calibrated budget nearest to this one, see `Guard.rows`; None without a
+    guard."""
+    without_drift: Configuration | None
+    """The decision without the drift; None if there is none."""
+
+
+class KnobPolicy:
+    """Sets the knobs for each input under its budget.
+
+    Attributes:
+        agent: the controller.
+        unit: of budgets: ms, or that of a cost that is no time, such as USD. All that is called
+            `…_ms` below is in it.
+        features: the widths of the feature blocks that it reads, by name; empty if it sees the
+            budget only.
+        columns: what the block `features` holds, if its columns have names. A request may then have
+            their values by name instead of the block.
+        datasets: the columns of the block `dataset` if that is an input, else []. In a request 1
+            marks its data set; all 0 is an unknown one.
+        knobs, configurations: the values of each knob, and the knob values of each configuration.
+        judged: how it did on test samples, as in `results.json`, if `knobwise.fit` trained it.
+
+    Raises:
+        InputError: a checkpoint of a selector, or one from inside a training for mean budgets.
+    """
+
+    def __init__(self, loaded: Loaded) -> None:
+        self.loaded = loaded
+        self.agent = loaded.controller
+        if self.agent.constraint == "mean" and not self.agent.calibration.mean:
+            raise InputError(
+                "the prices of mean budgets are not calibrated yet; let the training finish"
+            )
+        network = loaded.network
+        self.unit = network.unit
+        self.features = network.normaliser.sizes
+        self.columns = network.normaliser.columns
+        self.datasets = network.normaliser.datasets
+        self.knobs = {knob.name: knob.values for knob in network.knobs}
+        self.configurations = configurations_of(self.agent.decider)
+        self.judged: dict[str, Any] | None = loaded.extra.get("judged")
+
+    def __repr__(self) -> str:
+        return (
+            f"<KnobPolicy: {self.features or 'no features'} and a budget → "
+            f"{len(self.configurations)} configurations of {', '.join(self.knobs)}>"
+        )
+
+    def decide(
+        self,
+        features: Blocks,
+        budget_ms: Numbers,
+        *,
+        explain: bool = False,
+        drift: Drift | None = None,
+        between_ms: tuple[float, float] | None = None,
+        deterministic: bool = True,
+        seed: int | None = None,
+        limits: Mapping[str, float] | None = None,
+    ) -> Any:
+        """Decide for one input, or for n.
+
+        Args:
+            features: blocks [n, d] by name, or [d] for one input or for all alike: lists, NumPy or
+                torch, NaN where a value is missing. A policy that reads one block takes it without
+                its name, one without features None. Instead of the block `features` the values of
+                its `columns` by name, for one input: numbers and text, None for what is missing.
+                A text or a chat, a list of messages, for one input, instead of the block of a
+                policy that was trained on texts.
+                Names that the policy does not read are ignored.
+            budget_ms: the time that an answer may take, in ms, or what it may cost, in `unit`, for
+                all inputs or [n]; of a controller for mean budgets the mean over all inputs, one
+                that it was calibrated for.
+            explain: give an `Explanation`.
+            drift: how latencies here differ from those predicted, as a `LatencyTracker` has it.
+            between_ms: where an explanation looks for flips; None for a tenth of each budget and
+                ten times it.
+            deterministic: take the policy's most probable choice; if False draw from the policy.
+                Where the guard falls back, static or the static mix decides as ever.
+            seed: of the draws of this call, ≥ 0; None for others each time.
+            limits: on further costs by name, such as {"usd": 0.002}, for all inputs, in place of
+                those that it was trained with. Warns where no configuration is expected to keep
+                them, so that the cheapest is taken, and where guard and static were calibrated at
+                others.
+
+        Returns:
+            The knob values by name, or an `Explanation`; a list of n if any argument is for n.
+
+        Raises:
+            InputError: a block is missing, no numbers, infinite or of another shape, a budget is no
+                number, or not positive, finite and calibrated, the drift is that of another
+                controller, the seed is negative or given without draws, or a limit is not positive
+                or on a cost that is not predicted.
+        """
+        random = None if deterministic else _generator(seed)
+        if deterministic and seed is not None:
+            raise InputError("decide: seed is for draws; give deterministic=False, or leave it out")
+        arrays = blocks_of(features, self.agent.decider)
+        budgets = numbers("budget_ms", budget_ms)
+        # without any size everything is for a single input
+        sizes = {*budgets.shape, *(len(block) for block in arrays.values() if block.ndim == 2)}
+        if len(sizes) > 1:
+            raise InputError(
+                f"decide: features and budgets must be for equally many inputs, not {sorted(sizes)}"
+            )
+        n = next(iter(sizes), 1)
+        if n == 0:
+            return []
+        # what is for one input is the same for all
+        blocks = {}
+        for name, block in arrays.items():
+            blocks[name] = np.tile(block, (n, 1)) if block.ndim == 1 else block
+        each = budgets if budgets.ndim else budgets.repeat(n)
+        chosen = self.agent.choose(blocks, each, None, drift, random, limits)
+        if note := self.agent.decider.limits_note(blocks, limits):
+            warnings.warn(note, stacklevel=2)
+        results: list[Any] = [dict(self.configurations[choice]) for choice in chosen]
+        if explain:
+            for i, choice in enumerate(chosen):
+                alone = {name: block[i : i + 1] for name, block in blocks.items()}
+                about = alone, each[i : i + 1], limits
+                results[i] = self._explanation(*about, choice, drift, between_ms)
+        return results if sizes else results[0]
+
+    def choose(self, features: Arrays, limits: Array, mask: Array | None = None) -> Array:
+        """Choose for n requests, see `knobwise.agents.evaluation.policy.Policy`."""
+        return self.agent.choose(features, limits, mask)
+
+    def reads_features(self, limits: Array) -> Array:
+        """Tell under which limits [n] the policy reads features, bool [n]."""
+        return self.agent.reads_features(limits)
+
+    def save(self, path: str | Path) -> None:
+        """Write a checkpoint, which `knobwise.load` reads.
+
+        Raises:
+            InputError: it cannot be written.
+        """
+        self.loaded.save(path)
+
+    def _explanation(
+        self,
+        blocks: Arrays,
+        budgets: Array,
+        limits: Mapping[str, float] | None,
+        choice: int,
+        drift: Drift | None,
+        between_ms: tuple[float, float] | None,
+    ) -> Explanation:
+        """Explain one decision: blocks [1, d], budgets [1]."""
+        numbers = self._expected(blocks, budgets, limits, drift)
+        expected: list[dict[str, Any]] = []
+        for i, knobs in enumerate(self.configurations):
+            row = {name: float(values[0, i]) for name, values in numbers.items()}
+            expected.append({"configuration": dict(knobs), **row})
+        # in the order of the configurations still
+        decided = expected[choice]
+        expected.sort(key=lambda row: -row["probability"])
+        without_drift = None
+        if drift is not None:
+            (still,) = self.agent.choose(blocks, budgets, cost_limits=limits)
+            without_drift = dict(self.configurations[still])
+        # the row of the guard; the mean offset acts on the budget, as `NumpyController` has it
+        guard: GuardRow | None = None
+        decider = self.agent.decider
+        if self.agent.calibration.guard and decider.calibrated is not None:
+            (group,) = decider.calibrated.groups(budgets * decider.factor(drift))
+            guard = self.agent.calibration.guard[group].copy()
+        budget = float(budgets[0])
+        alone = {name: block[0] for name, block in blocks.items()}
+        reason = self._reason(decided, expected, guard, alone)
+        if note := decider.limits_note(blocks, limits):
+            reason += f"; {note}"
+        return Explanation(
+            decision=dict(decided["configuration"]),
+            reason=reason,
+            expected=expected,
+            runner_up=next((row for row in expected if row is not decided), None),
+            by_budget=self._by_budget(
+                blocks, limits, drift, *(between_ms or (budget / 10, budget * 10))
+            ),
+            guard=guard,
+            without_drift=without_drift,
+        )
+
+    def _reason(
+        self,
+        row: dict[str, Any],
+        expected: list[dict[str, Any]],
+        guard: GuardRow | None,
+        request: Arrays,
+    ) -> str:
+        """Return why a configuration was chosen for a request, blocks [d]."""
+        if guard is not None and not guard["deployed"]:
+            static = "the static mix" if self.agent.constraint == "mean" else "budget-aware static"
+            return f"the guard lets {static} decide, which treats all inputs alike"
+        if self.agent.decider.is_unlike(request) and self.agent.decider.static is not None:
+            return "a text is unlike those of training, so budget-aware static decides"
+        reason = "it has the highest probability"
+        if row["probability"] < expected[0]["probability"]:
+            reason = f"it was drawn from the policy, with probability {row['probability']:.1%}"
+        if "utility" in row:
+            # what limits forbid has no probability
+            most = max(other["utility"] for other in expected if other["probability"] > 0)
+            if row["utility"] < most - 1e-6:
+                reason += ", although the teacher predicts higher utility for another configuration"
+        if guard is not None and guard.get("margin", 1.0) < 1:
+            reason += f"; the guard plans with {guard['margin']:.0%} of the budget"
+        return reason
+
+    def _by_budget(
+        self,
+        blocks: Arrays,
+        limits: Mapping[str, float] | None,
+        drift: Drift | None,
+        low: float,
+        high: float,
+    ) -> list[tuple[float, Configuration]]:
+        """Return decisions for one input [1, d], each with the budget from which on it holds."""
+        mean = self.agent.decider.mean
+        if mean is None:
+            count = math.ceil(math.log(high / low) / EXACT)
+            budgets = np.geomspace(low, high, count + 2)
+        else:
+            # no other budget has a price
+            budgets = np.sort(mean.budgets_ms)
+        repeated = {}
+        for name, block in blocks.items():
+            repeated[name] = np.broadcast_to(block, (len(budgets), block.shape[1]))
+        about = repeated, budgets.astype(np.float32), None, drift, None
+        chosen = self.agent.choose(*about, limits)
+        starts = np.flatnonzero(np.r_[True, chosen[1:] != chosen[:-1]])
+        return [(float(budgets[i]), dict(self.configurations[chosen[i]])) for i in starts]
+
+    @torch.no_grad()
+    def _expected(
+        self,
+        blocks: Arrays,
+        budgets: Array,
+        limits: Mapping[str, float] | None,
+        drift: Drift | None,
+    ) -> dict[str, Tensor]:
+        """Return the numbers of `Explanation.expected` by name, [n, C] each."""
+        agent = self.agent
+        allowed = agent.decider.allowed(blocks, len(budgets), limits)
+        log_probs = agent.decider.log_probs(blocks, budgets, allowed, drift)
+        numbers = {"probability": torch.from_numpy(np.exp(log_probs))}
+        if agent.teacher is None:
+            return numbers
+        tensors = {name: torch.tensor(block) for name, block in blocks.items()}
+        moments = agent.teacher.moments(agent.controller.normaliser(tensors, len(budgets)))
+        numbers |= {"accuracy": moments.accuracy, "latency_ms": moments.latency_ms}
+        mean = agent.decider.mean
+        if mean is not None:
+            values_ms = torch.from_numpy(mean.values_ms[mean.groups(budgets)])
+            return numbers | {"utility": moments.score(values_ms, "mean")}
+        if drift is not None:
+            # the teacher expects the drifted latencies
+            slow = moments.log_latency + torch.as_tensor(drift[0]).float()
+            moved = moments._replace(log_latency=slow, spread=moments.spread * drift[1])
+            slower = moved.latency_ms / moments.latency_ms
+            numbers |= {"latency_ms": moved.latency_ms, "slower": slower}
+            moments = moved
+        deadlines = torch.tensor(budgets)
+        return numbers | {"on_time": moments.meets(deadlines), "utility": moments.score(deadlines)}
+
+
+def _generator(seed: int | None) -> np.random.Generator:
+    """Return a generator of draws. Raises InputError: the seed is no whole number from 0 on."""
+    try:
+        return np.random.default_rng(seed)
+    except (TypeError, ValueError) as error:
+        raise InputError(f"decide: seed={seed!r}: must be a whole number from 0 on") from error

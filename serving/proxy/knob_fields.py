@@ -1,0 +1,183 @@
+"""Knobs as fields of a request, and what a client has set there itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from knobwise.common.errors import InputError
+from knobwise.serving.proxy.chat import last_question
+from knobwise.serving.proxy.restricted import Allowed
+
+OPEN_MODELS = (None, "", "auto", "knobwise")
+"""What a client gives as `model` to leave it to us."""
+LENGTHS = ("max_tokens", "max_completion_tokens")
+"""Two names of one limit: a value is a cap."""
+FIELDS = frozenset((
+    "model", "max_tokens", "max_completion_tokens", "reasoning_effort", "verbosity", "service_tier",
+    "temperature", "top_p", "n", "seed", "stop", "presence_penalty", "frequency_penalty",
+    "logprobs", "top_logprobs", "logit_bias", "parallel_tool_calls", "tool_choice", "store",
+    "function_call", "response_format", "prediction", "modalities", "audio", "metadata",
+    "moderation", "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention",
+    "safety_identifier", "user", "web_search_options",
+))  # fmt: skip
+"""Knobs of these names are fields of a request, as the protocol has them."""
+
+
+class Freedom(NamedTuple):
+    """What a client leaves open."""
+
+    allowed: Allowed | None
+    """The configurations that may be chosen; None for all."""
+    capped: bool = False
+    """True if none is as short as the client wants it: the shortest are allowed, and cut."""
+
+
+class KnobFields:
+    """Sets the knobs of a controller in requests.
+
+    Args:
+        configurations: the knob values of each configuration.
+        messages: `messages(question, knobs)` returns the messages that stand for the user's last
+            one; None if every knob is a field.
+        extra: further fields of every request, unless a client sets them; a knob of the same name
+            sets the field.
+        override: True to set knobs whatever the client has set.
+
+    Raises:
+        InputError: a knob is no field, and there is no function for it.
+    """
+
+    def __init__(
+        self,
+        configurations: Sequence[Mapping[str, Any]],
+        messages: Callable[..., Any] | None = None,
+        extra: Mapping[str, Any] | None = None,
+        override: bool = False,
+    ) -> None:
+        self._configurations = configurations
+        self._messages = messages
+        self._extra = dict(extra or {})
+        self._override = override
+        known = FIELDS | self._extra.keys()
+        self._names = [name for name in configurations[0] if name in known]
+        others = [name for name in configurations[0] if name not in known]
+        if others and messages is None:
+            raise InputError(
+                f"messages: knob {others[0]} is no field of a request; name it as the field it "
+                "sets, such as model, and train again, or give what the profile was measured with: "
+                f"messages=module:function(question, knobs), or extra_body={{{others[0]}: …}}"
+            )
+
+    def freedom(self, body: Mapping[str, Any]) -> Freedom | None:
+        """Return which configurations are within what a client has set itself; None if it gave a
+        knob a value that no configuration has, so that nothing can be expected of any."""
+        if self._override:
+            return Freedom(None)
+        allowed = np.ones(len(self._configurations), bool)
+        # values first: they hold whatever the length
+        for name in self._names:
+            value = body.get(name)
+            if name in LENGTHS or value is None or (name == "model" and value in OPEN_MODELS):
+                continue
+            allowed &= [values[name] == value for values in self._configurations]
+        if not allowed.any():
+            return None
+        capped = False
+        for name in self._names:
+            cap = self._cap(body)
+            if name not in LENGTHS or cap is None:
+                continue
+            # None is a length without an end
+            lengths = np.array([_number(values[name]) for values in self._configurations])
+            within = allowed & (lengths <= cap)
+            if not within.any():
+                # the client must not get more than it asked for, so the answer is cut
+                capped = True
+                within = allowed & (lengths == lengths[allowed].min())
+            allowed = within
+        return Freedom(None if allowed.all() else allowed, capped)
+
+    def sent(self, body: Mapping[str, Any], knobs: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the knobs as they are sent: no longer than the client wants an answer."""
+        cap = None if self._override else self._cap(body)
+        values = dict(knobs)
+        for name in LENGTHS:
+            if cap is not None and name in values and _number(values[name]) > cap:
+                values[name] = cap
+        return values
+
+    def set(
+        self, body: Mapping[str, Any], knobs: Mapping[str, Any], with_messages: bool = True
+    ) -> dict[str, Any]:
+        """Return the body with these knobs.
+
+        Args:
+            with_messages: False to leave the messages as they are.
+
+        Raises:
+            Exception: what the user's function of the messages raises.
+        """
+        changed = self.with_extra(body)
+        for name in self._names:
+            field = name
+            if name in LENGTHS:
+                # in the words of the client, since servers may know one of the two only
+                field = next((known for known in LENGTHS if known in changed), name)
+            changed[field] = knobs[name]
+            # null stands for a field that is left out
+            if knobs[name] is None:
+                del changed[field]
+        if with_messages and len(self._names) < len(knobs) and self._messages is not None:
+            # what came before the question stays before it
+            index, question = last_question(body)
+            messages = list(body.get("messages") or [])
+            index = len(messages) if index < 0 else index
+            replaced = self._messages(question, dict(knobs))
+            for message in messages[index : index + 1]:
+                replaced = _with_parts(replaced, message.get("content"))
+            changed["messages"] = [*messages[:index], *replaced, *messages[index + 1 :]]
+        return changed
+
+    def with_extra(self, body: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the body with the further fields that the client does not set."""
+        fields = dict(body)
+        if "model" in self._extra and fields.get("model") in OPEN_MODELS:
+            fields.pop("model", None)
+        return {**self._extra, **fields}
+
+    def index_of(self, knobs: Mapping[str, Any]) -> int:
+        """Return the configuration with these knobs. Raises InputError if there is none."""
+        # one of few, once, when the server starts
+        for index, values in enumerate(self._configurations):
+            if values == knobs:
+                return index
+        raise InputError(
+            f"default={dict(knobs)}: is no configuration; one is {dict(self._configurations[0])}"
+        )
+
+    def _cap(self, body: Mapping[str, Any]) -> int | None:
+        """Return the client's own limit of tokens; None for none, or for what is no number."""
+        # of both names, the smaller counts
+        caps = [body[name] for name in LENGTHS if type(body.get(name)) is int]
+        return min(caps, default=None)
+
+
+def _with_parts(messages: list[dict[str, Any]], content: Any) -> list[dict[str, Any]]:
+    """Return messages with what is no text in a content, such as images, before the text of the
+    last one of the user."""
+    parts = content if isinstance(content, list) else []
+    others = [part for part in parts if not (isinstance(part, dict) and part.get("type") == "text")]
+    users = [message for message in messages if message.get("role") == "user"]
+    if others and users:
+        text = users[-1]["content"]
+        texts = [{"type": "text", "text": text}] if isinstance(text, str) else text
+        users[-1]["content"] = [*others, *texts]
+    return messages
+
+
+def _number(value: Any) -> float:
+    """Return a knob's value as a length."""
+    return float(value) if isinstance(value, int | float) else np.inf

@@ -1,0 +1,203 @@
+"""The routes of the server, as an application for any ASGI server."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from contextlib import AbstractAsyncContextManager
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.concurrency import run_in_threadpool
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from knobwise.common.checks import share
+from knobwise.common.errors import InputError
+from knobwise.serving.proxy.chat import budget_field, json_object
+from knobwise.serving.proxy.guards import Guards, refusal
+from knobwise.serving.proxy.metrics import ServerMetrics
+from knobwise.serving.proxy.proxy import ChatProxy
+from knobwise.serving.proxy.upstream import FAULTS, Upstream, passed_back
+from knobwise.serving.runtime import Runtime
+
+NO_ENDPOINT = "this server has no endpoint to ask; start it with endpoint=…"
+
+
+class Routes:
+    """What the server answers beside chats.
+
+    Args:
+        guards: who may ask.
+        runtime: decides.
+        metrics: what is counted.
+        upstream: the endpoint; None for none.
+        broken: requests that servers before this one left unfinished.
+    """
+
+    def __init__(
+        self,
+        guards: Guards,
+        runtime: Runtime,
+        metrics: ServerMetrics,
+        upstream: Upstream | None,
+        broken: int = 0,
+    ) -> None:
+        self._guards = guards
+        self._runtime = runtime
+        self._metrics = metrics
+        self._upstream = upstream
+        self._broken = broken
+
+    async def models(self, request: Request) -> Response:
+        """Pass the endpoint's models back."""
+        self._guards.check(request.headers)
+        if self._upstream is None:
+            raise HTTPException(404, NO_ENDPOINT)
+        path = request.scope["path"].removeprefix("/v1")
+        try:
+            answer = await self._upstream.send("GET", path, request.scope["headers"], b"")
+            async with answer:
+                content = await answer.read()
+        except FAULTS as error:
+            raise HTTPException(
+                502, f"no answer of the endpoint: {type(error).__name__}"
+            ) from error
+        response = Response(content, answer.status)
+        response.raw_headers = passed_back(answer)
+        return response
+
+    async def decide(self, request: Request) -> Response:
+        """Decide for features and a budget, and do nothing else."""
+        body = await self._body(request)
+        controller = self._runtime.controller
+        field = budget_field(controller.unit)
+        budget = _number(body, field if field in body else "budget_ms")
+        try:
+            # a decision takes microseconds, so it may keep other requests waiting
+            return JSONResponse(controller.decide(features_in(body, controller), budget))
+        except ValueError as error:
+            raise InputError(str(error)) from error
+
+    async def label(self, request: Request) -> Response:
+        """Note the accuracy of an answer; say if no request of this id is in the log's files."""
+        body = await self._body(request)
+        request_id = body.get("request_id", body.get("id"))
+        if not isinstance(request_id, str):
+            raise InputError("no 'request_id' of an answer")
+        accuracy = _number(body, "accuracy")
+        if self._runtime.log is None:
+            raise HTTPException(404, "this server keeps no log")
+        log = self._runtime.log
+        share("accuracy", accuracy)
+        known = await run_in_threadpool(log.knows, request_id)
+        if known is False:
+            raise HTTPException(
+                404,
+                f"request_id {request_id!r:.60}: no request here has such an id; send the "
+                "x-knobwise-request-id of an answer",
+            )
+        await run_in_threadpool(log.label, request_id, accuracy)
+        # a label may come before the row of its request, or after its file was moved
+        return JSONResponse({} if known else {"known": False})
+
+    async def health(self, request: Request) -> Response:
+        """Say which controller decides, and what it reads."""
+        self._guards.check_host(request.headers)
+        controller = self._runtime.controller
+        reads = {"blocks": controller.feature_sizes, "columns": controller.columns}
+        budget = {"unit": controller.unit, "mean": controller.mean is not None}
+        about = {"controller": controller.digest, "knobs": controller.knobs, **reads, **budget}
+        return JSONResponse({**about, "broken_before": self._broken})
+
+    async def metrics(self, request: Request) -> Response:
+        """Return what Prometheus reads."""
+        self._guards.check(request.headers)
+        return Response(self._metrics.text(), media_type="text/plain; version=0.0.4")
+
+    async def no_chats(self, request: Request) -> Response:
+        """Refuse what has nowhere to go."""
+        self._guards.check(request.headers)
+        raise HTTPException(404, NO_ENDPOINT)
+
+    async def _body(self, request: Request) -> dict[str, Any]:
+        return json_object(await self._guards.read(request))
+
+
+def application(
+    routes: Routes, chats: ChatProxy | None, lifespan: AbstractAsyncContextManager[None]
+) -> Starlette:
+    """Return the application.
+
+    Args:
+        lifespan: is entered in each process that serves.
+    """
+    listed = [
+        Route("/health", routes.health),
+        Route("/metrics", routes.metrics),
+        Route("/v1/models", routes.models),
+        Route("/v1/models/{name:path}", routes.models),
+        Route("/decide", routes.decide, methods=["POST"]),
+        Route("/label", routes.label, methods=["POST"]),
+        Route("/v1/feedback", routes.label, methods=["POST"]),
+        Route("/v1/chat/completions", chats or routes.no_chats, methods=["POST"]),
+    ]
+    handlers: Any = {
+        InputError: _refuse_input,
+        HTTPException: _refuse_http,
+        ClientDisconnect: _leave,
+        Exception: _refuse_bug,
+    }
+    return Starlette(routes=listed, exception_handlers=handlers, lifespan=lambda app: lifespan)
+
+
+def features_in(body: Mapping[str, Any], controller: Any) -> dict[str, Any]:
+    """Return what a controller reads of a body. JSON has numbers, so nothing else counts as one.
+
+    Raises:
+        InputError: a truth value; or text, where the controller reads numbers.
+    """
+    blocks = controller.feature_sizes.keys() - controller.texts.keys()
+    reads = {*controller.feature_sizes, *(column[0] for column in controller.columns)}
+    features = {name: value for name, value in body.items() if name in reads}
+    for name, values in features.items():
+        for value in values if isinstance(values, list) else [values]:
+            if isinstance(value, bool) or (isinstance(value, str) and name in blocks):
+                raise InputError(f"{name} must be a number, not {value!r:.40}")
+    return features
+
+
+def _number(body: dict[str, Any], name: str) -> float:
+    """Take a number out of a body. Raises InputError if it is none."""
+    if name not in body:
+        raise InputError(f"no {name!r}")
+    value = body.pop(name)
+    try:
+        if type(value) in (int, float) and math.isfinite(value):
+            return float(value)
+    except OverflowError as error:
+        raise InputError(f"{name} is too large") from error
+    kind = type(value).__name__
+    raise InputError(f"{name} must be a finite number, not {kind} {value!r:.40}")
+
+
+async def _refuse_input(request: Request, error: Exception) -> Response:
+    return refusal(400, str(error))
+
+
+async def _refuse_http(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    response = refusal(error.status_code, error.detail)
+    response.headers.update(error.headers or {})
+    return response
+
+
+async def _refuse_bug(request: Request, error: Exception) -> Response:
+    return refusal(500, f"{type(error).__name__} in this server")
+
+
+async def _leave(request: Request, error: Exception) -> Response:
+    """Answer nobody: the client has left before it had sent everything."""
+    return Response(status_code=400)

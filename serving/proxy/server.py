@@ -1,0 +1,165 @@
+"""Puts the server together from its settings, checks everything, and serves."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+
+from knobwise.agents.deployed.controller import NumpyController
+from knobwise.agents.learning.request_log import RequestLog
+from knobwise.common.errors import InputError
+from knobwise.common.imports import imported
+from knobwise.common.progress import say
+from knobwise.envs.tables.units import MS
+from knobwise.profiling.endpoint.messages import message_function
+from knobwise.profiling.endpoint.prices import Price, read_prices
+from knobwise.serving.proxy.chat import RequestFeatures
+from knobwise.serving.proxy.guards import LOOPBACK, Guards, hosts_of
+from knobwise.serving.proxy.knob_fields import KnobFields
+from knobwise.serving.proxy.metrics import ServerMetrics
+from knobwise.serving.proxy.proxy import ChatProxy
+from knobwise.serving.proxy.routes import Routes, application
+from knobwise.serving.proxy.settings import ServeRun
+from knobwise.serving.proxy.under_way import UnderWay, cut_off, running
+from knobwise.serving.proxy.upstream import Upstream
+from knobwise.serving.proxy.walk import Walk, checked_budget, checked_default
+from knobwise.serving.proxy.workers import Worker, listen, serve_in_workers
+from knobwise.serving.runtime import Runtime
+
+TOKEN = "KNOBWISE_TOKEN"
+"""The variable with the token that clients must bring."""
+KEY = "OPENAI_API_KEY"
+"""The variable with the key of the endpoint."""
+
+
+def serve(config: ServeRun, controller: NumpyController) -> None:
+    """Serve a controller until interrupted. Raises InputError as `knobwise serve`; nothing is
+    written then."""
+    # first everything that may be refused; the log, which writes, comes later
+    runtime = Runtime(
+        controller,
+        tracker=config.tracker,
+        explore=config.explore,
+        explore_loss=config.explore_loss,
+    )
+    if config.watch is not None:
+        runtime.watch(config.watch)
+    budget = _default_budget(config, controller)
+    prices = None if config.prices is None else _prices(config.prices, runtime.configurations)
+    token = os.environ.get(TOKEN) or None
+    upstream = None
+    fields = None
+    shadow = None
+    if config.endpoint is not None:
+        key = os.environ.get(KEY) or None
+        upstream = Upstream(config.endpoint, key, token is not None, config.timeout_s)
+        messages = None if config.messages is None else message_function(config.messages)
+        known = runtime.configurations
+        fields = KnobFields(known, messages, config.extra_body, config.override)
+        shadow = checked_default(fields, runtime, config.shadow, config.default)
+        upstream.check()
+    prompt = config.prompt
+    if prompt is None:
+        prompt = next(iter(controller.texts)) if len(controller.texts) == 1 else "prompt"
+    features = RequestFeatures(
+        _features(config.features),
+        prompt,
+        controller.feature_sizes,
+        [column[0] for column in controller.columns],
+    )
+    hosts = hosts_of(config.host, config.names)
+    guards = Guards(hosts, token, round(config.max_body_mb * 1e6))
+    # once the port is there, the workers of a server that was killed are gone
+    with listen(config.host, config.port) as listening:
+        runtime.log = RequestLog(config.log)
+        with running(Path(config.log)) as (folder, broken):
+            metrics = ServerMetrics(folder)
+            chats = None
+            if upstream is not None and fields is not None:
+                about = budget, config.log_prompts, shadow, prices
+                walk = Walk(runtime, fields, features, metrics, *about)
+                first_counts = config.timed == "first_chunk"
+                chats = ChatProxy(guards, walk, upstream, metrics, first_counts, _at_once(config))
+            routes = Routes(guards, runtime, metrics, upstream, broken)
+            app = application(routes, chats, _connected(upstream))
+
+            def began(server: uvicorn.Server) -> None:
+                if chats is not None:
+                    chats.under_way = UnderWay(folder)
+                    chats.stopping = lambda: server.should_exit
+
+            def gone(process: int) -> None:
+                metrics.broken.inc(cut_off(folder, str(process)))
+
+            metrics.broken.inc(broken)
+            worker = Worker(app, began, listening, config.drain_s)
+            _say(config, listening.getsockname()[1], broken, token, controller.unit)
+            if upstream is not None and (missing := features.only_from_requests):
+                say(f"requests must bring these features, or static decides: {missing}")
+            serve_in_workers(worker, config.workers, config.drain_s, gone)
+
+
+def _say(config: ServeRun, port: int, broken: int, token: str | None, unit: str) -> None:
+    """Say where the server listens, and what its operator should know."""
+    host = f"[{config.host}]" if ":" in config.host else config.host
+    behind = f"/v1 in front of {config.endpoint}" if config.endpoint else ", decisions only"
+    say(f"http://{host}:{port}{behind}; the log is in {config.log}")
+    if unit != MS and config.prices is None:
+        say(f"without prices=FILE nobody knows whether budgets in {unit} are kept")
+    if broken:
+        say(f"requests that broke off when the server before this one was killed: {broken}")
+    if config.host not in LOOPBACK and token is None:
+        say(f"whoever can reach this port can use it; set {TOKEN} in the environment")
+
+
+def _at_once(config: ServeRun) -> float | None:
+    """Return how many requests each process may have under way; None if that is not known."""
+    if config.concurrency is None:
+        return None
+    # a process knows of its own requests only
+    return max(1.0, config.concurrency / config.workers)
+
+
+@asynccontextmanager
+async def _connected(upstream: Upstream | None) -> AsyncIterator[None]:
+    """Keep connections to the endpoint while a process serves."""
+    if upstream is None:
+        yield
+        return
+    async with upstream.connected():
+        yield
+
+
+def _features(name: str | None) -> Callable[..., Any] | None:
+    """Return the user's own function of the features; None if none is named."""
+    if name is None:
+        return None
+    return imported(f"features={name}", name, "function", "my_module:features")
+
+
+def _prices(path: str, configurations: list[dict[str, Any]]) -> dict[str, Price]:
+    """Return prices by model. Raises InputError if one of a model that may be chosen is missing."""
+    prices = read_prices(path)
+    for configuration in configurations:
+        model = configuration.get("model")
+        if model is not None and model not in prices:
+            raise InputError(f"{path}: has no price of {model}")
+    return prices
+
+
+def _default_budget(config: ServeRun, controller: NumpyController) -> float:
+    """Return the budget of requests without one, in the controller's unit. Raises InputError if
+    there is none, or, as a mean, if it was not calibrated."""
+    if config.budget_ms is not None:
+        return checked_budget(config.budget_ms, controller, "budget_ms")
+    if controller.calibrated is None:
+        raise InputError(
+            "budget_ms: the controller was calibrated for no budget; give the one of requests that "
+            "bring none"
+        )
+    return float(controller.calibrated.budgets_ms.max())

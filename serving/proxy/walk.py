@@ -1,0 +1,308 @@
+"""The way of one request past the controller: decided, decided again after a fault, logged."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from knobwise.agents.deployed.controller import NumpyController
+from knobwise.common.errors import InputError
+from knobwise.profiling.endpoint.prices import Price
+from knobwise.serving.inputs import limit_of
+from knobwise.serving.proxy.chat import (
+    ChatRequest,
+    MissingFeatures,
+    RequestFeatures,
+    budget_field,
+    last_question,
+)
+from knobwise.serving.proxy.knob_fields import Freedom, KnobFields
+from knobwise.serving.proxy.metrics import ServerMetrics
+from knobwise.serving.proxy.restricted import Allowed, RestrictedController
+from knobwise.serving.requests import Decision, PendingRequest, Result
+from knobwise.serving.runtime import Runtime
+
+LOG = logging.getLogger(__name__)
+
+
+class Choice(NamedTuple):
+    """What was decided for a request."""
+
+    decision: Decision
+    knobs: dict[str, Any]
+    """The knobs that are sent."""
+    body: dict[str, Any]
+    """The client's, without the fields that are ours."""
+    allowed: Allowed | None
+    """The configurations that may still be chosen; None for all."""
+    learns: bool
+    """False if the answer is not made with exactly these knobs."""
+    reason: str = "policy"
+    """How it was decided, in a word: `policy`; `explored`, drawn at random; by static, since the
+    `guard` falls back, since `features` failed, or since a text is `unlike` those of training;
+    `retry`, the best other model after a fault; `shadow`, the setting that is always sent."""
+    attempts: int = 1
+    """How many settings were tried, this one included."""
+
+
+class Walk:
+    """Decides for requests and finishes them.
+
+    Args:
+        runtime: tracker, log, exploration and hot swap.
+        fields: how knobs are set.
+        features: what the controller reads of a request.
+        metrics: counts what fell back.
+        budget: of requests without one, in the unit of the controller.
+        prices: by model; None for unknown.
+        log_prompts: True to log the user's last message.
+        shadow: None; or for a deadline the configuration that is sent instead of the choice, −1 for
+            that of static.
+    """
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        fields: KnobFields,
+        features: RequestFeatures,
+        metrics: ServerMetrics,
+        budget: float,
+        log_prompts: bool = False,
+        shadow: int | None = None,
+        prices: Mapping[str, Price] | None = None,
+    ) -> None:
+        self.runtime = runtime
+        self.fields = fields
+        self._features = features
+        self._metrics = metrics
+        self._budget = budget
+        self.prices = prices
+        self._log_prompts = log_prompts
+        self._shadow = shadow
+        self._kinds: set[str] = set()
+
+    async def decide(self, chat: ChatRequest, arrived: float) -> Choice | None:
+        """Decide for a request that has arrived at this reading of the runtime's clock.
+
+        Returns None where nothing is decided, and the request is to be sent as it is: the client
+        has given a knob a value that is not in the profile, or the policy fails.
+
+        Raises:
+            InputError: a deadline or a limit that is no number, or not positive and finite.
+        """
+        freedom = self.fields.freedom(chat.body)
+        budget = self._budget
+        if chat.budget is not None:
+            controller = self.runtime.controller
+            budget = checked_budget(chat.budget, controller, budget_field(controller.unit))
+        # the guard may choose what is not allowed, and is asked again
+        open_to_all = freedom is not None and freedom.allowed is None
+        request = self.runtime.begin(budget, chat.limits, arrived=arrived, ask_guard=open_to_all)
+        if freedom is None:
+            return None
+        # whatever is wrong here, the request can still be answered as the client wrote it
+        try:
+            return await self._decided(chat, request._replace(about=self._about(chat)), freedom)
+        except Exception as error:
+            self.fell_back("policy", error)
+            return None
+
+    async def _decided(
+        self, chat: ChatRequest, request: PendingRequest, freedom: Freedom
+    ) -> Choice:
+        if self._shadow is not None:
+            request = request._replace(explored=False)
+        if freedom.allowed is not None:
+            request = self._restricted(request, freedom.allowed)
+        decision = None
+        if request.needs_features:
+            reason = "explored" if request.explored else "policy"
+            try:
+                decision = self.runtime.decide(request, await self._features.computed(chat))
+                if decision.unlike and not request.explored:
+                    reason = "unlike"
+            except Exception as error:
+                reason = "features"
+                self.fell_back(reason, error)
+                decision = self.runtime.fail(request)
+        else:
+            reason = "guard"
+            self._metrics.fallbacks.labels(reason).inc()
+            decision = self.runtime.decide(request)
+        if reason == "explored":
+            self._metrics.explored.inc()
+        if self._shadow is not None:
+            reason = "shadow"
+            decision = self._shadowed(decision, self._shadow, freedom.allowed)
+        elif freedom.capped:
+            # marked in the log as nothing to learn from
+            decision = decision._replace(features=None)
+        learns = not freedom.capped
+        knobs = self.fields.sent(chat.body, decision.configuration)
+        return Choice(decision, knobs, chat.body, freedom.allowed, learns, reason)
+
+    def again(self, choice: Choice) -> Choice | None:
+        """Return another setting after a fault of the endpoint, the one that is now best; None if
+        none is left, or none is expected to answer before the deadline."""
+        decision = choice.decision
+        request = decision.request
+        controller = request.controller
+        left = request.budget_ms
+        if self.runtime.timed:
+            left -= request.waited_ms + (self.runtime.now() - request.begun) * 1e3
+        if left <= 0 or self._shadow is not None:
+            return None
+        configurations = self.runtime.configurations
+        allowed = np.ones(len(configurations), bool)
+        if choice.allowed is not None:
+            allowed &= choice.allowed
+        # another model, where there are several: a fault is seldom one of the length of an answer
+        for index, values in enumerate(configurations):
+            if values.get("model", index) == decision.configuration.get("model", decision.choice):
+                allowed[index] = False
+        # expectations are those of whoever decides: of the policy with features, or of static
+        seen = decision.features is not None and not decision.fell_back
+        offset = np.broadcast_to(0.0 if request.drift is None else request.drift[0], len(allowed))
+        # under a mean budget a single answer may cost anything
+        limited = [] if controller.mean is not None else np.flatnonzero(allowed).tolist()
+        for index in limited:
+            if seen:
+                mean = controller.expected_of(decision.features or {}, left, None, index)[1]
+            elif controller.static is not None:
+                mean = controller.static.expected(index)[1]
+            else:
+                mean = math.nan
+            # what is not known to keep the budget is not tried
+            allowed[index] = mean + offset[index] <= math.log(left)
+        if not allowed.any():
+            return None
+        self._metrics.retries.inc()
+        attempts = choice.attempts + 1
+        about = {**(request.about or {}), "attempts": attempts}
+        request = request._replace(about=about, static=None, explored=False)
+        request = request._replace(controller=RestrictedController(controller, allowed))
+        if seen:
+            decision = self.runtime.decide(request, decision.features)
+        else:
+            decision = self.runtime.fail(request)
+        # drawn by no policy, so no update learns from the row
+        decision = decision._replace(features=None)
+        knobs = self.fields.sent(choice.body, decision.configuration)
+        return Choice(decision, knobs, choice.body, allowed, choice.learns, "retry", attempts)
+
+    def finish(self, choice: Choice, ended: float | None = None, usd: float = math.nan) -> Result:
+        """Learn from an answer that is whole, and log it; see `Runtime.finish`.
+
+        Args:
+            usd: what it cost, as `price_of` has it.
+        """
+        log = self.runtime.log
+        before = log.lost if log is not None else 0
+        decision = choice.decision
+        if self.prices is not None:
+            known = not math.isnan(usd)
+            about = {**(decision.request.about or {}), "usd": usd if known else None}
+            decision = decision._replace(request=decision.request._replace(about=about))
+            self._metrics.usd.inc(usd if known else 0.0)
+            self._metrics.unpriced.inc(not known)
+        result = self.runtime.finish(decision, ended=ended, learns=choice.learns, cost=usd)
+        if log is not None and log.lost > before:
+            self._metrics.lost.inc(log.lost - before)
+        if not (result.met or math.isnan(result.total_ms)):
+            self._metrics.late.inc()
+        self._metrics.level.set(math.exp(self.runtime.tracker.level))
+        return result
+
+    def price_of(self, model: Any, usage: Mapping[str, Any] | None) -> float:
+        """Return what an answer cost in US dollars, by the tokens that the endpoint counted; NaN if
+        that is not known."""
+        price = (self.prices or {}).get(str(model))
+        if price is None or usage is None:
+            return math.nan
+        try:
+            cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
+            return price.usd(usage["prompt_tokens"], usage["completion_tokens"], cached)
+        except (AttributeError, LookupError, TypeError):
+            # a server may count otherwise
+            return math.nan
+
+    def _about(self, chat: ChatRequest) -> dict[str, Any]:
+        """Return what the row of a request says beside the decision."""
+        log = self.runtime.log
+        about: dict[str, Any] = {"id": log.new_id() if log is not None else os.urandom(12).hex()}
+        if self._log_prompts:
+            about["prompt"] = last_question(chat.body)[1]
+        return about
+
+    def _restricted(self, request: PendingRequest, allowed: Allowed) -> PendingRequest:
+        """Return a request whose client leaves only some configurations open."""
+        controller = RestrictedController(request.controller, allowed)
+        overhead = self.runtime.fallen_back
+        limit_ms = self.runtime.left_of(overhead, request.budget_ms, request.waited_ms)
+        static = controller.fall_back(limit_ms, request.drift, request.limits)
+        return request._replace(controller=controller, limit_ms=limit_ms, static=static)
+
+    def _shadowed(self, decision: Decision, index: int, allowed: Allowed | None) -> Decision:
+        """Return the decision that is sent in place of one that is only logged."""
+        request = decision.request
+        controller = request.controller
+        if index >= 0 and (allowed is None or allowed[index]):
+            expected = controller.expected_of(
+                decision.features or {}, decision.limit_ms, request.drift, index
+            )
+        else:
+            assert controller.static is not None
+            limit_ms = decision.limit_ms * controller.factor(request.drift)
+            expected = controller.static.expected(controller.static.single(limit_ms))
+        about = {**(request.about or {}), "shadow": decision.configuration}
+        choice, log_latency, spread = expected
+        return decision._replace(
+            choice=choice,
+            log_latency=log_latency,
+            spread=spread,
+            best=choice,
+            configuration=controller.configuration(choice),
+            request=request._replace(about=about),
+        )
+
+    def fell_back(self, reason: str, error: Exception) -> None:
+        """Count a failure of ours; the first of its kind is said, without what was in the
+        request."""
+        self._metrics.fallbacks.labels(reason).inc()
+        kind = f"{reason}: {type(error).__name__}"
+        if isinstance(error, MissingFeatures):
+            kind = f"features: {error}"
+        if kind not in self._kinds:
+            self._kinds.add(kind)
+            LOG.warning("%s; this is counted, and such requests are answered without", kind)
+
+
+def checked_budget(value: Any, controller: NumpyController, name: str) -> float:
+    """Return the budget of a request, in the controller's unit. Raises InputError, with the name of
+    its field, for what is none, or for a mean that was not calibrated."""
+    budget = limit_of(value, controller.unit, name)
+    if controller.mean is not None:
+        try:
+            controller.mean.groups(np.array([budget]))
+        except ValueError as error:
+            raise InputError(f"{name}: {error}") from error
+    return budget
+
+
+def checked_default(
+    fields: KnobFields, runtime: Runtime, shadow: bool, default: dict[str, Any] | None
+) -> int | None:
+    """Return the configuration that is sent with `shadow`, see `Walk`. Raises InputError if there
+    is none."""
+    if not shadow:
+        return None
+    if default:
+        return fields.index_of(default)
+    if runtime.controller.static is None:
+        raise InputError("shadow=true: the controller has no static choice; give default={…}")
+    return -1

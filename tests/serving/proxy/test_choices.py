@@ -1,0 +1,163 @@
+"""What a client leaves open, and controllers that may choose a part of their configurations."""
+
+import itertools
+
+import numpy as np
+import pytest
+
+from knobwise.common.errors import InputError
+from knobwise.profiling.endpoint.model import request_fields
+from knobwise.serving.exploration import near_best
+from knobwise.serving.proxy.chat import last_question, parse
+from knobwise.serving.proxy.knob_fields import FIELDS, KnobFields
+from knobwise.serving.proxy.restricted import RestrictedController
+from knobwise.serving.runtime import Runtime
+
+GRID = [
+    {"model": model, "max_tokens": tokens, "reasoning_effort": effort}
+    for model, tokens, effort in itertools.product(("s", "l"), (16, 64, None), ("low", None))
+]
+QUESTION = [{"role": "system", "content": "Be short."}, {"role": "user", "content": "Why?"}]
+
+
+def allowed(fields, **body):
+    """The configurations that are left, and whether they are cut; None where nothing is known."""
+    freedom = fields.freedom(body)
+    if freedom is None:
+        return None
+    left = GRID
+    if freedom.allowed is not None:
+        left = [values for values, may in zip(GRID, freedom.allowed, strict=True) if may]
+    return left, freedom.capped
+
+
+@pytest.mark.parametrize("model", [None, "", "auto", "knobwise"])
+def test_names_that_leave_the_model_open(model):
+    assert allowed(KnobFields(GRID), model=model) == (GRID, False)
+
+
+def test_a_clients_own_values():
+    fields = KnobFields(GRID)
+    assert allowed(fields) == (GRID, False)
+    large = [values for values in GRID if values["model"] == "l"]
+    assert allowed(fields, model="l") == (large, False)
+    # a cap is kept by what is no longer; null has no end
+    for name in ("max_tokens", "max_completion_tokens"):
+        short = [values for values in GRID if values["max_tokens"] == 16]
+        assert allowed(fields, **{name: 63}) == (short, False)
+        assert allowed(fields, **{name: 3}) == (short, True)
+        assert len(allowed(fields, **{name: 64})[0]) == 8
+    low = [values for values in large if values["reasoning_effort"] == "low"]
+    assert allowed(fields, model="l", reasoning_effort="low", max_tokens=20) == (low[:1], False)
+    # of these nothing is known
+    assert allowed(fields, model="other") is None
+    assert allowed(fields, reasoning_effort="high") is None
+    # what is no knob is no matter
+    assert allowed(fields, temperature=3) == (GRID, False)
+    assert allowed(KnobFields(GRID, override=True), model="other", max_tokens=1) == (GRID, False)
+
+
+def test_knobs_are_set_within_the_cap():
+    fields = KnobFields(GRID)
+    body = {"messages": QUESTION, "max_completion_tokens": 20, "model": "auto"}
+    sent = fields.sent(body, GRID[2])
+    assert sent == {"model": "s", "max_tokens": 20, "reasoning_effort": "low"}
+    assert fields.set(body, sent) == {
+        "messages": QUESTION,
+        "max_completion_tokens": 20,
+        "model": "s",
+        "reasoning_effort": "low",
+    }
+    # null leaves a field out
+    assert fields.set({"messages": []}, GRID[5]) == {"messages": [], "model": "s"}
+    extra = KnobFields([{"min_p": 1}], extra={"min_p": 0, "model": "x", "seed": 1})
+    for model in (None, "auto"):
+        body = {"model": model, "seed": 2}
+        assert extra.set(body, {"min_p": 1}) == {"min_p": 1, "model": "x", "seed": 2}
+
+
+def test_every_field_of_the_official_client_can_be_a_knob():
+    assert request_fields() <= FIELDS
+
+
+def test_messages_of_the_users_own():
+    def messages(question, knobs):
+        return [{"role": "user", "content": f"{knobs['shots']} {question}"}]
+
+    knobs = {"shots": 2}
+    with pytest.raises(InputError, match="shots"):
+        KnobFields([knobs])
+    changed = KnobFields([knobs], messages).set({"messages": QUESTION}, knobs)
+    assert changed == {"messages": [QUESTION[0], {"role": "user", "content": "2 Why?"}]}
+    # images stay, before the text, as when the profile was measured
+    image = {"type": "image_url", "image_url": {"url": "data:,"}}
+    content = [{"type": "text", "text": "Why?"}, image]
+    chat = {"messages": [QUESTION[0], {"role": "user", "content": content}]}
+    changed = KnobFields([knobs], messages).set(chat, knobs)
+    assert changed["messages"][1]["content"] == [image, {"type": "text", "text": "2 Why?"}]
+
+
+def test_the_last_question():
+    assert last_question({"messages": QUESTION}) == (1, "Why?")
+    parts = [{"type": "text", "text": "a"}, {"type": "image_url"}, {"type": "text", "text": "b"}]
+    chat = [*QUESTION, {"role": "user", "content": parts}, {"role": "assistant", "content": "c"}]
+    assert last_question({"messages": chat}) == (2, "a\nb")
+    for messages in (None, [], 3, [3], [{"role": "user"}], [{"role": "user", "content": [3]}]):
+        assert last_question({"messages": messages})[1] == ""
+
+
+def test_fields_of_ours_are_taken_out():
+    chat = parse(b'{"budget_ms": 5, "limits": {"usd": 1}, "features": {"a": 2}, "n": 1}', {})
+    assert (chat.body, chat.budget, chat.limits) == ({"n": 1}, 5, {"usd": 1})
+    assert (chat.features, chat.is_plain) == ({"a": 2}, False)
+    assert parse(b'{"n": 1}', {"x-budget-ms": "7"})[1:4] == ({"n": 1}, True, 7.0)
+    with pytest.raises(InputError, match="x-budget-ms"):
+        parse(b"{}", {"x-budget-ms": "soon"})
+    # a letter more or less, and capitals
+    for name in ("budgetms", "budgetMs", "budget_m", "limit", "feature"):
+        with pytest.raises(InputError, match=f"^{name}: "):
+            parse(f'{{"{name}": 5}}'.encode(), {})
+    for name in (*FIELDS, *request_fields(), "budget_tokens"):
+        assert parse(f'{{"{name}": 5}}'.encode(), {}).body == {name: 5}
+
+
+@pytest.mark.parametrize("budget_ms", [120.0, 160.0, 300.0, 370.0, 1000.0])
+@pytest.mark.parametrize("drift", [None, 0.3])
+def test_a_restricted_controller_chooses_the_best_of_what_is_left(controller, budget_ms, drift):
+    """The masked decision of many, for one; guard and static stay within the mask."""
+    count = len(controller.configurations)
+    if drift is not None:
+        drift = (np.full(count, drift, np.float32), 1.0)
+    blocks = {name: np.ones(width, np.float32) for name, width in controller.feature_sizes.items()}
+    many = {name: block[None] for name, block in blocks.items()}
+    limits = np.array([budget_ms])
+    for marks in itertools.product((False, True), repeat=count):
+        may = np.array(marks)
+        if not may.any():
+            continue
+        restricted = RestrictedController(controller, may)
+        choice, mean, spread = restricted.decide_expected(blocks, budget_ms, drift)
+        assert choice == controller.choose(many, limits, may[None], drift)[0]
+        assert (choice, mean, spread) == controller.expected_of(blocks, budget_ms, drift, choice)
+        falls_back = controller.fall_back(budget_ms, drift) is not None
+        assert (restricted.fall_back(budget_ms, drift) is not None) == falls_back
+        close = near_best(restricted, blocks, budget_ms, drift, 0.5)
+        assert choice in close
+        assert may[close].all()
+    # with everything allowed it is the controller itself
+    whole = RestrictedController(controller, np.ones(count, bool))
+    same = controller.decide_expected(blocks, budget_ms, drift)
+    assert whole.decide_expected(blocks, budget_ms, drift)[0] == same[0]
+    assert whole.digest == controller.digest
+
+
+def test_an_answer_with_other_knobs_is_logged_and_not_learned_from(controller, tmp_path):
+    runtime = Runtime(controller, log=tmp_path)
+    request = runtime.begin(150.0)._replace(about={"id": "mine", "prompt": "Why?"})
+    result = runtime.finish(runtime.decide(request), learns=False)
+    assert result.request_id == "mine"
+    assert runtime.tracker.answers == 0
+    (text,) = (path.read_text() for path in tmp_path.glob("requests-*"))
+    assert '"prompt":"Why?"' in text
+    runtime.finish(runtime.decide(runtime.begin(150.0)))
+    assert runtime.tracker.answers == 1

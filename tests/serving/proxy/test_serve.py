@@ -1,0 +1,531 @@
+"""`knobwise serve` in front of a simulated endpoint."""
+
+import http.client
+import http.server
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from commands import wait_for
+from proxied import MESSAGES, SAFE, Client, knobs_of, serving, started
+
+from knobwise.agents.learning.logged import read_log
+from knobwise.experiments.deploy.serve import run as run_serve
+from knobwise.serving.proxy import server
+from knobwise.serving.proxy.settings import ServeRun
+from knobwise.serving.proxy.under_way import place_of
+
+CHAT = "/v1/chat/completions"
+IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA", "detail": "low"}}
+TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
+
+
+def row_of(log, answer):
+    """The row of an answer in the log, also one that no update learns from."""
+    name = answer.headers["x-knobwise-request-id"]
+    (row,) = (row for row in rows_in(log) if row["id"] == name)
+    return row
+
+
+def rows_in(log):
+    lines = [line for path in log.glob("requests-*") for line in path.read_text().splitlines()]
+    return list(map(json.loads, lines))
+
+
+def learned_from(log, answer, controller):
+    """The row of an answer that updates learn from."""
+    rows = {row["id"]: row for row in read_log(log, controller).rows}
+    return rows[answer.headers["x-knobwise-request-id"]]
+
+
+@pytest.mark.parametrize("budget_ms", [150, 370, 1000])
+@pytest.mark.parametrize("kind", ["a", "b"])
+def test_a_chat_gets_the_knobs_that_the_controller_decides(
+    served, controller, endpoint, budget_ms, kind
+):
+    features = {"prompt_words": 5, "kind": kind}
+    ours = {"budget_ms": budget_ms, "features": features}
+    answer = served.chat(model="auto", user="somebody", **ours)
+    assert answer.status == 200
+    assert knobs_of(answer) == controller.decide(features, budget_ms)
+    # nothing of ours goes to the endpoint
+    sent = {"messages": MESSAGES, "user": "somebody", **knobs_of(answer)}
+    assert endpoint.state.requests[-1] == sent
+    row = learned_from(served.log, answer, controller)
+    assert row["budget_ms"] == budget_ms
+    assert row["knobs"] == knobs_of(answer)
+    assert "12 + 30" not in json.dumps(row)
+
+
+def test_a_deadline_by_header(served):
+    headers = {"x-budget-ms": "150"}
+    answer = served.chat(headers, features={"kind": "a"})
+    assert row_of(served.log, answer)["budget_ms"] == 150
+    # the body goes before
+    answer = served.chat(headers, features={"kind": "a"}, budget_ms=170)
+    assert row_of(served.log, answer)["budget_ms"] == 170
+
+
+def test_limits_on_what_no_policy_predicts_are_refused(served):
+    headers = {"x-limits": '{"usd": 0.5}'}
+    assert served.chat(headers, features={"prompt_words": 5, "kind": "b"}).status == 400
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"stream": True},
+        {"stream": True, "stream_options": {"include_usage": True}},
+        {"tools": [TOOL], "tool_choice": "auto"},
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": "3 + 4?"}, IMAGE]}]},
+        {"messages": [{"role": "user", "content": "Größe? 你好 \ud83d\ude00"}], "stream": True},
+    ],
+)
+def test_bytes_are_passed_through(served, endpoint, fields):
+    direct = Client(int(endpoint.url.split(":")[2].split("/")[0]))
+    body = {"messages": MESSAGES, "model": "small", "max_tokens": 64, "seed": 3, **fields}
+    own = direct.ask(CHAT, body)
+    passed = served.ask(CHAT, body, x_budget_ms="1000")
+    assert passed.content == own.content
+    assert passed.status == own.status
+    assert passed.headers["content-type"] == own.headers["content-type"]
+    assert endpoint.state.requests[-1] == endpoint.state.requests[-2]
+    # and where a body is written anew
+    passed = served.ask(CHAT, body | {"model": "auto", "budget_ms": 1000})
+    sent = json.dumps(endpoint.state.requests[-1], separators=(",", ":")).encode()
+    assert passed.content == direct.ask(CHAT, sent).content
+
+
+def test_what_a_client_sets_itself_is_kept(served, endpoint):
+    features = {"kind": "a"}
+    free = knobs_of(served.chat(features=features, budget_ms=1000))
+    assert free == {"model": "small", "max_tokens": 64}
+    answer = served.chat(features=features, budget_ms=1000, model=SAFE)
+    assert knobs_of(answer)["model"] == SAFE
+    assert not row_of(served.log, answer).get("failed")
+    # a cap; in the client's words
+    answer = served.chat(features=features, budget_ms=1000, max_completion_tokens=63)
+    assert knobs_of(answer)["max_tokens"] == 16
+    sent = endpoint.state.requests[-1]
+    assert (sent["max_completion_tokens"], "max_tokens" in sent) == (16, False)
+    # shorter than any configuration: cut, and no update learns from it
+    answer = served.chat(features=features, budget_ms=1000, max_tokens=3)
+    assert knobs_of(answer)["max_tokens"] == endpoint.state.requests[-1]["max_tokens"] == 3
+    assert row_of(served.log, answer)["failed"]
+    # a model of which nothing is known
+    before = len(rows_in(served.log))
+    answer = served.chat(features=features, budget_ms=1000, model="medium")
+    assert answer.headers["x-knobwise-unchanged"] == "true"
+    assert endpoint.state.requests[-1] == {"messages": MESSAGES, "model": "medium"}
+    assert len(rows_in(served.log)) == before
+
+
+def test_features_that_fail_get_static(served, controller):
+    before = served.metric('fallbacks_total{reason="features"}')
+    for features in ({}, {"kind": 3}, {"kind": "a", "prompt_words": "x"}):
+        answer = served.chat(features=features, budget_ms=1000)
+        assert answer.status == 200
+        assert answer.headers["x-knobwise-fell-back"] == "true"
+        assert answer.headers["x-knobwise-reason"] == "features"
+    assert served.metric('fallbacks_total{reason="features"}') == before + 3
+
+
+@pytest.mark.parametrize(
+    ("fields", "what"),
+    [
+        ({"budget_ms": "soon"}, "budget_ms"),
+        ({"budget_ms": -5}, "-5"),
+        ({"budget_ms": True}, "budget_ms"),
+        ({"limits": 3}, "limits"),
+        ({"limits": {"usd": "x"}}, "usd"),
+        ({"features": [1]}, "features"),
+    ],
+)
+def test_a_mistake_of_the_client_is_refused_by_name(served, endpoint, fields, what):
+    before = len(endpoint.state.requests)
+    answer = served.chat(**fields)
+    error = json.loads(answer.content)["error"]
+    assert (answer.status, error["type"]) == (400, "invalid_request_error")
+    assert what in error["message"]
+    assert len(endpoint.state.requests) == before
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[1]", b"[" * 100_000, b"\xff"])
+def test_what_is_no_json_object_is_refused(served, content):
+    assert served.json(CHAT, content)[0] == 400
+
+
+# -- faults of the endpoint ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fault", ["429", "500", "cut", "json", "first_ms"])
+@pytest.mark.parametrize("stream", [False, True])
+def test_another_setting_is_tried_after_a_fault(served, fault, stream):
+    simulated = "first_ms=3000" if fault == "first_ms" else f"fault={fault}"
+    fields = {"features": {"kind": "a"}, "stream": stream, "model": "auto"}
+    whole = {"x-simulated": simulated}, {**fields, "budget_ms": 5000}
+    if stream and fault in ("cut", "json"):
+        # what has begun cannot be taken back
+        return
+    answer = served.chat(whole[0], **whole[1])
+    assert answer.status == 200
+    assert knobs_of(answer)["model"] == SAFE
+    assert answer.headers["x-knobwise-attempts"] == "2"
+    row = row_of(served.log, answer)
+    assert (row["knobs"]["model"], row["attempts"]) == (SAFE, 2)
+    if fault == "first_ms":
+        # until the time-out
+        assert row["total_ms"] > 1000
+    # none is tried that would come too late
+    answer = served.chat(whole[0], **(whole[1] | {"budget_ms": 200}))
+    assert answer.status in (429, 500, 502, 504, 200)
+    assert answer.headers["x-knobwise-attempts"] == "1"
+
+
+@pytest.mark.parametrize(
+    ("fault", "status"), [("401", 401), ("429", 429), ("500", 500), ("cut", 502), ("json", 200)]
+)
+def test_an_error_of_the_endpoint_passes_through(served, endpoint, fault, status):
+    direct = Client(int(endpoint.url.split(":")[2].split("/")[0]))
+    before = len(rows_in(served.log))
+    body = {"messages": MESSAGES, "model": "small", "max_tokens": 64}
+    answer = served.ask(CHAT, body, x_simulated=f"fault={fault}")
+    assert answer.status == status
+    if fault != "cut":
+        own = direct.ask(CHAT, body, x_simulated=f"fault={fault}")
+        assert (answer.content, answer.status) == (own.content, own.status)
+        assert answer.headers.get("retry-after") == own.headers.get("retry-after")
+    else:
+        assert json.loads(answer.content)["error"]["type"] == "server_error"
+    assert len(rows_in(served.log)) == before
+
+
+def test_a_stream_that_is_cut_is_cut_for_the_client(served):
+    before = served.metric('requests_total{outcome="cut"}')
+    rows = len(rows_in(served.log))
+    body = {"messages": MESSAGES, "model": "small", "max_tokens": 64, "stream": True}
+    simulated = "fault=cut&chunks=10&chunk_ms=1"
+    connection, answer = served.send(CHAT, body, x_simulated=simulated)
+    with pytest.raises(http.client.IncompleteRead):
+        answer.read()
+    connection.close()
+    assert served.metric('requests_total{outcome="cut"}') == before + 1
+    assert len(rows_in(served.log)) == rows
+
+
+def test_broken_events_are_passed_through(served, endpoint):
+    direct = Client(int(endpoint.url.split(":")[2].split("/")[0]))
+    body = {"messages": MESSAGES, "model": "small", "max_tokens": 64, "stream": True}
+    own = direct.ask(CHAT, body, x_simulated="fault=json")
+    assert b'"chatcmpl-\n' in own.content
+    assert served.ask(CHAT, body, x_simulated="fault=json").content == own.content
+
+
+def test_nothing_is_generated_for_a_client_that_has_left(served, endpoint):
+    before = served.metric('requests_total{outcome="client_left"}')
+    body = {"messages": MESSAGES, "model": "small", "max_tokens": 64, "stream": True}
+    for first_ms in (0, 900):
+        simulated = f"first_ms={first_ms}&chunks=1000&chunk_ms=20"
+        name = "127.0.0.1", served.port
+        content = json.dumps(body).encode()
+        head = f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nX-Simulated: {simulated}\r\n"
+        head += f"Content-Type: application/json\r\nContent-Length: {len(content)}\r\n\r\n"
+        with socket.create_connection(name) as client:
+            client.sendall(head.encode() + content)
+            wait_for(lambda: endpoint.state.open == 1)
+        wait_for(lambda: endpoint.state.open == 0)
+    wait_for(lambda: served.metric('requests_total{outcome="client_left"}') == before + 2)
+
+
+# -- the other routes ------------------------------------------------------------------------------
+
+
+def test_models_health_and_metrics(served, controller, endpoint):
+    direct = Client(int(endpoint.url.split(":")[2].split("/")[0]))
+    assert served.ask("/v1/models").content == direct.ask("/v1/models").content
+    status, health = served.json("/health")
+    assert (status, health["controller"]) == (200, controller.digest)
+    assert health["broken_before"] == 0
+    before = served.metric('requests_total{outcome="answered"}')
+    served.chat(features={"kind": "a"})
+    assert served.metric('requests_total{outcome="answered"}') == before + 1
+    assert served.metric("first_chunk_seconds_count") >= 1
+    for path, status in (("/v1/embeddings", 404), ("/decide", 405)):
+        answer = served.json(path)
+        assert (answer[0], set(answer[1])) == (status, {"error"})
+
+
+def test_labels_by_request_id(served, controller):
+    for path, name in (("/v1/feedback", "request_id"), ("/label", "id")):
+        answer = served.chat(features={"kind": "a"}, budget_ms=200)
+        label = {name: answer.headers["x-knobwise-request-id"], "accuracy": 0.25}
+        assert served.json(path, label) == (200, {})
+        assert learned_from(served.log, answer, controller)["accuracy"] == 0.25
+
+
+def test_a_label_of_no_request_is_refused_where_that_can_be_known(served):
+    status, refused = served.json("/v1/feedback", {"request_id": "typed-wrong", "accuracy": 1})
+    assert status == 404
+    assert "typed-wrong" in refused["error"]["message"]
+    # of a process whose files may have been moved
+    other = {"request_id": f"{16 * 'a'}-3", "accuracy": 1}
+    assert served.json("/v1/feedback", other) == (200, {"known": False})
+
+
+def test_needs_no_torch():
+    code = "import sys, knobwise.serving.proxy.server, knobwise.experiments.deploy.serve\n"
+    code += "print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert "uvicorn" in done.stdout.split()
+    assert "torch" not in done.stdout.split()
+
+
+# -- servers of their own --------------------------------------------------------------------------
+
+
+def test_override_sets_knobs_whatever_the_client_has_set(exported, endpoint, tmp_path):
+    words = f"checkpoint={exported}", f"endpoint={endpoint.url}", "override=true"
+    with serving(tmp_path, *words) as client:
+        answer = client.chat(features={"kind": "a"}, budget_ms=1000, model="medium", max_tokens=3)
+    sent = {"messages": MESSAGES, "model": "small", "max_tokens": 64}
+    assert endpoint.state.requests[-1] == sent
+    assert knobs_of(answer) == {"model": "small", "max_tokens": 64}
+
+
+def test_shadow_logs_the_choice_and_sends_the_default(exported, endpoint, tmp_path):
+    default = f"default={{model: '{SAFE}', max_tokens: 16}}"
+    words = f"checkpoint={exported}", f"endpoint={endpoint.url}", "shadow=true", default
+    with serving(tmp_path, *words, "log_prompts=true") as client:
+        answer = client.chat(features={"kind": "a"}, budget_ms=1000)
+        row = row_of(tmp_path / "served", answer)
+        # in plain words
+        assert client.chat(model="gone").status == 404
+        assert "the endpoint answered with status 404" in str(client.said())
+    assert knobs_of(answer) == row["knobs"] == {"model": SAFE, "max_tokens": 16}
+    assert endpoint.state.requests[-1] == {"messages": MESSAGES, **row["knobs"]}
+    assert row["shadow"] == {"model": "small", "max_tokens": 64}
+    assert row["prompt"] == "What is 12 + 30?"
+    assert answer.headers["x-knobwise-reason"] == "shadow"
+
+
+def test_functions_of_the_users_own(exported, endpoint, tmp_path):
+    (tmp_path / "own.py").write_text(
+        "async def features(body):\n"
+        "    return {'kind': 'a' if 'sum' in body['messages'][-1]['content'] else 1 / 0}\n"
+    )
+    words = f"checkpoint={exported}", f"endpoint={endpoint.url}", "features=own:features"
+    with started(tmp_path, *words, "tracker=false") as (client, _):
+        assert client.chat(messages=[], features={"kind": "a"}).status == 200
+        good = client.chat(messages=[{"role": "user", "content": "a sum"}], budget_ms=1000)
+        bad = client.chat(messages=[{"role": "user", "content": "secret"}], budget_ms=1000)
+    assert (good.headers["x-knobwise-fell-back"], bad.headers["x-knobwise-fell-back"]) == (
+        "false",
+        "true",
+    )
+    # said once, without what was asked
+    assert str(client.said()).count("ZeroDivisionError") == 1
+    assert "secret" not in str(client.said())
+
+
+def test_a_token_keeps_strangers_out_and_stays_here(exported, endpoint, tmp_path):
+    words = f"checkpoint={exported}", f"endpoint={endpoint.url}"
+    with serving(tmp_path, *words, KNOBWISE_TOKEN="open", OPENAI_API_KEY="key") as client:
+        assert client.ask("/health").status == 200
+        for path, body in (
+            (CHAT, {"messages": MESSAGES}),
+            ("/v1/models", None),
+            ("/metrics", None),
+        ):
+            answer = client.ask(path, body)
+            assert (answer.status, json.loads(answer.content)["error"]["type"]) == (
+                401,
+                "authentication_error",
+            )
+            assert client.ask(path, body, Authorization="Bearer open").status == 200
+
+
+def test_a_new_controller_takes_over(exported, controller, endpoint, tmp_path):
+    current = tmp_path / "controller.npz"
+    current.write_bytes(exported.read_bytes())
+    words = f"checkpoint={exported}", f"endpoint={endpoint.url}", f"watch={current}"
+    with serving(tmp_path, *words) as client:
+        assert client.chat(budget_ms=200).status == 200
+        os.utime(current)
+        time.sleep(1.1)
+        assert client.chat(budget_ms=200).status == 200
+        assert client.json("/health")[1]["controller"] == controller.digest
+
+
+def test_decisions_without_an_endpoint(exported, controller, tmp_path):
+    with serving(tmp_path, f"checkpoint={exported}", "workers=2") as client:
+        body = {"prompt_words": 3, "kind": "a", "budget_ms": 200}
+        features = {"prompt_words": 3, "kind": "a"}
+        assert client.json("/decide", body) == (200, controller.decide(features, 200))
+        assert client.json(CHAT, {"messages": MESSAGES})[0] == 404
+
+
+def test_after_kill_9_open_streams_are_counted_and_whole_answers_are_logged(
+    exported, endpoint, tmp_path
+):
+    words = f"checkpoint={exported}", f"endpoint={endpoint.url}"
+    body = {"messages": MESSAGES, "model": "small", "max_tokens": 64, "stream": True}
+    with started(tmp_path, *words) as (client, process):
+
+        def ask(number):
+            """The id of an answer that was whole."""
+            slow = "first_ms=1&chunks=1000&chunk_ms=20" if number % 2 else ""
+            try:
+                answer = client.ask(CHAT, body, x_simulated=slow)
+            except (http.client.HTTPException, OSError):
+                return None
+            assert answer.content.endswith(b"data: [DONE]\n\n")
+            return answer.headers["x-knobwise-request-id"]
+
+        with ThreadPoolExecutor(20) as pool:
+            asked = [pool.submit(ask, number) for number in range(20)]
+            wait_for(lambda: endpoint.state.open == 10)
+            wait_for(lambda: sum(answer.done() for answer in asked) == 10)
+            os.killpg(process.pid, signal.SIGKILL)
+            killed = time.monotonic()
+            process.wait()
+            whole = {answer.result() for answer in asked} - {None}
+        port = client.port
+        with started(tmp_path, *words, f"port={port}") as (again, _):
+            assert again.port == port
+            assert again.json("/health")[1]["broken_before"] == 10
+            assert again.metric("broken_total") == 10
+            assert again.chat(budget_ms=200).status == 200
+        assert again.said()[1].endswith(": 10")
+    assert time.monotonic() - killed < 60
+    assert len(whole) == 10
+    assert whole <= {row["id"] for row in rows_in(tmp_path / "served")}
+
+
+def test_more_requests_at_once_than_were_measured_are_counted_and_said_once(
+    exported, endpoint, tmp_path
+):
+    words = f"checkpoint={exported}", f"endpoint={endpoint.url}", "concurrency=2"
+    body = {"messages": MESSAGES, "model": "small", "max_tokens": 64, "stream": True}
+    with started(tmp_path, *words) as (client, _):
+        # streams that have begun, and last 20 s
+        slow = {"x_simulated": "first_ms=1&chunks=1000&chunk_ms=20"}
+        opened = [client.send(CHAT, body, **slow) for _ in range(2)]
+        assert client.metric("crowded_total") == 0
+        opened += [client.send(CHAT, body, **slow) for _ in range(2)]
+        assert client.metric("crowded_total") == 2
+        for connection, answer in opened:
+            assert answer.status == 200
+            answer.close()
+            connection.close()
+    assert sum("than the profile was measured with" in line for line in client.said()) == 1
+
+
+@pytest.mark.parametrize("given", [None, 3])
+def test_how_many_requests_were_measured_at_once_is_known_from_the_run(
+    exported, tmp_path, monkeypatch, given
+):
+    run = tmp_path / "run"
+    run.mkdir()
+    shutil.copy(exported, run)
+    profile = {"format": "table", "path": str(tmp_path / "table.parquet")}
+    (run / "config.yaml").write_text(json.dumps({"profile": profile}))
+    (tmp_path / "profile.json").write_text('{"concurrency": 8}')
+    served = []
+    monkeypatch.setattr(server, "serve", lambda config, controller: served.append(config))
+    run_serve(ServeRun(checkpoint=str(run), concurrency=given))
+    assert served[0].concurrency == (given or 8)
+
+
+def test_a_worker_that_dies_is_replaced_and_what_it_had_open_is_counted(
+    exported, endpoint, tmp_path
+):
+    words = f"checkpoint={exported}", f"endpoint={endpoint.url}"
+    body = {"messages": MESSAGES, "model": "small", "max_tokens": 64, "stream": True}
+    with serving(tmp_path, *words) as client:
+        simulated = "first_ms=1&chunks=1000&chunk_ms=20"
+        connection, answer = client.send(CHAT, body, x_simulated=simulated)
+        assert answer.read(10)
+        (path,) = place_of(tmp_path / "served").glob("running-*/open-*.bin")
+        os.kill(int(path.name.split("-")[1]), signal.SIGKILL)
+        with pytest.raises(http.client.IncompleteRead):
+            answer.read()
+        connection.close()
+        wait_for(lambda: client.metric("broken_total") == 1)
+        assert client.chat(budget_ms=200).status == 200
+
+
+def test_a_server_that_is_stopped_lets_streams_end(exported, endpoint, tmp_path):
+    words = f"checkpoint={exported}", f"endpoint={endpoint.url}"
+    body = {"messages": MESSAGES, "model": "small", "stream": True, "features": {"kind": "a"}}
+    with started(tmp_path, *words) as (client, process):
+        simulated = "first_ms=1&chunks=40&chunk_ms=20"
+        connection, answer = client.send(CHAT, body, x_simulated=simulated)
+        assert answer.read(10)
+        process.send_signal(signal.SIGTERM)
+        assert answer.read().endswith(b"data: [DONE]\n\n")
+        connection.close()
+        process.wait(60)
+    assert process.returncode == 0
+    # where it listens, and what requests must bring
+    assert len(client.said()) == 2
+    assert len(rows_in(tmp_path / "served")) == 1
+    # nothing is left there
+    place_of(tmp_path / "served").rmdir()
+
+
+class Recorded(http.server.BaseHTTPRequestHandler):
+    """An endpoint that keeps the headers that it gets."""
+
+    headers_of = {}
+
+    def do_GET(self):
+        self.do_POST()
+
+    def do_POST(self):
+        self.headers_of[self.command] = dict(self.headers.items())
+        self.rfile.read(int(self.headers.get("content-length") or 0))
+        self.send_response(200)
+        self.send_header("Content-Length", "2")
+        self.end_headers()
+        self.wfile.write(b"{}")
+
+    def log_message(self, *arguments):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("variables", "passed"),
+    [
+        ({}, "Bearer client"),
+        ({"OPENAI_API_KEY": "key"}, "Bearer key"),
+        ({"KNOBWISE_TOKEN": "client"}, None),
+    ],
+)
+def test_whose_key_the_endpoint_gets(exported, tmp_path, variables, passed):
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Recorded)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        words = f"checkpoint={exported}", f"endpoint=http://127.0.0.1:{server.server_port}/v1"
+        with serving(tmp_path, *words, **variables) as client:
+            headers = {"Authorization": "Bearer client", "X-Other": "1", "X-Budget-Ms": "300"}
+            assert client.chat(headers).status == 200
+    finally:
+        server.shutdown()
+        server.server_close()
+    got = {name.lower(): value for name, value in Recorded.headers_of["POST"].items()}
+    assert got.get("authorization") == passed
+    assert (got["x-other"], "x-budget-ms" in got) == ("1", False)
+    assert not list(filter(lambda path: b"Bearer" in path.read_bytes(), files_in(tmp_path)))
+
+
+def files_in(folder):
+    return [path for path in folder.rglob("*") if path.is_file()]

@@ -1,0 +1,137 @@
+import functools
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+import torch
+from helpers import arrays, driven_apart, gappy_table, input_error, small_table
+from replayed import calibration_for, untrained
+
+from knobwise.agents import DeployedController, PolicyConfig
+from knobwise.agents.deployed.arrays import configurations_of
+from knobwise.agents.training.checkpoint import save_checkpoint
+from knobwise.envs import ProfileTable, default_budgets
+from knobwise.experiments.deploy.export import _budgets_of, run
+from knobwise.experiments.settings.options import ExportRun
+from knobwise.experiments.settings.profiles import TableProfile
+from knobwise.serving.onnx_graph import Deployed, OnnxController, agreement, write_onnx
+
+MARGINS = [1.0, 0.9, 0.8, 1.0, 0.7]
+DEPLOY = [True, False, True, True, True]
+
+
+@functools.cache
+def guarded():
+    table = small_table(90)
+    return table, untrained(table, None, MARGINS, DEPLOY)
+
+
+# -- the graph --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("with_guard", "utility_head"), [(True, True), (False, True), (False, False)]
+)
+def test_a_graph_decides_as_a_controller_does_for_one_request_or_many(
+    with_guard, utility_head, tmp_path
+):
+    table = gappy_table()
+    # static decides in two groups
+    margins = [1.0, 1.0, 0.7, 1.0, 0.5] if with_guard else None
+    config = PolicyConfig(hidden=8, fold_networks=2, drift=0.3, utility_head=utility_head)
+    agent = untrained(table, config, margins, [True, False, True, False, True])
+    path = tmp_path / "c.onnx"
+    write_onnx(Deployed(agent), path)
+    graph = OnnxController(path)
+    light = agent.decider
+    more = torch.tensor([1e-9, 1e-3, 3.0, 60.0, 1e9])
+    budgets = torch.cat([default_budgets(table), more])
+    counts = agreement(light, graph.choose, table, budgets, "c.onnx")
+    assert counts["contexts"] == 900
+    assert counts["same"] + counts["rounding"] == 900
+    assert counts["rounding"] <= 9
+    for row in range(5):
+        request = arrays(table, row)
+        for budget in budgets.tolist():
+            assert graph.decide_index(request, budget) == light.decide_index(request, budget)
+    session = onnxruntime.InferenceSession(path)
+    about = session.get_modelmeta().custom_metadata_map
+    assert json.loads(about["configurations"]) == configurations_of(light)
+    assert [value.name for value in session.get_inputs()] == [*table.features, "budget_ms"]
+    # it holds the deployed network alone
+    weights = onnx.load(path).graph.initializer
+    stored = sum(onnx.numpy_helper.to_array(values).size for values in weights)
+    deployed = sum(values.numel() for values in agent.controller.alone().parameters())
+    assert with_guard or stored < 1.5 * deployed
+
+
+def test_what_has_no_graph_is_refused(monkeypatch):
+    table = small_table(60)
+    agent = DeployedController(driven_apart(table, PolicyConfig(hidden=8), constraint="mean"))
+    with input_error("budget=quantiles"):
+        Deployed(agent)
+    monkeypatch.setitem(sys.modules, "onnxscript", None)
+    with input_error("onnxscript"):
+        Deployed(untrained(table))
+
+
+# -- how other forms compare -----------------------------------------------------------------------
+
+
+def test_equal_log_probabilities_are_rounding_and_others_are_not():
+    table = small_table(60)
+    controller = driven_apart(table, PolicyConfig(hidden=8))
+    heads = controller.network.head
+    sizes = table.configurations.amax(0) + 1
+    best = table.configurations[:2]
+    first = sizes.cumsum(0) - sizes
+    heads.logits.weight.data.zero_()
+    heads.logits.bias.data.zero_()
+    # the first two are always best, and equal
+    heads.logits.bias.data[..., (best + first).flatten().unique()] = 50.0
+    light = DeployedController(controller, None, calibration_for(table)).decider
+    budgets = default_budgets(table)[:2]
+
+    def compared(choice, **options):
+        chosen = np.full(60, choice)
+        return agreement(light, lambda *about: chosen, table, budgets, "it", **options)
+
+    assert compared(1) == {"contexts": 120, "same": 0, "rounding": 120}
+    with input_error("it"):
+        compared(2)
+    assert compared(2, exact=False) == {"contexts": 120, "same": 0, "rounding": 0}
+
+
+def test_budgets_that_are_compared_are_the_calibrated_or_the_default():
+    table, agent = guarded()
+    judged = default_budgets(table).tolist()
+    assert _budgets_of(agent, table).tolist() == judged
+    moved = DeployedController(agent.controller, None, calibration_for(table, MARGINS, DEPLOY))
+    moved.calibration.guard[1]["budget_ms"] = 33.5
+    assert _budgets_of(moved, table).tolist() == [judged[0], 33.5, *judged[2:]]
+    assert _budgets_of(untrained(table), table).tolist() == judged
+
+
+# -- the command -----------------------------------------------------------------------------------
+
+
+def test_nothing_is_written_when_a_graph_disagrees(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    table, agent = guarded()
+    table.save("table.safetensors")
+    parts = zip(("train", "validation", "test"), torch.arange(90).split([54, 18, 18]), strict=True)
+    rows = {f"{part}_rows": rows for part, rows in parts}
+    save_checkpoint("best.pt", agent, ProfileTable.load("table.safetensors"), {"seen": [], **rows})
+    right = OnnxController.choose
+
+    def wrong(self, *about):
+        return (right(self, *about) + 1) % 12
+
+    monkeypatch.setattr(OnnxController, "choose", wrong)
+    with input_error("controller.onnx"):
+        run(ExportRun("best.pt", TableProfile(path="table.safetensors"), out="out", onnx=True))
+    assert not Path("out").exists()
