@@ -21,7 +21,6 @@ from helpers import arrays, table_of
 from replayed import ReplayedModel, untrained
 
 from knobwise.agents import (
-    AdaptiveModel,
     DeployedController,
     OptimiserConfig,
     PolicyConfig,
@@ -33,6 +32,7 @@ from knobwise.agents.learning.logged import read_log
 from knobwise.agents.learning.request_log import RequestLog
 from knobwise.envs import ProfileTable, default_budgets
 from knobwise.profiling.measuring.adaptive_model import Request
+from knobwise.serving import AdaptiveModel
 from knobwise.testbeds import builtin_profile
 
 PART = 100_000

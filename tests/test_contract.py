@@ -55,7 +55,6 @@ from wandb_stub import forget_wandb, offline_runs
 
 import knobwise
 from knobwise.agents import (
-    AdaptiveModel,
     Controller,
     NumpyController,
     PolicyConfig,
@@ -78,6 +77,7 @@ from knobwise.experiments.settings.beams import read_data
 from knobwise.experiments.settings.profiles import TableProfile, read_profile
 from knobwise.losses import GRPOLoss, RCELoss, group_advantage
 from knobwise.losses.functional import clipped_surrogate, k3
+from knobwise.serving import AdaptiveModel
 from knobwise.testbeds import builtin_profile
 from knobwise.testbeds.elastic.adapter import ElasticAdaptive, ElasticRequests
 
