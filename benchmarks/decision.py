@@ -177,7 +177,16 @@ class InstantModel:
 
     def answer(self, stages: Any, configuration: Any) -> list[Answer]:
         ms = self.latency_ms[str(dict(configuration))]
-        return [Answer("", ms, ms, 0.0, 1, 1, 1) for _ in stages]
+        answer = Answer(
+            text="",
+            total_ms=ms,
+            prefill_ms=ms,
+            vision_ms=0.0,
+            vision_tokens=1,
+            language_tokens=1,
+            output_tokens=1,
+        )
+        return [answer] * len(stages)
 
 
 def time_serving(bench: Bench, agent: DeployedController, folder: Path) -> None:

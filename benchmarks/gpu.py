@@ -225,7 +225,9 @@ def ways(contexts: int, device: str) -> dict[str, Callable[[Any], Callable[[], o
     rows = trainer.setup.rows
     # as the policy gets them: [M, n, …]
     row = batch["row"].T
-    inputs = rows.features_of(row), batch["budget_ms"].T.contiguous(), None, rows.by_value[row]
+    features = rows.features_of(row)
+    limits = batch["budget_ms"].T.contiguous()
+    by_value = rows.by_value[row]
 
     def learning(wrap: Any) -> Callable[[], object]:
         loss = wrap(stage.grpo)
@@ -233,7 +235,7 @@ def ways(contexts: int, device: str) -> dict[str, Callable[[Any], Callable[[], o
 
     def deciding(wrap: Any) -> Callable[[], object]:
         network = wrap(controller.network)
-        return torch.no_grad()(lambda: network(*inputs))
+        return torch.no_grad()(lambda: network(features, limits, by_value=by_value))
 
     return {"loss and policy, a gradient": learning, "policy, decisions": deciding}
 

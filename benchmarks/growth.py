@@ -247,7 +247,16 @@ def make_log(path: Path, checkpoint: Path) -> None:
             (stage,) = stages
             cell = stage.request.image, numbers[tuple(configuration.items())]
             ms = 1.2 * float(table.latency_ms[cell])
-            return [Answer(str(float(table.accuracy[cell])), ms, ms, 0.0, 1, 1, 1)]
+            answer = Answer(
+                text=str(float(table.accuracy[cell])),
+                total_ms=ms,
+                prefill_ms=ms,
+                vision_ms=0.0,
+                vision_tokens=1,
+                language_tokens=1,
+                output_tokens=1,
+            )
+            return [answer]
 
     count = int(path.name.removeprefix("log-"))
     part = path.with_suffix(".part")

@@ -76,8 +76,9 @@ def grpo(trainer: Trainer, network: nn.Module, reference: nn.Module) -> Losses:
             rows, limits = env.contexts(CONTEXTS * networks)
             rows = rows.view(CONTEXTS, networks).T
             limits = limits.view(CONTEXTS, networks).T
-            inputs = x[rows % len(x)], limits, None, by_value[rows]
-            old = network(*inputs)
+            features = x[rows % len(x)]
+            drift = by_value[rows]
+            old = network(features, limits, by_value=drift)
             drawn = torch.multinomial(old.exp().flatten(0, 1), 16, replacement=True)
             drawn = drawn.view(networks, CONTEXTS, 16)
             cells = rows.unsqueeze(-1) * table.num_configurations + drawn
@@ -85,12 +86,11 @@ def grpo(trainer: Trainer, network: nn.Module, reference: nn.Module) -> Losses:
             latency = measured_ms.take(cells * measured_ms.shape[-1] + measurement)
             on_time = latency <= limits.unsqueeze(-1)
             reward = torch.where(on_time, table.accuracy.take(cells), -0.2)
-            known = reference(*inputs).gather(-1, drawn)
+            known = reference(features, limits, by_value=drift).gather(-1, drawn)
             old = old.gather(-1, drawn)
         for _ in range(EPOCHS):
             for batch in torch.randperm(CONTEXTS).split(MINIBATCH):
-                features, limit, _, drift = inputs
-                log_probs = network(features[:, batch], limit[:, batch], None, drift[:, batch])
+                log_probs = network(features[:, batch], limits[:, batch], by_value=drift[:, batch])
                 yield grpo_loss(
                     log_probs.gather(-1, drawn[:, batch]),
                     old[:, batch],
@@ -109,7 +109,7 @@ def imitation(trainer: Trainer, network: nn.Module) -> Losses:
         for _ in range(EPOCHS):
             for drawn in trainer.stage.minibatches(trainer.buffer):
                 x, limit, utility, drift = (drawn[name] for name in names)
-                log_probs = network(x, limit, None, drift)
+                log_probs = network(x, limit, by_value=drift)
                 yield reward_weighted_cross_entropy(log_probs, utility, 1 / POLICY.sharpness).mean()
 
     return losses
@@ -126,8 +126,12 @@ def regression(trainer: Trainer, network: nn.Module) -> Losses:
             rows = trainer.env.contexts.draw_rows(MINIBATCH * setup.networks)
             row = rows.view(MINIBATCH, -1)[:, : POLICY.fold_networks].T % len(accuracy)
             predicted = network(setup.rows.all_features[row])
-            measured = accuracy[row], stage.log_latency[row], stage.variance[row]
-            wrong, off = regression_losses(predicted, *measured)
+            wrong, off = regression_losses(
+                predicted,
+                accuracy=accuracy[row],
+                log_latency=stage.log_latency[row],
+                variance=stage.variance[row],
+            )
             yield wrong.mean() + off.mean()
 
     return losses

@@ -46,8 +46,12 @@ def grpo_loss(log_prob: Tensor, old: Tensor, known: Tensor, reward: Tensor) -> T
 
 def sampled(network: Callable[[], Tensor], batch: TensorDict) -> Tensor:
     """Return GRPO's loss over draws."""
-    keys = "action_log_prob", "reference_log_prob", ("next", "reward")
-    return grpo_loss(network().gather(-1, batch["configuration"]), *(batch[key] for key in keys))
+    return grpo_loss(
+        network().gather(-1, batch["configuration"]),
+        old=batch["action_log_prob"],
+        known=batch["reference_log_prob"],
+        reward=batch["next", "reward"],
+    )
 
 
 def exact(network: Callable[[], Tensor], batch: TensorDict) -> Tensor:
@@ -124,9 +128,14 @@ def main() -> None:
     x = controller.normaliser(TABLE.features, TABLE.num_samples)[batch["row"]]
     network = functools.partial(controller, x, batch["budget_ms"])
     actor = make_actor(controller, TABLE, GROUP_SIZE)
-    options = {"kl_to_ref_coeff": BETA, "clip_epsilon": EPSILON, "advantage": "centred"}
     for loss, function in ((GRPOLoss, sampled), (ExactGRPOLoss, exact)):
-        module = loss(actor, functional=False, **options)
+        module = loss(
+            actor,
+            functional=False,
+            kl_to_ref_coeff=BETA,
+            clip_epsilon=EPSILON,
+            advantage="centred",
+        )
         module.diagnostics = False
         ours = functools.partial(loss_of, module, batch)
         bare = functools.partial(function, network, batch)

@@ -202,9 +202,15 @@ def export(path: Path) -> None:
             known = {"sample_id": f"q{sample}", "prompt_words": words, "model": model}
             latency = slow * draw.uniform(0.9, 1.1)
             rows.append({**known, "accuracy": draw.random() < skill, "latency_ms": latency})
-    few = {"teacher_iterations": 5, "pretrain_iterations": 5, "iterations": 5}
-    options = {"policy.hidden": 16, "policy.fold_networks": 2, "optimiser": few}
-    policy = knobwise.fit(pl.DataFrame(rows), ["prompt_words"], policy="utility", **options)
+    # names with a dot are no keywords
+    small = {"policy.hidden": 16, "policy.fold_networks": 2}
+    policy = knobwise.fit(
+        pl.DataFrame(rows),
+        ["prompt_words"],
+        policy="utility",
+        optimiser={"teacher_iterations": 5, "pretrain_iterations": 5, "iterations": 5},
+        **small,
+    )
     policy.agent.export(path)
 
 

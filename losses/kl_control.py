@@ -40,9 +40,15 @@ class KLControl:
 
 def weight_control(weight: Tensor, band: tuple[float, float]) -> KLControl:
     """Return the control of β, the weight of the KL: it grows where the KL is too high."""
-    return KLControl(weight, *band, factor=1.5, least=1e-3, most=10.0)
+    lowest, highest = band
+    return KLControl(
+        coefficient=weight, lowest=lowest, highest=highest, factor=1.5, least=1e-3, most=10.0
+    )
 
 
 def temperature_control(temperature: Tensor, band: tuple[float, float]) -> KLControl:
     """Return the control of τ, the temperature of the draws: it falls where the KL is too high."""
-    return KLControl(temperature, *band, factor=1 / 1.1, least=0.5, most=2.0)
+    lowest, highest = band
+    return KLControl(
+        coefficient=temperature, lowest=lowest, highest=highest, factor=1 / 1.1, least=0.5, most=2.0
+    )

@@ -112,8 +112,14 @@ class AdaptiveModel(FirstStages):
         self._clocked = clocked_by(clock)  # entered with the lock only
         for configuration in configurations_of(deadline_controller_of(controller)):
             check_configuration(model.knobs, configuration)
-        options = {"explore": explore, "explore_loss": explore_loss}
-        runtime = Runtime(controller, tracker=tracker, log=log, seed=seed, **options)
+        runtime = Runtime(
+            controller,
+            tracker=tracker,
+            log=log,
+            seed=seed,
+            explore=explore,
+            explore_loss=explore_loss,
+        )
         if clock == "cpu":
             runtime.now = time.thread_time
         super().__init__(model, runtime, cache, clock)
@@ -198,8 +204,7 @@ class AdaptiveModel(FirstStages):
         prepared = [self._prepared(request) for request in requests]
         now = self.runtime.now
         with self._lock, self._clocked:
-            about = budgets_ms, arrived, prepared, limits
-            staged, decision_ms = self._decide_all(requests, *about)
+            staged, decision_ms = self._decide_all(requests, budgets_ms, arrived, prepared, limits)
             begun = now()
             # the group with the least time left comes first
             groups: dict[int, list[Staged]] = {}
@@ -299,8 +304,16 @@ class AdaptiveModel(FirstStages):
             if each.arrived is not None:
                 waited_ms = max(0.0, (done - each.arrived) * 1e3 - total_ms)
             total_ms += waited_ms
-            times = took_ms, total_ms, overhead_ms, decision_ms * 1e3, waited_ms, prepared_ms
-            results[each.number] = Result(each.decision, answer, *times)
+            results[each.number] = Result(
+                decision=each.decision,
+                answer=answer,
+                answer_ms=took_ms,
+                total_ms=total_ms,
+                overhead_ms=overhead_ms,
+                decision_us=decision_ms * 1e3,
+                waited_ms=waited_ms,
+                prepared_ms=prepared_ms,
+            )
         return results
 
     def _answers(

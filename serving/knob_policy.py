@@ -161,15 +161,21 @@ class KnobPolicy:
         for name, block in arrays.items():
             blocks[name] = np.tile(block, (n, 1)) if block.ndim == 1 else block
         each = budgets if budgets.ndim else budgets.repeat(n)
-        chosen = self.agent.choose(blocks, each, None, drift, random, limits)
+        chosen = self.agent.choose(blocks, each, drift=drift, random=random, cost_limits=limits)
         if note := self.agent.decider.limits_note(blocks, limits):
             warnings.warn(note, stacklevel=2)
         results: list[Any] = [dict(self.configurations[choice]) for choice in chosen]
         if explain:
             for i, choice in enumerate(chosen):
                 alone = {name: block[i : i + 1] for name, block in blocks.items()}
-                about = alone, each[i : i + 1], limits
-                results[i] = self._explanation(*about, choice, drift, between_ms)
+                results[i] = self._explanation(
+                    alone,
+                    each[i : i + 1],
+                    choice=choice,
+                    limits=limits,
+                    drift=drift,
+                    between_ms=between_ms,
+                )
         return results if sizes else results[0]
 
     def choose(self, features: Arrays, limits: Array, mask: Array | None = None) -> Array:
@@ -192,8 +198,9 @@ class KnobPolicy:
         self,
         blocks: Arrays,
         budgets: Array,
-        limits: Mapping[str, float] | None,
+        *,
         choice: int,
+        limits: Mapping[str, float] | None,
         drift: Drift | None,
         between_ms: tuple[float, float] | None,
     ) -> Explanation:
@@ -217,6 +224,10 @@ class KnobPolicy:
             (group,) = decider.calibrated.groups(budgets * decider.factor(drift))
             guard = self.agent.calibration.guard[group].copy()
         budget = float(budgets[0])
+        low = budget / 10
+        high = budget * 10
+        if between_ms is not None:
+            low, high = between_ms
         alone = {name: block[0] for name, block in blocks.items()}
         reason = self._reason(decided, expected, guard, alone)
         if note := decider.limits_note(blocks, limits):
@@ -226,9 +237,7 @@ class KnobPolicy:
             reason=reason,
             expected=expected,
             runner_up=next((row for row in expected if row is not decided), None),
-            by_budget=self._by_budget(
-                blocks, limits, drift, *(between_ms or (budget / 10, budget * 10))
-            ),
+            by_budget=self._by_budget(blocks, limits=limits, drift=drift, low=low, high=high),
             guard=guard,
             without_drift=without_drift,
         )
@@ -261,6 +270,7 @@ class KnobPolicy:
     def _by_budget(
         self,
         blocks: Arrays,
+        *,
         limits: Mapping[str, float] | None,
         drift: Drift | None,
         low: float,
@@ -277,8 +287,9 @@ class KnobPolicy:
         repeated = {}
         for name, block in blocks.items():
             repeated[name] = np.broadcast_to(block, (len(budgets), block.shape[1]))
-        about = repeated, budgets.astype(np.float32), None, drift, None
-        chosen = self.agent.choose(*about, limits)
+        chosen = self.agent.choose(
+            repeated, budgets.astype(np.float32), drift=drift, cost_limits=limits
+        )
         starts = np.flatnonzero(np.r_[True, chosen[1:] != chosen[:-1]])
         return [(float(budgets[i]), dict(self.configurations[chosen[i]])) for i in starts]
 

@@ -35,7 +35,7 @@ class PendingRequest(NamedTuple):
     """What was left of the budget for the answer then, if the guard was asked."""
     static: Expected | None
     """The decision where the guard falls back, which needs no features; else None."""
-    about: Mapping[str, Any] | None = None
+    log_fields: Mapping[str, Any] | None = None
     """What else its row in the log says, such as the `id` that it is to have."""
 
     @property
@@ -221,7 +221,7 @@ def row_of(result: Result, chances: Mapping[int, float]) -> dict[str, Any]:
         row["failed"] = True
     if result.unlike:
         row["unlike"] = True
-    return {**row, **(request.about or {})}
+    return {**row, **(request.log_fields or {})}
 
 
 def _known(value: float) -> float | None:

@@ -257,8 +257,21 @@ class Runtime:
         knobs = controller.configuration(choice)
         made = self.now()
         took_ms = (made - start) * 1e3
-        about = best, not reads, blocks, limit_ms, spent_ms, took_ms, made, note
-        return Decision(choice, log_latency, spread, request, knobs, *about)
+        return Decision(
+            choice=choice,
+            log_latency=log_latency,
+            spread=spread,
+            request=request,
+            configuration=knobs,
+            best=best,
+            fell_back=not reads,
+            features=blocks,
+            limit_ms=limit_ms,
+            spent_ms=spent_ms,
+            took_ms=took_ms,
+            made=made,
+            limits_note=note,
+        )
 
     def fail(self, request: PendingRequest) -> Decision:
         """Fall back to static for a request whose features could not be computed.
@@ -281,8 +294,9 @@ class Runtime:
     def _close(self, request: PendingRequest, features: Arrays, limit_ms: float) -> list[int]:
         """Return the configurations that exploration may draw, among those that limits allow."""
         controller = request.controller
-        about = controller, features, limit_ms, request.drift
-        close = near_best(*about, self._exploration.loss)
+        close = near_best(
+            controller, features, limit_ms, request.drift, loss=self._exploration.loss
+        )
         blocks = {name: np.asarray(block)[None] for name, block in features.items()}
         allowed = controller.allowed(blocks, 1, request.limits)
         if allowed is None:
@@ -315,7 +329,15 @@ class Runtime:
             if learns and not math.isnan(cost):
                 self.learn(decision, cost)
             # only the answer costs something
-            return self.record(Result(decision, answer, cost, cost, 0.0, decision.took_ms * 1e3))
+            result = Result(
+                decision=decision,
+                answer=answer,
+                answer_ms=cost,
+                total_ms=cost,
+                overhead_ms=0.0,
+                decision_us=decision.took_ms * 1e3,
+            )
+            return self.record(result)
         answered = self.now() if ended is None else ended
         answer_ms = (answered - decision.made) * 1e3
         if learns:
@@ -325,15 +347,25 @@ class Runtime:
         overhead_ms = total_ms - request.waited_ms - answer_ms
         beyond_ms = overhead_ms + request.waited_ms - decision.spent_ms - decision.took_ms
         self.charge(decision, decision.took_ms, beyond_ms)
-        times = answer_ms, total_ms, overhead_ms, decision.took_ms * 1e3, request.waited_ms
-        return self.record(Result(decision, answer, *times))
+        result = Result(
+            decision=decision,
+            answer=answer,
+            answer_ms=answer_ms,
+            total_ms=total_ms,
+            overhead_ms=overhead_ms,
+            decision_us=decision.took_ms * 1e3,
+            waited_ms=request.waited_ms,
+        )
+        return self.record(result)
 
     def learn(self, decision: Decision, answer_ms: float) -> None:
         """Update the tracker with an answer's latency in ms. NaN, an invalid one, is counted and
         not learned from."""
         if self._tracks or math.isnan(answer_ms):
             with self._lock:
-                self.tracker.update(*decision[:3], answer_ms)
+                self.tracker.update(
+                    decision.choice, decision.log_latency, decision.spread, answer_ms
+                )
 
     def charge(self, decision: Decision, took_ms: float, beyond_ms: float) -> None:
         """Charge the next decisions of this kind what this one took, and the calls around it."""

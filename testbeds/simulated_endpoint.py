@@ -285,8 +285,8 @@ def reply_to(
 
 def problem(status: int, message: str, headers: Mapping[str, str] | None = None) -> JSONResponse:
     """Return an error as the protocol has it."""
-    about = {"message": message, "type": "simulated", "param": None, "code": None}
-    return JSONResponse({"error": about}, status, headers)
+    error = {"message": message, "type": "simulated", "param": None, "code": None}
+    return JSONResponse({"error": error}, status, headers)
 
 
 def _wrong_fields(body: Mapping[str, Any], simulation: Simulation) -> Response | None:
@@ -371,18 +371,18 @@ class EndpointState:
             return problem(429, "Rate limit reached", headers)
         if fault in ("401", "500"):
             return problem(int(fault), "Incorrect API key" if fault == "401" else "Server error")
-        about = {"id": f"chatcmpl-{key}", "created": CREATED, "model": body["model"]}
+        head = {"id": f"chatcmpl-{key}", "created": CREATED, "model": body["model"]}
         if streams:
             usage = bool((body.get("stream_options") or {}).get("include_usage"))
-            chunks = self._stream(reply, about, fault, usage)
+            chunks = self._stream(reply, head, fault, usage)
             return StreamingResponse(chunks, media_type="text/event-stream")
-        whole = self._whole(reply, about, fault, facts, "prompt" in body)
+        whole = self._whole(reply, head, fault, facts, "prompt" in body)
         return StreamingResponse(whole, media_type="application/json")
 
     async def _whole(
         self,
         reply: SimulatedReply,
-        about: Mapping[str, Any],
+        head: Mapping[str, Any],
         fault: str,
         facts: Mapping[str, Any],
         plain: bool,
@@ -397,7 +397,7 @@ class EndpointState:
             if fault == "refusal":
                 message |= {"content": None, "refusal": REFUSAL}
             choice = {"index": 0, "message": message, "finish_reason": reply.finish}
-            whole = {**about, "object": "chat.completion", "choices": [choice]}
+            whole = {**head, "object": "chat.completion", "choices": [choice]}
             choice["logprobs"] = facts.get("logprobs")
             # vLLM tells of a chat's prompt beside the choices, of a plain one in the choice
             of_prompt = {"prompt_logprobs": facts.get("prompt_logprobs")}
@@ -418,13 +418,13 @@ class EndpointState:
             self.open -= 1
 
     async def _stream(
-        self, reply: SimulatedReply, about: Mapping[str, Any], fault: str, usage: bool
+        self, reply: SimulatedReply, head: Mapping[str, Any], fault: str, usage: bool
     ) -> AsyncIterator[bytes]:
         """Yield an answer word by word, as events."""
 
         def event(delta: dict[str, Any], finish: str | None = None) -> bytes:
             choice = {"index": 0, "delta": delta, "finish_reason": finish}
-            chunk = {**about, "object": "chat.completion.chunk", "choices": [choice]}
+            chunk = {**head, "object": "chat.completion.chunk", "choices": [choice]}
             return f"data: {json.dumps(chunk)}\n\n".encode()
 
         self._begin()
@@ -442,7 +442,7 @@ class EndpointState:
                 yield event({field: f" {word}" if number else word})
             yield event({}, reply.finish)
             if usage:
-                last = {**about, "object": "chat.completion.chunk", "choices": []}
+                last = {**head, "object": "chat.completion.chunk", "choices": []}
                 yield f"data: {json.dumps(last | {'usage': reply.usage()})}\n\n".encode()
             yield b"data: [DONE]\n\n"
         finally:

@@ -4,6 +4,7 @@ fitted on."""
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -58,8 +59,7 @@ def calibrate_controller(setup: ControllerSetup, budgets_ms: Tensor) -> Deployed
         calibration.limits = {"values": setup.table.limits.values, "probability": probability}
     if setup.table.costs:
         measured = measured_of(setup.table)
-        about = setup.fitted, controller.normaliser, probability
-        calibration.costs = fit_bounds(measured, *about)
+        calibration.costs = fit_bounds(measured, setup.fitted, controller.normaliser, probability)
         calibration.cost_names = [*measured.costs]
     if setup.priced:
         _calibrate_mean_budgets(calibration, setup, budgets_ms)
@@ -74,7 +74,7 @@ def _calibrate_guard(calibration: Calibration, setup: ControllerSetup, budgets_m
     table = setup.table
     # the static policy that chooses for a fold is fitted on the others
     statics = [fit_static(table, rows) for rows in setup.folds[0]]
-    judged = table, setup.held_out.rows, budgets_ms, _choices(setup, statics, budgets_ms)
+    static_choice = _choices(setup, statics, budgets_ms)
 
     def decide(limit_ms: float) -> Tensor:
         return setup.held_out_log_probs(torch.tensor(limit_ms)).argmax(-1).cpu()
@@ -82,10 +82,17 @@ def _calibrate_guard(calibration: Calibration, setup: ControllerSetup, budgets_m
     def teacher_decides(limit_ms: float) -> Tensor:
         return _choices(setup, setup.distiller.fitted.of_folds, torch.tensor([limit_ms]))[:, 0]
 
-    level = setup.policy.level
+    calibrated = functools.partial(
+        calibrate,
+        table=table,
+        rows=setup.held_out.rows,
+        budgets_ms=budgets_ms,
+        static_choice=static_choice,
+        level=setup.policy.level,
+    )
     # once with the cost of a decision charged, once as if it were free
-    calibration.guard = calibrate(*judged, decide, level, setup.cost_ms)
-    calibration.guard_if_free = calibrate(*judged, decide, level)
+    calibration.guard = calibrated(decide=decide, cost_ms=setup.cost_ms)
+    calibration.guard_if_free = calibrated(decide=decide)
     if isinstance(table, CompletedTable):
         validation = torch.isin(setup.held_out.rows, setup.split.validation)
         left_ms = (budgets_ms - setup.cost_ms).clamp_min(MIN_LATENCY_MS)
@@ -94,11 +101,11 @@ def _calibrate_guard(calibration: Calibration, setup: ControllerSetup, budgets_m
         calibration.judged = {
             "rows": setup.held_out.rows[validation].numpy(),
             "chosen": chosen[validation].numpy(),
-            "static": judged[-1][validation].numpy(),
+            "static": static_choice[validation].numpy(),
             "cost_ms": np.array(setup.cost_ms),
         }
     if setup.distiller:
-        calibration.guard_of_teacher = calibrate(*judged, teacher_decides, level, margins=(1.0,))
+        calibration.guard_of_teacher = calibrated(decide=teacher_decides, margins=(1.0,))
     calibration.static = fit_static(table, setup.fitted).arrays()
 
 
@@ -138,11 +145,17 @@ def calibrated_again(controller: DeployedController, table: ProfileTable) -> Dep
     cost_ms = float(judged["cost_ms"])
     guard = []
     for number, row in enumerate(controller.calibration.guard):
-        budget_ms = torch.tensor([row["budget_ms"]])
         chosen = torch.from_numpy(judged["chosen"][:, number])
-        static = torch.from_numpy(judged["static"][:, [number]])
-        about = table, rows, budget_ms, static, _always(chosen)
-        guard += calibrate(*about, row["level"], cost_ms, (row["margin"],))
+        guard += calibrate(
+            table,
+            rows,
+            budgets_ms=torch.tensor([row["budget_ms"]]),
+            static_choice=torch.from_numpy(judged["static"][:, [number]]),
+            decide=_always(chosen),
+            level=row["level"],
+            cost_ms=cost_ms,
+            margins=(row["margin"],),
+        )
     calibration = replace(controller.calibration, guard=guard)
     return DeployedController(controller.controller, controller.teacher, calibration).eval()
 
@@ -209,8 +222,14 @@ def _calibrate_mean_budgets(
             mixed.append(StaticMix.of_table(table, fit, budgets_ms).expected(table, hold)[0])
         accuracy, _ = outcomes_of(table, rows, chosen)
         _, latency_ms = outcomes_of(known, rows, chosen)
-        about = accuracy, latency_ms + cost_ms, torch.cat(mixed), budgets_ms, table.unit
-        calibration.guard = compared(*about, cluster_numbers(table, rows))
+        calibration.guard = compared(
+            accuracy,
+            latency_ms + cost_ms,
+            torch.cat(mixed),
+            budgets_ms,
+            unit=table.unit,
+            clusters=cluster_numbers(table, rows),
+        )
         mean["deployed"] = np.array([row["deployed"] for row in calibration.guard])
         # the mix that is deployed is fitted on all samples
         mix = StaticMix.of_table(table, setup.fitted, budgets_ms)

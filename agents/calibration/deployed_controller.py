@@ -176,7 +176,9 @@ class DeployedController(nn.Module):
                 profile, or another argument is refused.
         """
         try:
-            return self.decider.choose(features, limits, mask, drift, random, cost_limits)
+            return self.decider.choose(
+                features, limits, mask, drift=drift, random=random, cost_limits=cost_limits
+            )
         except ValueError as error:
             # NumPy's folder stands alone and knows no errors of ours
             raise InputError(str(error)) from error
@@ -205,7 +207,9 @@ class DeployedController(nn.Module):
             averages = mean.mix["mean_accuracy"], mean.mix["mean_cost"]
             accuracy, cost = map(torch.from_numpy, averages)
             mix = StaticMix(accuracy, cost, budgets_ms)
-        return MeanBudgetPolicy("controller", decide, budgets_ms, values_ms, deployed, mix)
+        return MeanBudgetPolicy(
+            "controller", decide, budgets_ms, values_ms, deployed=deployed, mix=mix
+        )
 
     def arrays(self) -> Arrays:
         """Return the content of an exported file: every array by name, and `header`, JSON."""

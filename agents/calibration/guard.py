@@ -94,6 +94,7 @@ def calibrate(
     static_choice: Tensor,
     decide: Decide,
     level: float,
+    *,
     cost_ms: float = 0.0,
     margins: Sequence[float] = MARGINS,
 ) -> list[GuardRow]:
@@ -191,7 +192,8 @@ def _calibrated(
     deployed = better or (widest is not None and bool(misses[-1] > may_miss))
 
     # why the level is not kept; what is not possible is without the correction for n
-    late, fewest = float(misses[chosen if deployed else -1]), float(misses.min())
+    late = float(misses[chosen if deployed else -1])
+    fewest = float(misses.min())
     missed = ""
     if count and late > may_miss:
         missed = TOO_FEW

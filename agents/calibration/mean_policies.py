@@ -53,14 +53,11 @@ class Mixture(NamedTuple):
     def expected(self, table: ProfileTable, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Return expected accuracy and latency (ms) of samples int64 [n], float64 [n, B] each,
         without the noise of draws."""
-        sides = zip(
-            outcomes_of(table, rows, self.first),
-            outcomes_of(table, rows, self.second),
-            strict=True,
-        )
+        first_accuracy, first_ms = outcomes_of(table, rows, self.first)
+        second_accuracy, second_ms = outcomes_of(table, rows, self.second)
         share = self.share.nan_to_num(0.0)
-        accuracy, latency_ms = (torch.lerp(*side, share) for side in sides)
-        return accuracy, latency_ms
+        accuracy = torch.lerp(first_accuracy, second_accuracy, share)
+        return accuracy, torch.lerp(first_ms, second_ms, share)
 
     def weight(self, weight: Tensor) -> Tensor:
         """Return how many cells the measured ones among these stand for, float64 [n, B].
@@ -123,7 +120,9 @@ class StaticMix:
     name = "static_mix"
 
     def __init__(self, mean_accuracy: Tensor, mean_cost: Tensor, budgets: Tensor) -> None:
-        self._means = mean_accuracy, mean_cost, budgets
+        self._mean_accuracy = mean_accuracy
+        self._mean_cost = mean_cost
+        self._budgets = budgets
         corners = static_hull(mean_accuracy, mean_cost)
         cost = mean_cost.double()[corners]
         budgets = budgets.double()
@@ -139,19 +138,24 @@ class StaticMix:
     def of_table(cls, table: ProfileTable, rows: Tensor, budgets: Tensor) -> StaticMix:
         """Fit the mix on mean accuracy and mean latency of the rows, int64 [n], for budgets [B] in
         ms."""
-        return cls(*averages(table, rows), budgets)
+        mean_accuracy, mean_cost = averages(table, rows)
+        return cls(mean_accuracy, mean_cost, budgets)
 
     def arrays(self) -> dict[str, Array]:
         """Collect what `agents.deployed.calibrated.CalibratedMeanBudgets` reads: `first`, `second`,
         `share`, [B] each; `mean_accuracy`, `mean_cost`, [C] each."""
-        arrays = {name: getattr(self, name).numpy() for name in ("first", "second", "share")}
-        accuracy, cost, _ = self._means
-        return {"mean_accuracy": accuracy.numpy(), "mean_cost": cost.numpy()} | arrays
+        return {
+            "mean_accuracy": self._mean_accuracy.numpy(),
+            "mean_cost": self._mean_cost.numpy(),
+            "first": self.first.numpy(),
+            "second": self.second.numpy(),
+            "share": self.share.numpy(),
+        }
 
     def both(self, mask: Tensor) -> tuple[Tensor, Tensor]:
         """Return the cheaper and the costlier configuration of each request at each budget:
         bool [n, C] → int64 [n, B] each."""
-        instead = best_single_at(*self._means, mask)
+        instead = best_single_at(self._mean_accuracy, self._mean_cost, self._budgets, mask)
         has_first = mask[:, self.first]
         has_second = mask[:, self.second]
         first = self.first.where(has_first, self.second.where(has_second, instead))
@@ -180,8 +184,10 @@ class BestSingle:
 
     def mixture(self, table: ProfileTable, rows: Tensor) -> Mixture:
         """Give samples int64 [n] the one configuration of each budget, [n, B], without draws."""
-        means = self.mean_accuracy, self.mean_cost, self.budgets_ms
-        return Mixture.single(best_single_at(*means, table.mask[rows]))
+        chosen = best_single_at(
+            self.mean_accuracy, self.mean_cost, self.budgets_ms, table.mask[rows]
+        )
+        return Mixture.single(chosen)
 
 
 @dataclass
@@ -194,8 +200,10 @@ class OracleAtMean:
 
     def mixture(self, table: ProfileTable, rows: Tensor) -> Mixture:
         """Choose for samples int64 [n] by their true outcomes, [n, B], without draws."""
-        cells = table.accuracy[rows], table.latency_ms[rows], table.mask[rows]
-        return Mixture.single(oracle_at_mean(*cells, self.budgets_ms))
+        chosen = oracle_at_mean(
+            table.accuracy[rows], table.latency_ms[rows], table.mask[rows], self.budgets_ms
+        )
+        return Mixture.single(chosen)
 
 
 def outcomes_of(table: ProfileTable, rows: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor]:
@@ -246,8 +254,11 @@ class MeanBudgetPolicy:
         if self.mix is None:
             return single
         mixed = self.mix.mixture(table, rows)
-        sides = zip(single, mixed, strict=True)
-        return Mixture(*(mine.where(self.deployed, other) for mine, other in sides))
+        return Mixture(
+            first=single.first.where(self.deployed, mixed.first),
+            second=single.second.where(self.deployed, mixed.second),
+            share=single.share.where(self.deployed, mixed.share),
+        )
 
 
 def calibrated_values(
@@ -282,6 +293,7 @@ def compared(
     cost: Tensor,
     mixed: Tensor,
     budgets_ms: Tensor,
+    *,
     unit: str = "ms",
     clusters: Tensor | None = None,
 ) -> list[GuardRow]:
@@ -296,9 +308,14 @@ def compared(
         unit: of costs and budgets, for the reasons.
         clusters: int64 [n], see `guard.cluster_numbers`; by default each sample is one.
     """
-    columns = [values.double().unbind(1) for values in (accuracy, cost, mixed)]
     rows = []
-    for budget, right, ms, rival in zip(budgets_ms.tolist(), *columns, strict=True):
+    for budget, right, ms, rival in zip(
+        budgets_ms.tolist(),
+        accuracy.double().unbind(1),
+        cost.double().unbind(1),
+        mixed.double().unbind(1),
+        strict=True,
+    ):
         gains = right - rival
         spent = float(ms.mean())
         kept = spent <= budget * (1 + 1e-9)

@@ -46,16 +46,19 @@ def distillation_trainer(
         table, split, settings: see `ControllerSetup`.
         seed, device, folder, log: see `Trainer`.
     """
-    about: dict[str, Any] = settings | {"seed": seed, "device": device}
     policy = settings.get("policy")
     optimiser = settings.get("optimiser")
     warm = optimiser is None or optimiser.pretrain_iterations > 0
     if policy is None or not policy.teacher or not warm:
-        trainer = controller_trainer(table, split, folder=folder, log=log, **about)
+        trainer = controller_trainer(
+            table, split, seed=seed, device=device, folder=folder, log=log, **settings
+        )
     else:
         with seeded(seed, device):
             distiller = Distiller(experts)
-            setup = ControllerSetup(table, split, distiller=distiller, **about)
+            setup = ControllerSetup(
+                table, split, seed=seed, device=device, distiller=distiller, **settings
+            )
             agent = DeployedController(setup.controller, distiller.teacher).eval()
             stages = [
                 *regression_stages(setup, distiller.teacher),

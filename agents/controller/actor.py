@@ -178,10 +178,10 @@ def collect(
             configuration that was profiled.
     """
     encode, draw = actor.module
-    inputs = [contexts[key] for key in encode.in_keys]
+    row, limit = (contexts[key] for key in encode.in_keys)
     distributions = {}
     if policies:
-        log_probs = encode.module.of_controllers(policies.values(), *inputs)
+        log_probs = encode.module.of_controllers(policies.values(), row, limit)
         for key, values in zip(policies, log_probs, strict=True):
             distributions[key] = draw.distribution_class(values, **draw.distribution_kwargs)
     # the draws
@@ -189,7 +189,7 @@ def collect(
         index = next(iter(distributions.values())).sample_index()
     else:
         mask = encode.module.mask
-        index = mask[inputs[0] % len(mask)].int().argmax(-1, keepdim=True)
+        index = mask[row % len(mask)].int().argmax(-1, keepdim=True)
         index = index.expand(-1, draw.distribution_kwargs["group_size"])
     # what the environment and the losses read of them
     contexts["action"] = contexts["configuration"] = index

@@ -52,6 +52,7 @@ class Controller(nn.Module):
         normaliser: FeatureNormaliser,
         encoding: BudgetEncoding,
         config: PolicyConfig,
+        *,
         constraint: str = "deadline",
         unit: str = MS,
     ) -> None:
@@ -81,8 +82,15 @@ class Controller(nn.Module):
         rows = subsample(rows)
         encoding = BudgetEncoding(limits_seen(table, rows, constraint), config.budget_width)
         normaliser = FeatureNormaliser.fit(table, rows, config.project, config.dataset_input)
-        parts = table.knobs, table.configurations, normaliser, encoding, config
-        return cls(*parts, constraint, table.unit)
+        return cls(
+            table.knobs,
+            table.configurations,
+            normaliser,
+            encoding,
+            config,
+            constraint=constraint,
+            unit=table.unit,
+        )
 
     @property
     def limit_key(self) -> str:
@@ -109,15 +117,22 @@ class Controller(nn.Module):
         by_value = None
         if offset is not None:
             by_value = drift_inputs(offset, self.network.values)
-        # every network gets the same requests: [*, …] → [M, n, …]
-        inputs = []
-        for values in (features, limit, mask, by_value):
-            if values is not None:
-                rest = values.shape[len(shape) :]
-                values = values.reshape(n, *rest).expand(self.config.networks_trained, n, *rest)
-            inputs.append(values)
+
+        def for_networks(values: Tensor | None) -> Tensor | None:
+            # every network gets the same requests: [*, …] → [M, n, …]
+            if values is None:
+                return None
+            rest = values.shape[len(shape) :]
+            return values.reshape(n, *rest).expand(self.config.networks_trained, n, *rest)
+
+        log_probs = self.network(
+            for_networks(features),
+            for_networks(limit),
+            mask=for_networks(mask),
+            by_value=for_networks(by_value),
+        )
         # the last network is the one that is deployed
-        return self.network(*inputs)[-1].reshape(*shape, -1)
+        return log_probs[-1].reshape(*shape, -1)
 
     def sample_actions(self, log_probs: Tensor, deterministic: bool = False) -> dict[str, Any]:
         """Draw the knobs from what the controller returned for requests.
@@ -185,8 +200,14 @@ class Controller(nn.Module):
         # statistics of limits come with the weights, below
         encoding = BudgetEncoding(torch.ones(1), config.budget_width)
         normaliser = FeatureNormaliser.restored(plain)
-        configurations = state["configurations"]
-        parts = knobs, configurations, normaliser, encoding, config
-        controller = cls(*parts, plain["constraint"], plain["unit"])
+        controller = cls(
+            knobs,
+            state["configurations"],
+            normaliser,
+            encoding,
+            config,
+            constraint=plain["constraint"],
+            unit=plain["unit"],
+        )
         controller.load_state_dict(state)
         return controller

@@ -188,7 +188,7 @@ class KnobNetwork(nn.Module):
         self.register_buffer("values", drift_values(configurations, config.drift), persistent=False)
         widths = [features + encoding.width + len(self.values)] + [config.hidden] * config.layers
         self.layers = nn.ModuleList(
-            StackedLinear(networks, *sizes) for sizes in itertools.pairwise(widths)
+            StackedLinear(networks, before, after) for before, after in itertools.pairwise(widths)
         )
         self.head: KnobHeads | ValueHead = KnobHeads(config.hidden, configurations, networks)
         self.utility: UtilityHead | None = None

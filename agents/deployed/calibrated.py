@@ -118,8 +118,8 @@ class Guard:
         self._order = np.argsort(self.budgets_ms, kind="stable")
         logs = log_ms(self.budgets_ms[self._order])
         self._between = np.exp((logs[1:] + logs[:-1]) / 2).tolist()
-        columns = self.margin[self._order].tolist(), self.deployed[self._order].tolist()
-        self._few = list(zip(*columns, strict=True))
+        margins = self.margin[self._order].tolist()
+        self._few = list(zip(margins, self.deployed[self._order].tolist(), strict=True))
 
     def single(self, limit: float) -> tuple[int | None, float]:
         """Return the choice of static where it decides, else None; and the ms to plan with."""

@@ -481,7 +481,8 @@ class NumpyController:
     ) -> Array:
         """Return the policy's log-probabilities [n, C], −inf outside the mask, also where the guard
         falls back. Arguments and errors as in `choose`."""
-        scores = self._scores(*self._checked(features, limits, mask, drift), drift)
+        raw, limits, mask = self._checked(features, limits, mask, drift)
+        scores = self._scores(raw, limits, mask, drift)
         # the largest score becomes 0, so that no exponential overflows
         scores -= scores.max(1, keepdims=True)
         return scores - np.log(np.exp(scores).sum(1, keepdims=True))

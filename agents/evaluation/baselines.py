@@ -102,8 +102,11 @@ def fit_static(table: ProfileTable, rows: Tensor) -> FittedStatic:
     """Return budget-aware static fitted on `rows` (int64 [n]); first-stage time is not charged,
     since static needs no features."""
     table = table.without_first_look
-    cells = table.accuracy, table.latency_ms, table.measurements_ms
-    return FittedStatic.fit(*(values[rows].numpy() for values in cells))
+    return FittedStatic.fit(
+        accuracy=table.accuracy[rows].numpy(),
+        latency_ms=table.latency_ms[rows].numpy(),
+        measurements_ms=table.measurements_ms[rows].numpy(),
+    )
 
 
 class BestStatic:

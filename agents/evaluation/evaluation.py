@@ -24,6 +24,7 @@ def evaluate_policy(
     rows: Tensor,
     budgets_ms: Tensor,
     rewards: RewardTable | None = None,
+    *,
     cost_ms: Tensor | float = 0.0,
 ) -> DeadlineOutcomes:
     """Let a policy decide for every sample under every deadline, and look up the outcomes.
@@ -42,10 +43,14 @@ def evaluate_policy(
     features, mask = requests_of(table, rows)
     chosen = choices_of(policy, features, left, mask)
     reads = torch.from_numpy(reads_features(policy, left))
-    about = rows, chosen, budgets_ms, rewards, cost_ms, reads
     if isinstance(table, CompletedTable) and not getattr(policy, "hindsight", False):
-        return _estimated_outcomes(table, *about)
-    return judged_by_limits(outcomes_of(table, *about), table, rows, budgets_ms)
+        return _estimated_outcomes(
+            table, rows, chosen, budgets_ms, rewards=rewards, cost_ms=cost_ms, reads=reads
+        )
+    outcomes = outcomes_of(
+        table, rows, chosen, budgets_ms, rewards=rewards, cost_ms=cost_ms, reads=reads
+    )
+    return judged_by_limits(outcomes, table, rows, budgets_ms)
 
 
 def _estimated_outcomes(
@@ -53,6 +58,7 @@ def _estimated_outcomes(
     rows: Tensor,
     chosen: Tensor,
     budgets_ms: Tensor,
+    *,
     rewards: RewardTable | None,
     cost_ms: Tensor | float,
     reads: Tensor,
@@ -62,8 +68,15 @@ def _estimated_outcomes(
 
     @functools.cache
     def outcomes_in(version: ProfileTable) -> DeadlineOutcomes:
-        by = RewardTable(version, config)
-        outcomes = outcomes_of(version, rows, chosen, budgets_ms, by, cost_ms, reads)
+        outcomes = outcomes_of(
+            version,
+            rows,
+            chosen,
+            budgets_ms,
+            rewards=RewardTable(version, config),
+            cost_ms=cost_ms,
+            reads=reads,
+        )
         return judged_by_limits(outcomes, version, rows, budgets_ms)
 
     def estimate(name: str) -> Tensor:

@@ -140,7 +140,10 @@ def fit_bounds(
     """
     x = normaliser.of_rows(table, rows).double().numpy()
     division = folds_of(table, rows, 0)
-    biases, margins, weights, floors = [], [], [], []
+    biases = []
+    margins = []
+    weights = []
+    floors = []
     for cost in table.costs.values():
         of_rows = cost[rows].double()
         positive = of_rows[of_rows > 0]

@@ -113,6 +113,13 @@ def labels_by_configuration(
         expected = accuracy[chosen]
         variance = (expected * (1 - expected)).sum().clamp_min(0.25)
         contradicts = abs(float((labels - expected).sum() / variance.sqrt())) > CHANCE
-        means = float(labels.mean()), float(expected.mean())
-        rows.append(ConfigurationLabels(names[c], len(labels), *means, contradicts))
+        rows.append(
+            ConfigurationLabels(
+                knobs=names[c],
+                labels=len(labels),
+                accuracy=float(labels.mean()),
+                expected=float(expected.mean()),
+                contradicts=contradicts,
+            )
+        )
     return rows

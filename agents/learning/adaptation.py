@@ -11,7 +11,6 @@ posterior variance is added to that of the controller's predictions. The accurac
 from __future__ import annotations
 
 import copy
-import itertools
 import math
 from typing import Any, NamedTuple
 
@@ -44,8 +43,12 @@ SCALES = Scales()
 """Those of what configurations imply for each other."""
 FREE = 3.0
 """Prior standard deviation of β₀."""
-_GRID = itertools.product((0.01, 0.05, 0.1, 0.2, 0.4), (0.01, 0.03, 0.1), (0.02, 0.05, 0.1, 0.3))
-TRIED = [Scales(*scales) for scales in _GRID]
+TRIED = [
+    Scales(knob=knob, configuration=configuration, noise=noise)
+    for knob in (0.01, 0.05, 0.1, 0.2, 0.4)
+    for configuration in (0.01, 0.03, 0.1)
+    for noise in (0.02, 0.05, 0.1, 0.3)
+]
 """The scales that offsets are averaged over."""
 OUTLYING = 4.0
 """Cells further from a first fit than this, in standard deviations, are left out as stalls."""
@@ -194,9 +197,9 @@ def adapted(agent: DeployedController, offsets: Offsets, x: Tensor) -> DeployedC
     # budgets, guards and static
     agent.controller.network.encoding.mean += overall
     calibration = agent.calibration
-    guards = calibration.guard, calibration.guard_if_free, calibration.guard_of_teacher
-    for row in itertools.chain(*guards):
-        row["budget_ms"] *= math.exp(overall)
+    for guard in (calibration.guard, calibration.guard_if_free, calibration.guard_of_teacher):
+        for row in guard:
+            row["budget_ms"] *= math.exp(overall)
     times = offsets.mean.exp().numpy()
     calibration.scale_static(times, np.ones_like(times))
     # the latency model of the tracker
@@ -211,8 +214,11 @@ def adapted(agent: DeployedController, offsets: Offsets, x: Tensor) -> DeployedC
 
 def copied(agent: DeployedController) -> DeployedController:
     """Return a deep copy of a controller, in eval mode."""
-    parts = copy.deepcopy((agent.controller, agent.teacher, agent.calibration))
-    return DeployedController(*parts).eval()
+    # together, so that what they share stays shared
+    controller, teacher, calibration = copy.deepcopy(
+        (agent.controller, agent.teacher, agent.calibration)
+    )
+    return DeployedController(controller, teacher, calibration).eval()
 
 
 # when heads are distilled again

@@ -102,8 +102,9 @@ def estimate_gain(logged: Logged, expected: Tensor, old: Tensor, new: Tensor) ->
         new: int64 [n], the choices of the new controller.
     """
     # without evidence the new controller is taken to choose as the old one
-    chances = of_choices(logged.propensity, old), of_choices(logged.propensity, new)
-    new = new.where(torch.minimum(*chances) > 0, old)
+    chance_of_old = of_choices(logged.propensity, old)
+    chance_of_new = of_choices(logged.propensity, new)
+    new = new.where(torch.minimum(chance_of_old, chance_of_new) > 0, old)
     differs = old != new
     by_old, by_new = (_evidence(logged, c, differs, expected.double()) for c in (old, new))
     robust, model, _ = by_new - by_old

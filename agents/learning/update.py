@@ -266,7 +266,8 @@ def _latency_offsets(agent: DeployedController, logged: Logged) -> Offsets:
         spread = of_choices(spreads, logged.choice) * logged.scale.float()
         z = (ratios - offsets.mean[logged.choice]) / spread
         factor = 1.4826 * z[logged.seen].abs().median()
-    missing = factor.clamp(*SPREADS).square() - 1
+    narrowest, widest = SPREADS
+    missing = factor.clamp(narrowest, widest).square() - 1
     return offsets._replace(variance=missing * spreads.square().mean(0).double())
 
 

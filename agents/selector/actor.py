@@ -58,16 +58,21 @@ class SelectorActor(TensorDictModuleBase):
         pool = self.pool[rows]
         return self.queries[rows], self.candidates[pool], pool >= 0
 
+    def distribution(self, rows: Tensor, temperature: Tensor | float = 1.0) -> SequenceDistribution:
+        """Compute the distribution over sequences for queries int64 [P]: logits over the
+        temperature."""
+        query, pool, mask = self.inputs(rows)
+        return self.selector.distribution(query, pool, mask, self.shots, temperature)
+
     def get_dist(self, tensordict: TensorDictBase) -> SequenceDistribution:
         """Compute the distribution over sequences that a group is drawn from: logits over the
         temperature, for the queries in `row` [P]."""
-        inputs = self.inputs(tensordict["row"])
-        return self.selector.distribution(*inputs, self.shots, self.temperature)
+        return self.distribution(tensordict["row"], self.temperature)
 
     def policy(self, tensordict: TensorDictBase) -> SequenceDistribution:
         """Compute the distribution over sequences at temperature 1, which is what is deployed, for
         the queries in `row` [P]."""
-        return self.selector.distribution(*self.inputs(tensordict["row"]), self.shots)
+        return self.distribution(tensordict["row"])
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
         dist = self.get_dist(tensordict)
@@ -89,6 +94,6 @@ class SelectorActor(TensorDictModuleBase):
         parts = []
         for part in rows.split(BATCH):
             sequences = table.sequences[part, :, : self.shots].to(self.pool.device)
-            dist = self.selector.distribution(*self.inputs(part), self.shots)
+            dist = self.distribution(part)
             parts.append(dist.log_prob(sequences).cpu())
         return torch.cat(parts)

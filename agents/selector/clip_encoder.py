@@ -76,11 +76,9 @@ class ClipItems(NamedTuple):
         texts = [item.question for item in distinct.values()]
         tokens = processor.tokenizer(texts, padding=True, truncation=True, return_tensors="pt")
         indices = torch.tensor([index_of[id(item)] for item in (*queries, *bank)]).unsqueeze(1)
+        of_queries, of_bank = indices.split([len(queries), len(bank)])
         return cls(
-            torch.cat(pixels),
-            tokens["input_ids"],
-            tokens["attention_mask"],
-            *indices.split([len(queries), len(bank)]),
+            torch.cat(pixels), tokens["input_ids"], tokens["attention_mask"], of_queries, of_bank
         )
 
 

@@ -132,7 +132,8 @@ def choose(actor: SelectorActor, rows: Tensor) -> Tensor:
     """
     choices = []
     for part in rows.split(BATCH):
-        choices.append(actor.selector.choose(*actor.inputs(part), actor.shots).cpu())
+        query, pool, mask = actor.inputs(part)
+        choices.append(actor.selector.choose(query, pool, mask, actor.shots).cpu())
     return torch.cat(choices)
 
 
@@ -145,8 +146,7 @@ def draw(actor: SelectorActor, rows: Tensor, count: int) -> Tensor:
     """
     draws = []
     for part in rows.split(BATCH):
-        dist = actor.selector.distribution(*actor.inputs(part), actor.shots)
-        draws.append(dist.sample_with_log_prob(count)[0].cpu())
+        draws.append(actor.distribution(part).sample_with_log_prob(count)[0].cpu())
     return torch.cat(draws)
 
 

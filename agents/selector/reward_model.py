@@ -127,7 +127,8 @@ class RewardModel:
         self.scale = scale
         # the weights of all members are stacked, [M, …] each
         members = [Member(len(mean), config.width) for _ in range(config.members)]
-        self.network, (self.weights, _) = members[0], stack_module_state(members)
+        self.network = members[0]
+        self.weights, _ = stack_module_state(members)
         self.answered: Answered | None = None
 
     def learn(self, table: BeamTable, answered: Answered, epochs: int) -> float:
@@ -198,8 +199,13 @@ class RewardModel:
         members = self.config.members
         parts = []
         for queries, drawn in zip(rows.split(CHUNK), sequences.split(CHUNK), strict=True):
-            inputs = queries.expand(members, -1), drawn.expand(members, -1, -1)
-            parts.append(self._logits(table, *inputs, learning=False).sigmoid())
+            logits = self._logits(
+                table,
+                queries.expand(members, -1),
+                drawn.expand(members, -1, -1),
+                learning=False,
+            )
+            parts.append(logits.sigmoid())
         return torch.cat(parts, 1)
 
     def score(self, table: BeamTable, rows: Tensor, sequences: Tensor) -> dict[str, Tensor]:

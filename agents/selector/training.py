@@ -99,15 +99,19 @@ class SelectorSetup:
         self.agent = self._actor(start).to(self.device).eval()
         self.reference = self._actor(reference).to(self.device).eval().requires_grad_(False)
         self.agent.selector.stage = stage
-        about: dict[str, Any] = {
-            "unprofiled": "error",
-            "observe_features": False,
-            "group_size": "all",
-        }
-        about |= {"reward": reward, "groups": groups, "seed": seed, "device": self.device}
+        self._env = functools.partial(
+            DemonstrationBandit,
+            table,
+            unprofiled="error",
+            observe_features=False,
+            group_size="all",
+            reward=reward,
+            groups=groups,
+            seed=seed,
+            device=self.device,
+        )
         if live:
-            about |= {"group_size": self.loss.group_size, "shots": shots}
-        self._env = functools.partial(DemonstrationBandit, table, **about)
+            self._env = functools.partial(self._env, group_size=self.loss.group_size, shots=shots)
         self.env = self._env(batch_size=self.settings.contexts, rows=split.train, scorer=scored_by)
         # SFT learns from no rewards
         self.reward_spread: float | None = None

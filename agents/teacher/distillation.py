@@ -32,6 +32,7 @@ BEYOND = (0.8, 1.15)
 def distillation_targets(
     fitted: FittedTeacher,
     table: ProfileTable,
+    *,
     judged: Tensor,
     draws: int,
     seed: int,

@@ -60,8 +60,15 @@ class Distiller:
         # shared experts read features by the statistics of this profile, not of a checkpoint
         if self._experts is not None and setup.start_sums is None:
             experts = self._experts()
-        about = measured_of(setup.table), setup.fitted, teacher, setup.policy, setup.limits
-        return fit_teacher(*about, setup.fold_seed, experts)
+        return fit_teacher(
+            measured_of(setup.table),
+            setup.fitted,
+            teacher,
+            setup.policy,
+            limits=setup.limits,
+            seed=setup.fold_seed,
+            experts=experts,
+        )
 
     @functools.cached_property
     def targets(self) -> TensorDict:
@@ -69,6 +76,14 @@ class Distiller:
         setup = self.setup
         settings = setup.settings
         draws = settings.pretrain_iterations * settings.epochs * settings.contexts
-        values = setup.controller.network.values.cpu()
-        about = self.fitted, setup.table, setup.limits, draws, setup.seed
-        return distillation_targets(*about, setup.drift, values, setup.augment, setup.device)
+        return distillation_targets(
+            self.fitted,
+            setup.table,
+            judged=setup.limits,
+            draws=draws,
+            seed=setup.seed,
+            drift=setup.drift,
+            values=setup.controller.network.values.cpu(),
+            augment=setup.augment,
+            device=setup.device,
+        )

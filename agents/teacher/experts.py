@@ -63,8 +63,15 @@ class MeasuredRows(NamedTuple):
         cls, table: ProfileTable, rows: Tensor, budgets_ms: Tensor, folds: Sequence[Fold] = ()
     ) -> MeasuredRows:
         """Look up these rows (int64 [n])."""
-        cells = table.accuracy[rows], table.latency_ms[rows], table.measurements_ms[rows]
-        return cls(rows, *cells, table.mask[rows], budgets_ms, folds)
+        return cls(
+            rows=rows,
+            accuracy=table.accuracy[rows],
+            latency_ms=table.latency_ms[rows],
+            measurements_ms=table.measurements_ms[rows],
+            mask=table.mask[rows],
+            budgets_ms=budgets_ms,
+            folds=folds,
+        )
 
     def utility(self, scores: Sequence[Tensor], latency: Tensor) -> float:
         """Return the utility of taking the best score, as the mean over rows and budgets.
@@ -179,6 +186,7 @@ class Experts(NamedTuple):
         budgets_ms: Tensor,
         families: Sequence[str],
         seed: int,
+        *,
         normaliser: FeatureNormaliser | None = None,
         folds: int = FOLDS,
     ) -> Experts:
@@ -258,8 +266,8 @@ def _models(
     models: list[Regressor] = [constant(values, targets.x.shape[1])]
     if settings:
         models += FAMILIES[name].fit(targets.x, values, settings, seed)
-    units = [unit[columns] for unit in targets.units]
-    return [model.rescaled(*units) for model in models]
+    scale, offset = (unit[columns] for unit in targets.units)
+    return [model.rescaled(scale, offset) for model in models]
 
 
 def _fit(
@@ -317,12 +325,15 @@ def _fit(
             # on all rows; where the first is best there is no setting but the constant
             of_all = _models(name, targets, settings[best - 1 : best], seed, columns)[-1]
         regressors.append([of_all, *in_folds])
-    spread = _spread(measured, *unseen)
+    unseen_accuracy, unseen_latency = unseen
+    spread = _spread(measured, unseen_accuracy, unseen_latency)
     # an expert of all rows, and of each fold
+    of_accuracy, of_latency = regressors
     experts = []
-    for right, fast in zip(*regressors, strict=True):
+    for right, fast in zip(of_accuracy, of_latency, strict=True):
         experts.append(Expert(name, right, fast, spread, ", ".join(words)))
-    return FittedExpert(experts[0], Prediction(unseen[0], unseen[1], spread), experts[1:])
+    out_of_fold = Prediction(unseen_accuracy, unseen_latency, spread)
+    return FittedExpert(experts[0], out_of_fold, experts[1:])
 
 
 def _spread(measured: MeasuredRows, accuracy: Tensor, log_latency: Tensor) -> Tensor:

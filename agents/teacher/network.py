@@ -41,7 +41,11 @@ class PredictedOutcomes(NamedTuple):
 
     def predicted(self) -> Prediction:
         """Turn logits of accuracy into probabilities; ln ms and its spread stay, [*, C] each."""
-        return Prediction(self.accuracy_logits.sigmoid(), *self[1:])
+        return Prediction(
+            accuracy=self.accuracy_logits.sigmoid(),
+            log_latency=self.log_latency,
+            spread=self.spread,
+        )
 
 
 class OutcomeNetwork(nn.Module):
@@ -63,7 +67,7 @@ class OutcomeNetwork(nn.Module):
         inputs = features * (1 + BINS * bins)
         widths = [inputs] + [config.teacher_hidden] * config.layers
         self.layers = nn.ModuleList(
-            StackedLinear(networks, *sizes) for sizes in itertools.pairwise(widths)
+            StackedLinear(networks, before, after) for before, after in itertools.pairwise(widths)
         )
         # accuracy, mean and spread of ln ms
         self.outcome_head = StackedLinear(networks, config.teacher_hidden, 3 * count, zero=True)

@@ -283,8 +283,13 @@ class _Points(NamedTuple):
     def model(self, multiple: float, coefficients: Array) -> Kernel:
         """Return the regressor with these coefficients, [n, o]."""
         width = float(np.sqrt(self.median * multiple))
-        shared = {"points": self.x, "squares": self.norms, "bias": self.bias}
-        return Kernel(**shared, coefficients=coefficients, width=width)
+        return Kernel(
+            points=self.x,
+            squares=self.norms,
+            bias=self.bias,
+            coefficients=coefficients,
+            width=width,
+        )
 
 
 def neighbours(
@@ -300,9 +305,15 @@ def neighbours(
     for k, weighted in settings:
         weights = norms if weighted else torch.ones_like(norms)
         points = torch.from_numpy(x).float() * weights
-        squares = points.square().sum(1)
-        nearest = {"values": y, "k": min(k, len(x))}
-        models.append(Neighbours(points=points, squares=squares, weights=weights, **nearest))
+        models.append(
+            Neighbours(
+                points=points,
+                squares=points.square().sum(1),
+                weights=weights,
+                values=y,
+                k=min(k, len(x)),
+            )
+        )
     return models
 
 

@@ -88,9 +88,12 @@ class Regression(ControllerStage):
         row = minibatch["row"][:, : self.teacher.networks].T  # [M, n]
         predicted = self.teacher.network(self.setup.rows.features_of(row))
         row = row % self.setup.table.num_samples  # row i + k·N is a copy of sample i
-        measured = (self.accuracy, self.log_latency, self.variance)
-        cells = [functional.embedding(row, values) for values in measured]
-        wrong, off = regression_losses(predicted, *cells)
+        wrong, off = regression_losses(
+            predicted,
+            accuracy=functional.embedding(row, self.accuracy),
+            log_latency=functional.embedding(row, self.log_latency),
+            variance=functional.embedding(row, self.variance),
+        )
         return TensorDict({"loss_accuracy": wrong.mean(), "loss_latency": off.mean()})
 
     def validate(self, trainer: Trainer) -> Validation:
@@ -154,8 +157,9 @@ class Distillation(ControllerStage):
 
         The target is softmax(sharpness · the utility that the teacher expects).
         """
-        inputs = minibatch["x"], minibatch["limit"], None, minibatch.get("by_value", None)
-        log_probs = self.setup.controller.network(*inputs)
+        log_probs = self.setup.controller.network(
+            minibatch["x"], minibatch["limit"], by_value=minibatch.get("by_value", None)
+        )
         temperature = 1 / self.setup.policy.sharpness
         loss = reward_weighted_cross_entropy(log_probs, minibatch["utility"], temperature)
         return TensorDict({"loss_imitation": loss.mean()})

@@ -94,7 +94,11 @@ class MemberPredictions(NamedTuple):
 
 def concatenated(predictions: Sequence[Prediction]) -> Prediction:
     """Join predictions along their first axis."""
-    return Prediction(*map(torch.cat, zip(*predictions, strict=True)))
+    return Prediction(
+        accuracy=torch.cat([prediction.accuracy for prediction in predictions]),
+        log_latency=torch.cat([prediction.log_latency for prediction in predictions]),
+        spread=torch.cat([prediction.spread for prediction in predictions]),
+    )
 
 
 class Teacher(nn.Module):
@@ -173,9 +177,15 @@ class Teacher(nn.Module):
         for weight, expert in zip(of_experts, self.experts, strict=True):
             if weight > 0:
                 weights.append(weight)
+                predicted = expert(x)
                 # [n, C] or [C] → [1, n, C]
-                parts = (part.expand(1, len(x), -1) for part in expert(x))
-                predictions.append(Prediction(*parts))
+                predictions.append(
+                    Prediction(
+                        accuracy=predicted.accuracy.expand(1, len(x), -1),
+                        log_latency=predicted.log_latency.expand(1, len(x), -1),
+                        spread=predicted.spread.expand(1, len(x), -1),
+                    )
+                )
         members = self._moved(concatenated(predictions))
         return MemberPredictions(x.new_tensor(weights).reshape(-1, 1, 1), members, self.constraint)
 
@@ -305,6 +315,7 @@ def fit_teacher(
     config: PolicyConfig,
     limits: Tensor,
     seed: int,
+    *,
     experts: Experts | None = None,
 ) -> FittedTeacher:
     """Fit the experts and weigh all members, all out of fold.
@@ -325,8 +336,15 @@ def fit_teacher(
     families = config.experts if normaliser.width else ()
     if experts is None:
         budgets_ms = limits if constraint == "deadline" else limits[:0]
-        settings = budgets_ms, families, seed, normaliser, network.networks
-        experts = Experts.fit(table, rows, *settings)
+        experts = Experts.fit(
+            table,
+            rows,
+            budgets_ms,
+            families,
+            seed,
+            normaliser=normaliser,
+            folds=network.networks,
+        )
     fitted = experts.of_families(families)
     measured = experts.measured
     folds = [torch.from_numpy(hold) for _, hold in measured.folds]
@@ -359,7 +377,12 @@ def _held_out(
     for fold, held in enumerate(folds):
         unseen_by[held] = fold
     predicted = teacher.network(x.expand(teacher.networks, -1, -1)).predicted()
-    return Prediction(*(part[unseen_by, torch.arange(len(rows))] for part in predicted))
+    each = torch.arange(len(rows))
+    return Prediction(
+        accuracy=predicted.accuracy[unseen_by, each],
+        log_latency=predicted.log_latency[unseen_by, each],
+        spread=predicted.spread[unseen_by, each],
+    )
 
 
 def _weights(known: HeldOutScores, measured: MeasuredRows) -> tuple[Tensor, list[Tensor]]:

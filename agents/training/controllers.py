@@ -234,7 +234,7 @@ class ControllerSetup:
         sampler.set_back(sampler.before)
         inputs = {"row": rows, self.limit_key: limits}
         contexts = TensorDict(inputs, [len(rows)], device=self.device)
-        rewards = self.env.rewards.all(*contexts.values())
+        rewards = self.env.rewards.all(contexts["row"], contexts[self.limit_key])
         return rewards.nan_to_num(-torch.inf), contexts
 
     def with_rewards(self, minibatch: TensorDictBase) -> TensorDictBase:

@@ -136,7 +136,12 @@ class HeldOut:
         """Look up the outcomes of greedy decisions by log-probs [B, n, C]."""
         chosen = policies.argmax(-1).T
         return outcomes_of(
-            self.table, self.rows, chosen, self.limits, self.free_rewards, self.cost_ms
+            self.table,
+            self.rows,
+            chosen,
+            self.limits,
+            rewards=self.free_rewards,
+            cost_ms=self.cost_ms,
         )
 
     @functools.cached_property

@@ -107,8 +107,8 @@ class StageConfig:
             minibatch=min(self.queries, collected),
             evaluate_every=iterations_per_epoch,
             patience=0,
-            **{
-                name: getattr(self, name)
-                for name in ("lr", "lr_warmup", "weight_decay", "clip_grad")
-            },
+            lr=self.lr,
+            lr_warmup=self.lr_warmup,
+            weight_decay=self.weight_decay,
+            clip_grad=self.clip_grad,
         )

@@ -210,7 +210,8 @@ class Quantiles(Strategy):
     points = 1025
 
     def prepared(self, config: BudgetConfig, latencies_ms: Tensor) -> Tensor:
-        return _quantile(latencies_ms, torch.linspace(*RANGE, self.points))
+        lowest, highest = RANGE
+        return _quantile(latencies_ms, torch.linspace(lowest, highest, self.points))
 
     def __call__(self, rows: Tensor, generator: torch.Generator | None) -> Tensor:
         position = torch.rand(rows.shape[0], generator=generator) * (self.points - 1)

@@ -233,7 +233,7 @@ def reward_for(budget: BudgetConfig, reward: RewardConfig | str | None) -> Rewar
         one_of("reward.kind", reward, KINDS)
         reward = RewardConfig(kind=reward, **KINDS[reward].settings)
     if KINDS[reward.kind].constraint != budget.constraint:
-        suited = [kind for kind, about in KINDS.items() if about.constraint == budget.constraint]
+        suited = [kind for kind, entry in KINDS.items() if entry.constraint == budget.constraint]
         raise InputError(
             f"reward.kind={reward.kind}: does not suit "
             f"budget.constraint={budget.constraint}, which goes with {', '.join(suited)}"

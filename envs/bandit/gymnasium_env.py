@@ -112,7 +112,8 @@ class ConfigBanditEnv(gymnasium.Env[Observation, Any]):
     ) -> tuple[Observation, dict[str, Any]]:
         """Sample a context (sample, and budget_ms or worth_ms); `options` can fix either."""
         super().reset(seed=seed)
-        return self._single(*self._batch.draw(seed, options), None)
+        observations, infos = self._batch.draw(seed, options)
+        return self._single(observations, infos, reward=None)
 
     def step(self, action: Any) -> tuple[Observation, float, bool, bool, dict[str, Any]]:
         """Set the knobs and end the episode."""

@@ -272,14 +272,17 @@ class ConfigBanditVectorEnv(VectorEnv[Observation, NDArray[Any], NDArray[Any]]):
         if not self.knob_keys:
             actions = np.array(actions)  # faster than torch for lists and tuples
         grouped = self._replay.grouped(actions, self.num_envs)
-        choice, reward, *outcome = self._replay(rows, grouped, limits, self._contexts.generator)
+        replayed = self._replay(rows, grouped, limits, self._contexts.generator)
         rewards = self._replay.rewards
         best = oracle(rewards, rows, limits).unsqueeze(1)
         observations, infos = self._described(self._current)
-        outcomes = infos | self._outcome("", limits, choice, *outcome)
-        outcomes |= self._outcome("oracle_", limits, best, *rewards.outcome(rows, best))
+        outcomes = infos | self._outcome(
+            "", limits, replayed.configuration, replayed.accuracy, replayed.latency_ms
+        )
+        accuracy, latency_ms = rewards.outcome(rows, best)
+        outcomes |= self._outcome("oracle_", limits, best, accuracy, latency_ms)
         self._over[:] = True
-        return observations, reward[:, 0].numpy(), outcomes
+        return observations, replayed.reward[:, 0].numpy(), outcomes
 
     def _outcome(
         self, who: str, limits: Tensor, choice: Tensor, accuracy: Tensor, latency_ms: Tensor

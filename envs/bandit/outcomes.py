@@ -66,6 +66,7 @@ def outcomes_of(
     rows: Tensor,
     chosen: Tensor,
     budgets_ms: Tensor,
+    *,
     rewards: RewardTable | None = None,
     cost_ms: Tensor | float = 0.0,
     reads: Tensor | None = None,
@@ -91,10 +92,12 @@ def outcomes_of(
     limits = (budgets_ms - added_ms).clamp_min(MIN_LATENCY_MS)
     device = rewards.accuracy.device
     # a request of one choice for each sample and deadline
-    request = [values.to(device) for values in (cells[0], chosen.unsqueeze(2), limits)]
-    reward = rewards.chosen(*request)
+    asked_rows = cells[0].to(device)
+    asked = chosen.unsqueeze(2).to(device)
+    limits = limits.to(device)
+    reward = rewards.chosen(asked_rows, asked, limits)
     if table.first_look_ms is not None:
-        unread = RewardTable(quick, rewards.config, device).chosen(*request)
+        unread = RewardTable(quick, rewards.config, device).chosen(asked_rows, asked, limits)
         reward = reward.where(reads.to(device).unsqueeze(1), unread)
         added_ms = added_ms - table.first_look_ms[cells] * ~reads
     fastest = quick.latency_ms[rows].masked_fill(~table.mask[rows], torch.inf).amin(1)

@@ -119,7 +119,7 @@ class RewardFunction:
         profiled = ~(cells[0].isnan() | cells[1].isnan())
         by_knob = dict(zip(self.knobs, cells[3:], strict=True))
         try:
-            rewards = self._function(*cells[:3], by_knob)
+            rewards = self._function(cells[0], cells[1], cells[2], by_knob)
         except Exception as error:
             raise InputError(f"{self.key}: raises {in_a_line(error)}") from error
         returned = [*rewards.shape] if isinstance(rewards, Tensor) else type(rewards).__name__
@@ -245,8 +245,10 @@ class RewardTable:
         budgets_ms = budgets_ms.unsqueeze(-1)
         if measured.ndim == accuracy.ndim:
             return self.reward_of(accuracy, measured, budgets_ms, configurations)
-        others = (cells.unsqueeze(-1) for cells in (budgets_ms, configurations))
-        return self.reward_of(accuracy.unsqueeze(-1), measured, *others).nanmean(-1)
+        rewards = self.reward_of(
+            accuracy.unsqueeze(-1), measured, budgets_ms.unsqueeze(-1), configurations.unsqueeze(-1)
+        )
+        return rewards.nanmean(-1)
 
     def reward_of(
         self, accuracy: Tensor, latency_ms: Tensor, budgets_ms: Tensor, configurations: Tensor

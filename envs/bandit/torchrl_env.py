@@ -241,7 +241,8 @@ class ConfigBandit(SingleStepEnv):
             tensordict = tensordict.select(*self.action_keys).reshape(-1)
         # actions as [P, G, K] or [P, G], whatever keys and axes the policy left out
         actions = tensordict if self.replay.knob_keys else tensordict["action"]
-        action = self.replay.grouped(actions, *self.decisions)
+        contexts, group = self.decisions
+        action = self.replay.grouped(actions, contexts, group)
         limits = self.current[self.limit_key]
         replayed = self.replay(rows, action, limits, self.contexts.generator)
         content = self.current | self._described() | {"reward": replayed.reward}

@@ -205,7 +205,8 @@ def _read_query(where: str, key: Any, record: Any, counts: Counter[str]) -> Quer
                 "remove the row"
             )
         outcomes = [_outcome(at, name, row.get(name)) for name in FIELDS]
-        beams.append(Beam(ids, *_method(at, row), outcomes))
+        found_by, number_of_round = _method(at, row)
+        beams.append(Beam(ids, found_by=found_by, round=number_of_round, outcomes=outcomes))
     return Query(number, "" if image is None else str(image), pool, beams)
 
 

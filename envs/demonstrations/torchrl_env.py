@@ -258,7 +258,7 @@ class DemonstrationBandit(SingleStepEnv):
         if self.by_index:
             action = Categorical(table.num_beams, (*batch, *group))
         self.action_spec = action.to(self.device)
-        self._set_outcome_specs(*(group or (1,)))
+        self._set_outcome_specs(group[0] if group else 1)
         # of each context, along one axis
         self.outcome_shape = (batch.numel(), *group)
 

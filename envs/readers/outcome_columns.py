@@ -204,7 +204,8 @@ class Design:
         if step > 1:
             names = keys.unique().sort(keys.columns).gather_every(step)
             chosen = keys.with_row_index("row").join(names, on=keys.columns, how="semi")["row"]
-            frame, keys = frame[chosen], keys[chosen]
+            frame = frame[chosen]
+            keys = keys[chosen]
         sample = _codes(keys)
         for name in repeats:
             numbered = _joined(sample, _codes(frame.select(name)))
@@ -239,7 +240,9 @@ class Design:
         both = _joined(setting, *(self._values[column] for column in columns))
         # a setting that was measured again counts once
         rows = np.unique(_joined(self._sample, both), return_index=True)[1]
-        sample, setting, both = self._sample[rows], setting[rows], both[rows]
+        sample = self._sample[rows]
+        setting = setting[rows]
+        both = both[rows]
         dataset = self._dataset[rows]
 
         def pairs(*codes: np.ndarray) -> np.ndarray:

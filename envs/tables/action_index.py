@@ -32,7 +32,8 @@ class ActionIndex(nn.Module):
         codes, order = self._code(configurations).sort()
         # with few combinations a table by code is faster than a search
         if self.dense:
-            codes, order = codes[:0], torch.full((base**width,), -1).scatter_(0, codes, order)
+            order = torch.full((base**width,), -1).scatter_(0, codes, order)
+            codes = codes[:0]
         self.register_buffer("codes", codes, persistent=False)
         self.register_buffer("order", order, persistent=False)
 

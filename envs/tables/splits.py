@@ -78,7 +78,8 @@ def split_groups(
         parts = [position < first, (position >= first) & (position < second), position >= second]
         needed = parts[: 2 if allow_no_test else 3]
         if 0 < first < second <= count - (not allow_no_test) and all(map(torch.any, needed)):
-            return Split(*(part.nonzero().squeeze(1) for part in parts))
+            of_train, of_validation, of_test = (part.nonzero().squeeze(1) for part in parts)
+            return Split(train=of_train, validation=of_validation, test=of_test)
     raise InputError(
         f"{table}: train={train}, validation={validation} leave a part of its "
         f"{len(set(groups))} {rows} (or images, or groups) empty; test gets what both leave, and "

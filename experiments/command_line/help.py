@@ -95,5 +95,5 @@ def _print_options(console: Console, options: Iterable[Option]) -> None:
     """Print a table of options with their defaults and meanings."""
     table = Table.grid(padding=(0, 2))
     for option in options:
-        table.add_row(*map(escape, option[:3]))
+        table.add_row(escape(option.key), escape(option.default), escape(option.meaning))
     console.print(table)

@@ -64,9 +64,13 @@ def complete(config: ProfileRun, measure: Callable[[ProfileRun, Any], Path]) -> 
     # as the profile was measured
     folder = measure(replace(config, knobs=_settings_of(Path(config.out))), needed)
     table = _profile(folder, run, loaded)
-    rows = (loaded.extra[part] for part in ("train_rows", "validation_rows", "test_rows"))
+    split = Split(
+        train=loaded.extra["train_rows"],
+        validation=loaded.extra["validation_rows"],
+        test=loaded.extra["test_rows"],
+    )
     budget = budget_with(loaded.controller.calibration.limits)
-    whole = table_for("predict", table, Split(*rows), budget)
+    whole = table_for("predict", table, split, budget)
     again = calibrated_again(agent, whole)
     Loaded(again, loaded.profile_name, table.digest, loaded.extra).save(path)
     exported = path.parent.parent / CONTROLLER

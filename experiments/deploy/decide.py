@@ -68,12 +68,12 @@ def run(config: DecideRun) -> int:
             unlike += odd
             number_of_line = pl.Series("line", lines.numbers[first : first + AT_ONCE])
             names = _ids(part, ids, [*settings.columns, "line", limits.name])
-            about = pl.DataFrame([number_of_line, *names, limits])
+            named = pl.DataFrame([number_of_line, *names, limits])
             good = faults.is_null()
-            decided = pl.concat([about.filter(good), settings[chosen]], how="horizontal")
+            decided = pl.concat([named.filter(good), settings[chosen]], how="horizontal")
             decided.write_csv(file, include_header=not first)
             untried += int((~decided["budget_ms"].is_between(tried.min(), tried.max())).sum())
-            refused |= pl.DataFrame([about["line"], faults]).filter(~good).iter_rows()
+            refused |= pl.DataFrame([named["line"], faults]).filter(~good).iter_rows()
     # the others are listed, as compilers do
     for line in sorted(refused):
         say(f"{path}:{line}: {refused[line]}")

@@ -91,7 +91,6 @@ def _evaluate_live(checkpoint: Path, loaded: Loaded, config: EvaluateRun) -> Run
     from knobwise.profiling.models import load_model, requests_of
 
     table = read_profile(config.profile, loaded)
-    options = {name: getattr(config, name) for name in ("importance", "dtype", "device")}
     knobs = config.knobs
     if config.model == ENDPOINT:
         # an endpoint has the knobs that were measured
@@ -102,8 +101,15 @@ def _evaluate_live(checkpoint: Path, loaded: Loaded, config: EvaluateRun) -> Run
                 f"the profile was measured with {at_once} requests at once; here they come one at "
                 "a time, which may be faster"
             )
-    endpoint = options_in(config)
-    model, items = load_model(config.model, config.data, knobs, endpoint=endpoint, **options)
+    model, items = load_model(
+        config.model,
+        config.data,
+        knobs,
+        endpoint=options_in(config),
+        importance=config.importance,
+        dtype=config.dtype,
+        device=config.device,
+    )
     with ExitStack() as stack:
         if hasattr(model, "close"):
             stack.callback(model.close)
@@ -211,6 +217,12 @@ def evaluate_selector(loaded: Loaded, config: EvaluateRun) -> tuple[RunResults, 
     if not len(rows):
         raise InputError(f"{config.checkpoint}: was trained on every query of {data.test.name!r}")
     policy = loaded.extra.get("policy") or loaded.selector.stage
-    shots = loaded.extra.get("shots", config.judged_shots[0])
-    request = data._replace(test_rows=rows), {policy: [loaded]}, config.judged_shots, [0], shots
-    return evaluate_selectors(*request, {policy: []}, config.baselines)
+    return evaluate_selectors(
+        data._replace(test_rows=rows),
+        {policy: [loaded]},
+        judged_shots=config.judged_shots,
+        seeds=[0],
+        trained_shots=loaded.extra.get("shots", config.judged_shots[0]),
+        hidden={policy: []},
+        baselines=config.baselines,
+    )

@@ -291,8 +291,17 @@ class Server:
         overhead_ms = max(took_ms - inference_ms, 0.0)
         score = self.score(name, result.answer.text)
         _, log_latency, spread = result.expected
-        decision = (result.limit_ms, result.decision_us, log_latency, spread, result.drift)
-        return ServedRequest(result.choice, score, inference_ms, overhead_ms, *decision)
+        return ServedRequest(
+            choice=result.choice,
+            score=score,
+            inference_ms=inference_ms,
+            overhead_ms=overhead_ms,
+            limit_ms=result.limit_ms,
+            decision_us=result.decision_us,
+            log_latency=log_latency,
+            spread=spread,
+            drift=result.drift,
+        )
 
     def by_static(self, i: int) -> ServedRequest:
         """Serve the i-th request by budget-aware static, with the part of the budget that the level
@@ -310,7 +319,8 @@ class Server:
         decision_ms = clock_ms() - start
         served = self.by_configuration(choice, i)
         answered = clock_ms()
-        tracker.update(*self.static.expected(choice), served.inference_ms)
+        _, log_latency, spread = self.static.expected(choice)
+        tracker.update(choice, log_latency, spread, served.inference_ms)
         overhead_ms = decision_ms + clock_ms() - answered
         self.latest.append(overhead_ms)
         return served._replace(
@@ -363,6 +373,10 @@ class Server:
     def finished(self) -> tuple[Stream, Record]:
         """Return the requests that every policy has served, and what it did."""
         served = {name: values[:, : self.done] for name, values in self.served.items()}
-        fields = ("rows", "budgets_ms", "ids")
-        parts = {name: getattr(self.stream, name)[: self.done] for name in fields}
-        return replace(self.stream, **parts), served
+        stream = replace(
+            self.stream,
+            rows=self.stream.rows[: self.done],
+            budgets_ms=self.stream.budgets_ms[: self.done],
+            ids=self.stream.ids[: self.done],
+        )
+        return stream, served

@@ -147,8 +147,8 @@ def controller_results(
             of_part = compared(decisions.filter(dataset=dataset), part.compared)
             for row in _most_important(task, policy_rows(task, of_part, conditions=False)):
                 del row["decision_us_p50"]  # no data set has times of its own
-                about: DatasetRow = {"dataset": dataset, "samples": len(part.rows)}
-                results["by_dataset"].append({**about, **row})
+                head: DatasetRow = {"dataset": dataset, "samples": len(part.rows)}
+                results["by_dataset"].append({**head, **row})
     return results
 
 
@@ -215,8 +215,11 @@ def configurations_of(
     cells = {"accuracy": table.accuracy[rows], "latency_ms": table.latency_ms[rows]}
     if budgets:
         # [n, C, B]; what was not profiled has no utility
-        measured = cells["accuracy"][..., None], table.measurements_ms[rows][..., None, :]
-        utility = expected_utility(*measured, torch.tensor(budgets)).mean(-1)
+        utility = expected_utility(
+            cells["accuracy"][..., None],
+            table.measurements_ms[rows][..., None, :],
+            torch.tensor(budgets),
+        ).mean(-1)
         cells["utility"] = utility.where(table.mask[rows], torch.nan)
     means = {name: values.nanmean(0).tolist() for name, values in cells.items()}
     # the rest was never measured

@@ -93,8 +93,9 @@ def evaluate(
                     columns["decision_us"] = cost.decision_us
                 else:
                     columns = dict(evaluator.outcomes(policy))
-                about = evaluator.samples, evaluator.conditions
-                frames.append(decision_rows(name, seed, *about, columns))
+                frames.append(
+                    decision_rows(name, seed, evaluator.samples, evaluator.conditions, columns)
+                )
                 tick(len(frames), name)
     return pl.concat(frames)
 
@@ -239,7 +240,7 @@ class Deadlines(OnTable):
         """See `Evaluator`. A policy is a `Policy`; if it has a `teacher`, this one says what it
         expects."""
         judged = evaluate_policy(
-            policy, self.table, self.rows, self.budgets_ms, self.rewards, cost_ms
+            policy, self.table, self.rows, self.budgets_ms, self.rewards, cost_ms=cost_ms
         )
         columns = dict(vars(judged))
         if isinstance(self.table, CompletedTable):
@@ -280,8 +281,9 @@ class Deadlines(OnTable):
             experts: of all families, fitted on all but the test samples.
             seed: of `random`.
         """
-        about = self.table, self.split, seed, self.budgets_ms, experts
-        policies: list[Any] = [self.static, *make_baselines(*about)[1:]]
+        baselines = make_baselines(self.table, self.split, seed, self.budgets_ms, experts=experts)
+        # the first is this static policy once more
+        policies: list[Any] = [self.static, *baselines[1:]]
         if len(rows_by_dataset(self.table, self.rows)) > 1:
             policies.insert(1, StaticPerDataset(self.table, self.split.fitted, self.rows))
         return policies

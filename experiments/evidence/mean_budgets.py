@@ -54,9 +54,11 @@ class Reference:
         self.fitted = fitted
         self.test = test
         self.mask = table.mask[test]
-        self.averages = averages(table, fitted)
-        self.corners = static_hull(*self.averages)
-        at_corners = StaticMix(*self.averages, self.averages[1][self.corners])
+        self.mean_accuracy, self.mean_cost = averages(table, fitted)
+        self.corners = static_hull(self.mean_accuracy, self.mean_cost)
+        at_corners = StaticMix(
+            self.mean_accuracy, self.mean_cost, budgets=self.mean_cost[self.corners]
+        )
         self._accuracy, latency_ms = at_corners.expected(table, test)
         # a dearer corner may turn out cheaper on the test samples; from there on the mix costs what
         # the dearest did
@@ -65,9 +67,11 @@ class Reference:
     def hull(self) -> list[ConfigurationRow]:
         """Return the corners of the static mix, from the cheapest to the most accurate."""
         labels = list(map(self.table.label, self.corners.tolist()))
-        means = self._accuracy.mean(0).tolist(), self._means.tolist()
+        accuracies = self._accuracy.mean(0).tolist()
         corners: list[ConfigurationRow] = []
-        for label, accuracy, latency_ms in zip(labels, *means, strict=True):
+        for label, accuracy, latency_ms in zip(
+            labels, accuracies, self._means.tolist(), strict=True
+        ):
             corners.append({"label": label, "accuracy": accuracy, "latency_ms": latency_ms})
         return corners
 
@@ -91,7 +95,7 @@ class Reference:
         among those whose mean latency on the test samples is at most `spent`, or up to 1 % more, so
         that no hair decides: float64 [B] ms → [n, B]."""
         cost = averages(self.table, self.test)[1]
-        chosen = best_single_at(self.averages[0], cost, 1.01 * spent, self.mask)
+        chosen = best_single_at(self.mean_accuracy, cost, 1.01 * spent, self.mask)
         return outcomes_of(self.table, self.test, chosen)[0]
 
     def at_equal_latency(self, decisions: pl.DataFrame) -> pl.DataFrame:
@@ -117,8 +121,10 @@ class Reference:
         """Return the accuracy of the choices that are the most accurate at these mean latencies, in
         hindsight, float64 [B] ms → [n, B]."""
         known = as_if_measured(self.table)
-        cells = known.accuracy[self.test], known.latency_ms[self.test], self.mask
-        return outcomes_of(known, self.test, oracle_at_mean(*cells, budgets_ms))[0]
+        chosen = oracle_at_mean(
+            known.accuracy[self.test], known.latency_ms[self.test], self.mask, budgets_ms
+        )
+        return outcomes_of(known, self.test, chosen)[0]
 
 
 class MeanBudgets(OnTable):
@@ -250,8 +256,13 @@ class MeanBudgets(OnTable):
     def references(self) -> list[MixingPolicy]:
         """Make static mix and best single configuration, fitted on all but the test samples, and
         the oracle at mean budgets."""
-        about = *self.reference.averages, self.budgets_ms
-        return [StaticMix(*about), BestSingle(*about), OracleAtMean(self.budgets_ms)]
+        mean_accuracy = self.reference.mean_accuracy
+        mean_cost = self.reference.mean_cost
+        return [
+            StaticMix(mean_accuracy, mean_cost, self.budgets_ms),
+            BestSingle(mean_accuracy, mean_cost, self.budgets_ms),
+            OracleAtMean(self.budgets_ms),
+        ]
 
     def deployed(self, controller: DeployedController) -> MixingPolicy:
         """Give the policy that decides for a controller under its calibrated mean budgets, mix

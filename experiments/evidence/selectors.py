@@ -88,6 +88,7 @@ class Demonstrations:
 def evaluate_selectors(
     data: SelectorData,
     trained: Mapping[str, Sequence[Loaded]],
+    *,
     judged_shots: Sequence[int],
     seeds: Sequence[int],
     trained_shots: int,
@@ -287,15 +288,15 @@ def _differences(decisions: pl.DataFrame, column: str, shots: int) -> list[Diffe
     ]
     # only those of which both are known
     pairs = [pair for pair in wanted if set(pair) <= set(known)]
-    frames = [_paired_with(decisions, column, *pair) for pair in pairs]
+    frames = [_paired_with(decisions, column, policy, against) for policy, against in pairs]
     if not frames:
         return []
     gain = Metric("difference", value=pl.col(column) - pl.col("against"))
     rows: list[DifferenceRow] = []
     gains = summarise(pl.concat(frames, how="diagonal"), [gain], over_conditions=False)
     for (policy, against), row in zip(pairs, gains, strict=True):
-        about: DifferenceRow = {"policy": policy, "against": against, "shots": shots}
-        rows.append(about | {"difference": row["difference"], "ci95": row["difference_ci95"]})
+        pair: DifferenceRow = {"policy": policy, "against": against, "shots": shots}
+        rows.append(pair | {"difference": row["difference"], "ci95": row["difference_ci95"]})
     return rows
 
 

@@ -134,35 +134,39 @@ class _Ratio(NamedTuple):
     def from_decisions(cls, decisions: pl.DataFrame, metric: Metric, conditions: int) -> _Ratio:
         """Return a metric of a policy with S seeds for n samples under each condition, [S, n, B],
         NaN where it is unknown."""
-        sides = [side for side in (metric.value, metric.per) if side is not None]
-        arrays = []
-        for side in sides:
+
+        def array(side: pl.Expr) -> Array:
             column = decisions.select("seed", side.cast(pl.Float64).fill_null(np.nan).alias("x"))
             # with several splits the rows of a seed are not together; `partition_by` joins them
             seeds = [seed["x"].to_numpy() for seed in column.partition_by("seed")]
-            arrays.append(np.stack(seeds).reshape(len(seeds), -1, conditions))
-        return cls(*arrays)
+            return np.stack(seeds).reshape(len(seeds), -1, conditions)
+
+        # only metrics with a value are estimated
+        assert metric.value is not None
+        above = array(metric.value)
+        if metric.per is None:
+            return cls(above)
+        return cls(above, array(metric.per))
 
     def over(self, where: slice) -> _Ratio:
         """Return the means over some of the conditions, [S, n]."""
-        return _Ratio(*(side[..., where].mean(-1) for side in self if side is not None))
+        above = self.above[..., where].mean(-1)
+        if self.below is None:
+            return _Ratio(above)
+        return _Ratio(above, self.below[..., where].mean(-1))
 
     @property
     def value(self) -> float | None:
         """The ratio of the means; None where nothing could be gained. A mean that is not known is
         0."""
-        means = [side.mean() for side in self if side is not None]
-        value = float(_divided(*means))
-        if self.below is not None and np.isnan(value):
-            return None
-        return float(np.nan_to_num(value))
+        if self.below is None:
+            return float(np.nan_to_num(self.above.mean()))
+        value = float(_divided(self.above.mean(), self.below.mean()))
+        return None if np.isnan(value) else value
 
 
-def _divided(above: Any, below: Any = None) -> Any:
-    """Return the ratio of two means; NaN where the second is 0, and the first where there is
-    none."""
-    if below is None:
-        return above
+def _divided(above: Any, below: Any) -> Any:
+    """Return the ratio of two means; NaN where the second is 0."""
     return above / np.where(below > 1e-9, below, np.nan)
 
 
@@ -175,8 +179,10 @@ def _intervals(ratios: Sequence[_Ratio], splits: NDArray[np.int64] | None) -> li
     drawn = iter(resampled_means(arrays, splits=splits).T)
     columns = []
     for ratio in ratios:
-        means = [next(drawn) for side in ratio if side is not None]
-        columns.append(_divided(*means))
+        column = next(drawn)
+        if ratio.below is not None:
+            column = _divided(column, next(drawn))
+        columns.append(column)
     return ends_of(np.stack(columns, 1))
 
 

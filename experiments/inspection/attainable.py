@@ -149,7 +149,8 @@ def _quick_experts(table: ProfileTable, known: ProfileTable, budgets_ms: Tensor)
     rows = torch.randperm(table.num_samples, generator=torch.Generator().manual_seed(0))
     rows = rows[:most].sort().values
     # without budgets no spread is chosen by its utility, which would flatter
-    return Experts.fit(known, rows, budgets_ms[:0], QUICK, 0, _narrowed(table, rows))
+    normaliser = _narrowed(table, rows)
+    return Experts.fit(known, rows, budgets_ms[:0], QUICK, 0, normaliser=normaliser)
 
 
 def _narrowed(table: ProfileTable, rows: Tensor) -> FeatureNormaliser:

@@ -114,7 +114,16 @@ def read_data(
         test = _best_beam(table)
         judged_by = "best_beam"
     return SelectorData(
-        table, split, scorer, test, split.test, scorer, None, judged_by, kinds, items
+        table=table,
+        split=split,
+        scorer=scorer,
+        test=test,
+        test_rows=split.test,
+        test_scorer=scorer,
+        trusted=None,
+        judged_by=judged_by,
+        kinds=kinds,
+        items=items,
     )
 
 
@@ -142,7 +151,8 @@ def _answering(config: BeamFiles, table: BeamTable) -> tuple[Scorer, Kinds | Non
 
 def _check_items(data: VQAData, table: BeamTable) -> None:
     """Raise InputError unless these are the queries and the bank of a table, in order."""
-    queries, bank = data.queries, data.bank
+    queries = data.queries
+    bank = data.bank
     parts = {
         "queries": ([item.id for item in queries], table.query_ids),
         "images of the queries": ([item.image_id for item in queries], table.query_images),
@@ -186,7 +196,14 @@ def _builtin(config: BuiltinBeams) -> SelectorData:
     trusted = annotator >= VARIANTS[config.variant].careless_annotators
     split = data.train.split(0.9, 0.1)
     return SelectorData(
-        data.train, split, data.train_scorer, data.test, rows, data.test_scorer, trusted, "scorer"
+        table=data.train,
+        split=split,
+        scorer=data.train_scorer,
+        test=data.test,
+        test_rows=rows,
+        test_scorer=data.test_scorer,
+        trusted=trusted,
+        judged_by="scorer",
     )
 
 

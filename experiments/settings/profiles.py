@@ -418,9 +418,8 @@ def _read_table(path: str, **settings: Any) -> ProfileTable:
     if not path.endswith(".safetensors"):
         return read_long_table(path, **settings)
     of_columns = ["costs", "group", "time", "right", "wide", "wide_latency"]
-    of_files = ["id", "repeat"]
     if features is None:
-        of_columns += of_files
+        of_columns += ["id", "repeat"]
     by_column = features == "auto" or isinstance(features, list)
     if by_column or any(settings[name] is not None for name in of_columns):
         raise InputError(
@@ -436,7 +435,7 @@ def _read_table(path: str, **settings: Any) -> ProfileTable:
         )
     if features is None:
         return table
-    layout = Layout(**{name: settings[name] for name in of_files})
+    layout = Layout(id=settings["id"], repeat=settings["repeat"])
     return attach_features(table, features, settings.get("columns", ()), layout)
 
 

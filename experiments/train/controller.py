@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import cached_property
 from pathlib import Path
@@ -142,10 +142,13 @@ class ControllerExperiment(Experiment):
     def _trainer(self, seed: int) -> Trainer:
         """Return the trainer of a seed."""
         config = self.config
-        names = ("policy", "loss", "optimiser", "budget", "reward", "balance", "device")
-        settings = {name: getattr(config, name) for name in (*names, "collectors")}
-        if not config.policy.project:  # experts read all features
-            settings["experts"] = lambda: self.experts
+
+        def fitted_experts() -> Experts:
+            return self.experts
+
+        experts: Callable[[], Experts] | None = fitted_experts
+        if config.policy.project:  # experts read all features
+            experts = None
         return distillation_trainer(
             self.table,
             self.split,
@@ -154,7 +157,15 @@ class ControllerExperiment(Experiment):
             init_from=config.init_from and checkpoint_at(config.init_from),
             cost_ms=expected_cost_ms(self.table) if config.own_cost else 0.0,
             fold_seed=self.fold_seed,
-            **settings,
+            experts=experts,
+            policy=config.policy,
+            loss=config.loss,
+            optimiser=config.optimiser,
+            budget=config.budget,
+            reward=config.reward,
+            balance=config.balance,
+            device=config.device,
+            collectors=config.collectors,
         )
 
     def _encoders(self) -> Mapping[str, TextEncoder] | None:
@@ -216,7 +227,7 @@ class ControllerExperiment(Experiment):
         families = tuple(FAMILIES) if self.config.baselines else policy.experts
         folds = policy.fold_networks if policy.teacher else FOLDS
         table = measured_of(self.table)
-        return Experts.fit(table, self.fitted, budgets_ms, families, self.fold_seed, None, folds)
+        return Experts.fit(table, self.fitted, budgets_ms, families, self.fold_seed, folds=folds)
 
     def completed(self, trainer: Trainer) -> Loaded:
         """Return the controller that a finished training deploys, after its calibration."""
@@ -260,7 +271,8 @@ class ControllerExperiment(Experiment):
             questions = read_questions(self.config.profile)
             with threadpool_limits(self.config.threads):
                 evaluator = self.evaluator(self.table, self.split, self.budgets_ms)
-                explained = Explained(self.table, test, kept, *evaluator.explained_by(kept))
+                budgets_ms, static, prices = evaluator.explained_by(kept)
+                explained = Explained(self.table, test, kept, budgets_ms, static, prices=prices)
                 results["explanation"] = explain_policy(explained, questions)
         if self.others:
             # every row is a mean over the splits; a sample counts once for each that judges it

@@ -204,16 +204,18 @@ def train_graph(run: SeedRun) -> None:
         sft = run.train(f"{prefix}sft", "sft", table, start, groups=imitated)
         return sft, run.train(f"{prefix}rce", "rce", table, sft)
 
-    seeing = warmed_up("", whole, run.first)
+    sft, rce = warmed_up("", whole, run.first)
     blind = None
     for name, plan in config.plans.items():
         if not plan.variant.hidden:
-            train_variant(run, name, plan, whole, *seeing)
+            train_variant(run, name, plan, whole, sft, rce)
             continue
         table = hide(whole, plan.variant.hidden)
         # all hide the same blocks
-        blind = blind or warmed_up("hidden_", table, run.fresh(table))
-        train_variant(run, name, plan, table, *blind)
+        if blind is None:
+            blind = warmed_up("hidden_", table, run.fresh(table))
+        hidden_sft, hidden_rce = blind
+        train_variant(run, name, plan, table, hidden_sft, hidden_rce)
     MetricsFile(run.folder / "metrics.csv", run.seed, run.logged)
 
 
@@ -222,27 +224,47 @@ def train_variant(
 ) -> None:
     """Train a variant, from its warm-up to its last round."""
     variant = plan.variant
-    changes: dict[str, Any] = {"reward": plan.reward, "loss": plan.loss}
     start = sft
     if variant.warmup:
         # a control shuffles the rewards of GRPO only, so it shares the usual warm-up
         start = rce
         if replace(plan.reward, shuffled=False) != run.config.reward:
-            start = run.train(f"{name}-rce", "rce", table, sft, **changes)
-    changes |= {"config": plan.stage, "reference": sft}
+            start = run.train(f"{name}-rce", "rce", table, sft, reward=plan.reward, loss=plan.loss)
+    reward_model = None
     if plan.reward_model is not None:
-        changes["reward_model"] = run.reward_model(table, sft, plan.reward_model)
-    if variant.live or plan.reward_model is not None:
-        run.train(name, "grpo", table, start, live=variant.live, **changes)
+        reward_model = run.reward_model(table, sft, plan.reward_model)
+    if variant.live or reward_model is not None:
+        run.train(
+            name,
+            "grpo",
+            table,
+            start,
+            reward=plan.reward,
+            loss=plan.loss,
+            config=plan.stage,
+            reference=sft,
+            reward_model=reward_model,
+            live=variant.live,
+        )
         return
     # in replay, each round adds draws of the latest policy to the records
-    changes["groups"] = GroupConfig(variant.groups, rounds=1)
     drawing = sft
     for k in range(1, variant.rounds + 1):
         if variant.own_draws:
             table = run.recorded(table, drawing, variant.own_draws, k)
         policy = name if k == variant.rounds else f"{name}-{k}"
-        start = drawing = run.train(policy, "grpo", table, start, **changes)
+        drawing = run.train(
+            policy,
+            "grpo",
+            table,
+            start,
+            reward=plan.reward,
+            loss=plan.loss,
+            config=plan.stage,
+            reference=sft,
+            groups=GroupConfig(variant.groups, rounds=1),
+        )
+        start = drawing
 
 
 class SeedRun:
@@ -399,6 +421,11 @@ def evaluate_run(
             facts["epochs"][name] = [checkpoint.extra["epoch"] for checkpoint in loaded]
         facts["validation"][name] = [checkpoint.extra["validation"] for checkpoint in loaded]
     results, decisions = evaluate_selectors(
-        data, trained, config.judged_shots, config.seeds, config.shots, hidden
+        data,
+        trained,
+        judged_shots=config.judged_shots,
+        seeds=config.seeds,
+        trained_shots=config.shots,
+        hidden=hidden,
     )
     return results | facts | learned_rewards(config, data, folder), decisions

@@ -107,10 +107,10 @@ def decoded_size(path: Path) -> tuple[int, int]:
         size = 0
         for group in fields[ROW_GROUPS]:
             for column in group[COLUMNS]:
-                about = column[META_DATA]
-                size += about[NUM_VALUES] * WIDTHS[about[TYPE]]
-                if about[TYPE] >= BINARY:
-                    size += about[UNCOMPRESSED]
+                chunk = column[META_DATA]
+                size += chunk[NUM_VALUES] * WIDTHS[chunk[TYPE]]
+                if chunk[TYPE] >= BINARY:
+                    size += chunk[UNCOMPRESSED]
         return size, fields[ROWS]
     except Exception as error:  # whatever a damaged footer makes of it
         raise ValueError(f"its footer is damaged ({error!r})") from error

@@ -146,7 +146,8 @@ def _draw_round(
     # what is recorded is known
     scorer = CachedScorer(task.scorer)
     pool = table.pool[rows]
-    scorer.remember(*recorded_scores(table, rows, zero_shot))
+    queries, demonstrations, scores = recorded_scores(table, rows, zero_shot)
+    scorer.remember(queries, demonstrations, scores)
     nothing = torch.full((len(rows), 1), -1)
     scorer.remember(rows, nothing, {name: field[rows] for name, field in zero_shot.items()})
     return _scored(scorer, rows, pool, {"policy": sequences})

@@ -57,8 +57,8 @@ class CachedScorer:
         keys = self._keys(queries, demonstrations)
         new = list({key: i for i, key in enumerate(keys) if key not in self.known}.values())
         if new:
-            arguments = queries[new], demonstrations[new]
-            self.remember(*arguments, self.scorer(*arguments))
+            scores_of_new = self.scorer(queries[new], demonstrations[new])
+            self.remember(queries[new], demonstrations[new], scores_of_new)
         scores = [self.known[key] for key in keys]
         return joined_by_name(scores, torch.tensor)
 

@@ -89,7 +89,8 @@ def kinds_of(data: VQAData) -> Kinds | None:
     if names == [""]:
         return None
     numbers = torch.tensor([names.index(item.question_type) for item in items])
-    return Kinds(*numbers.split([len(data.queries), len(data.bank)]))
+    of_queries, of_bank = numbers.split([len(data.queries), len(data.bank)])
+    return Kinds(queries=of_queries, candidates=of_bank)
 
 
 class Answerer(NamedTuple):
@@ -135,9 +136,17 @@ def read_answerer(
     source = smollm.source_of(model)
     text_alone = reads_text_alone(source)
     data = read_vqa_data(path, config.bank or None, images=not text_alone)
-    options = {name: getattr(config, name) for name in ("device", "dtype", "batch_size", "chats")}
     kind = TextScorer if text_alone else VLMScorer
-    return Answerer(path, data, partial(kind.load, source, data, **options))
+    load = partial(
+        kind.load,
+        source,
+        data,
+        device=config.device,
+        dtype=config.dtype,
+        batch_size=config.batch_size,
+        chats=config.chats,
+    )
+    return Answerer(path, data, load)
 
 
 def _behind_endpoint(

@@ -176,8 +176,16 @@ class EndpointModel:
         extra |= {"failed": float(bool(reply.failed)), "attempts": float(reply.attempts)}
         if self._client.prices:
             extra["usd"] = usd
-        times = (reply.total_ms, reply.first_ms, 0.0)
-        return Answer(reply.text, *times, 0, reply.tokens_in, reply.tokens_out, extra)
+        return Answer(
+            text=reply.text,
+            total_ms=reply.total_ms,
+            prefill_ms=reply.first_ms,
+            vision_ms=0.0,
+            vision_tokens=0,
+            language_tokens=reply.tokens_in,
+            output_tokens=reply.tokens_out,
+            extra=extra,
+        )
 
     def close(self) -> None:
         """Close the connections."""

@@ -189,7 +189,8 @@ class EndpointScorer:
             return
         form = self._form
         if self._after is None:
-            self._after = self._following(*new[0])
+            item, answer = new[0]
+            self._after = self._following(item, answer)
         bodies = []
         for item, answer in new:
             bodies.append(self._prompt(form.before((), item)))

@@ -217,9 +217,14 @@ class PromptedModel:
             template = PLAIN_TEMPLATE.replace("IMAGE", mark * image)
             if not self.sees:
                 template = PLAIN_TEXT_TEMPLATE
-        options |= {"chat_template": template, "add_generation_prompt": turns[-1]["role"] == "user"}
-        options["tokenize"] = False
-        return str(self.processor.apply_chat_template(turns, **options))
+        prompt = self.processor.apply_chat_template(
+            turns,
+            chat_template=template,
+            add_generation_prompt=turns[-1]["role"] == "user",
+            tokenize=False,
+            **options,
+        )
+        return str(prompt)
 
     def _token_options(self, text: str) -> dict[str, bool]:
         start = self.tokenizer.bos_token

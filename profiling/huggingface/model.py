@@ -171,11 +171,6 @@ class HuggingFaceModel(PromptedModel):
         # times as if the request had gone straight through
         reused = [going_on[index] for index in taken]
         before = sum(stage.total_ms - stage.extra_ms for stage in reused)
-        times = {
-            "total_ms": before + total,
-            "prefill_ms": before + first[0] - start,
-            "vision_ms": before + prepared - start + sum(spans),
-        }
         prompts = inputs["input_ids"]
         vision = [0] * len(prompts)
         if self.sees:
@@ -186,7 +181,9 @@ class HuggingFaceModel(PromptedModel):
             text, length = self._decoded(tokens)
             answer = Answer(
                 text=text,
-                **times,
+                total_ms=before + total,
+                prefill_ms=before + first[0] - start,
+                vision_ms=before + prepared - start + sum(spans),
                 vision_tokens=vision[i],
                 language_tokens=read[i] - vision[i],
                 output_tokens=length,

@@ -192,7 +192,7 @@ class VLMScorer(DemonstrationScorer):
         for query, rows in prompts:
             items = [*(self.data.bank[row] for row in rows), self.data.queries[query]]
             images.append([item.picture() for item in items])
-        return self._processed([self._text(*prompt) for prompt in prompts], images)
+        return self._processed([self._text(query, rows) for query, rows in prompts], images)
 
     @functools.cached_property
     def _known(self) -> dict[int, _Candidates]:

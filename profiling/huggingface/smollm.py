@@ -63,11 +63,12 @@ def _convert(gguf: Path, folder: Path) -> None:
     import torch
     import transformers
 
-    options = {"gguf_file": gguf.name, "trust_remote_code": False}
     read = transformers.AutoModelForCausalLM.from_pretrained(
-        gguf.parent, dtype=torch.float32, **options
+        gguf.parent, dtype=torch.float32, gguf_file=gguf.name, trust_remote_code=False
     )
-    tokenizer = transformers.AutoTokenizer.from_pretrained(gguf.parent, **options)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(
+        gguf.parent, gguf_file=gguf.name, trust_remote_code=False
+    )
     # a model that was read from GGUF refuses to be saved; a fresh one with its weights, and with a
     # configuration that does not name the GGUF file, does not
     config = copy.deepcopy(read.config)

@@ -204,12 +204,12 @@ def read_vqa_data(
         return VQAData(queries, queries)
     if unknown := set(parts) - set(PARTS):
         raise InputError(f"{path}: part is {unknown.pop()!r}, not {' or '.join(PARTS)}")
-    divided = []
+    items_of = {}
     for name in PARTS:
-        divided.append(tuple(itertools.compress(queries, [part == name for part in parts])))
-        if not divided[-1]:
+        items_of[name] = tuple(itertools.compress(queries, [part == name for part in parts]))
+        if not items_of[name]:
             raise InputError(f"{path}: no item has part={name}")
-    return VQAData(*divided)
+    return VQAData(queries=items_of["query"], bank=items_of["demonstration"])
 
 
 def _items(path: Path, images: bool | None) -> tuple[list[Any], tuple[VQAItem, ...]]:
@@ -284,9 +284,16 @@ def _item(
             image_id = source.resolve()
         else:
             image_id = hashlib.sha256(source).hexdigest()
-    question_type = str(row.get("question_type") or "")
-    parts = (str(item_id), source, question, answers, str(image_id), choices, question_type)
-    return VQAItem(*parts, fields={name: row[name] for name in further})
+    return VQAItem(
+        id=str(item_id),
+        image=source,
+        question=question,
+        answers=answers,
+        image_id=str(image_id),
+        choices=choices,
+        question_type=str(row.get("question_type") or ""),
+        fields={name: row[name] for name in further},
+    )
 
 
 def _texts(value: Any, where: str, what: str) -> tuple[str, ...]:

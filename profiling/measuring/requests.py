@@ -104,9 +104,10 @@ class Questions(Requests):
             if self._function is None:
                 metric = self.metrics[sample_id]
                 accuracy = answer_accuracy(metric, answer, item.answers, item.choices)
+            elif self._judges_item:
+                accuracy = float(self._function(answer, item.answers, item))
             else:
-                further = (item,) if self._judges_item else ()
-                accuracy = float(self._function(answer, item.answers, *further))
+                accuracy = float(self._function(answer, item.answers))
             share("accuracy", accuracy)
         # code of the user's own may raise anything
         except Exception as error:

@@ -128,8 +128,8 @@ class WorkerPool:
     def _new(self) -> _Replica:
         """Start a worker."""
         replica = _Replica(self._actor.remote())
-        arguments = os.getcwd(), self._options.gpus, self._load
-        self._call(_Call(replica, LOADING), "load", *arguments)
+        loading = _Call(replica, LOADING)
+        self._call(loading, "load", os.getcwd(), self._options.gpus, self._load)
         return replica
 
     def _call(self, call: _Call, method: str, *arguments: Any) -> None:
@@ -243,8 +243,8 @@ class WorkerPool:
             replica.number = number_of(work.notes, replica.note, taken)
         replica.work = work
         replica.private.extend(work.private(replica.number))
-        arguments = work.begin, content, replica.number
-        self._call(_Call(replica, "warming up"), "begin", *arguments)
+        warming_up = _Call(replica, "warming up")
+        self._call(warming_up, "begin", work.begin, content, replica.number)
 
     def _step(self) -> tuple[_Call, Any, Exception | None] | None:
         """Wait a moment for a call to come back; return it with its result or its error.

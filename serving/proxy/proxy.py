@@ -306,10 +306,10 @@ class Exchange:
         if self._choice is None:
             return [(b"x-knobwise-unchanged", b"true")]
         decision = self._choice.decision
-        about = decision.request.about or {}
+        log_fields = decision.request.log_fields or {}
         budget = budget_header(decision.request.controller.unit).removeprefix("x-")
         chosen = {
-            "request-id": about["id"],
+            "request-id": log_fields["id"],
             "knobs": label_of(self._choice.knobs),
             "reason": self._choice.reason,
             "fell-back": str(decision.fell_back).lower(),
@@ -320,8 +320,8 @@ class Exchange:
             chosen["unlike"] = "true"
         if decision.limits_note:
             chosen["limits-note"] = decision.limits_note
-        if "shadow" in about:
-            chosen["shadow"] = label_of(about["shadow"])
+        if "shadow" in log_fields:
+            chosen["shadow"] = label_of(log_fields["shadow"])
         return [(f"x-knobwise-{name}".encode(), text.encode()) for name, text in chosen.items()]
 
     async def _finish(self) -> None:

@@ -109,8 +109,8 @@ class Routes:
         controller = self._runtime.controller
         reads = {"blocks": controller.feature_sizes, "columns": controller.columns}
         budget = {"unit": controller.unit, "mean": controller.mean is not None}
-        about = {"controller": controller.digest, "knobs": controller.knobs, **reads, **budget}
-        return JSONResponse({**about, "broken_before": self._broken})
+        state = {"controller": controller.digest, "knobs": controller.knobs, **reads, **budget}
+        return JSONResponse({**state, "broken_before": self._broken})
 
     async def metrics(self, request: Request) -> Response:
         """Return what Prometheus reads."""

@@ -81,8 +81,16 @@ def serve(config: ServeRun, controller: NumpyController) -> None:
             metrics = ServerMetrics(folder)
             chats = None
             if upstream is not None and fields is not None:
-                about = budget, config.log_prompts, shadow, prices
-                walk = Walk(runtime, fields, features, metrics, *about)
+                walk = Walk(
+                    runtime,
+                    fields,
+                    features,
+                    metrics,
+                    budget=budget,
+                    log_prompts=config.log_prompts,
+                    shadow=shadow,
+                    prices=prices,
+                )
                 first_counts = config.timed == "first_chunk"
                 chats = ChatProxy(guards, walk, upstream, metrics, first_counts, _at_once(config))
             routes = Routes(guards, runtime, metrics, upstream, broken)

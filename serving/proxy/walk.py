@@ -71,6 +71,7 @@ class Walk:
         fields: KnobFields,
         features: RequestFeatures,
         metrics: ServerMetrics,
+        *,
         budget: float,
         log_prompts: bool = False,
         shadow: int | None = None,
@@ -107,7 +108,8 @@ class Walk:
             return None
         # whatever is wrong here, the request can still be answered as the client wrote it
         try:
-            return await self._decided(chat, request._replace(about=self._about(chat)), freedom)
+            request = request._replace(log_fields=self._log_fields(chat))
+            return await self._decided(chat, request, freedom)
         except Exception as error:
             self.fell_back("policy", error)
             return None
@@ -144,7 +146,9 @@ class Walk:
             decision = decision._replace(features=None)
         learns = not freedom.capped
         knobs = self.fields.sent(chat.body, decision.configuration)
-        return Choice(decision, knobs, chat.body, freedom.allowed, learns, reason)
+        return Choice(
+            decision, knobs, chat.body, allowed=freedom.allowed, learns=learns, reason=reason
+        )
 
     def again(self, choice: Choice) -> Choice | None:
         """Return another setting after a fault of the endpoint, the one that is now best; None if
@@ -183,8 +187,8 @@ class Walk:
             return None
         self._metrics.retries.inc()
         attempts = choice.attempts + 1
-        about = {**(request.about or {}), "attempts": attempts}
-        request = request._replace(about=about, static=None, explored=False)
+        log_fields = {**(request.log_fields or {}), "attempts": attempts}
+        request = request._replace(log_fields=log_fields, static=None, explored=False)
         request = request._replace(controller=RestrictedController(controller, allowed))
         if seen:
             decision = self.runtime.decide(request, decision.features)
@@ -193,7 +197,15 @@ class Walk:
         # drawn by no policy, so no update learns from the row
         decision = decision._replace(features=None)
         knobs = self.fields.sent(choice.body, decision.configuration)
-        return Choice(decision, knobs, choice.body, allowed, choice.learns, "retry", attempts)
+        return Choice(
+            decision,
+            knobs,
+            choice.body,
+            allowed=allowed,
+            learns=choice.learns,
+            reason="retry",
+            attempts=attempts,
+        )
 
     def finish(self, choice: Choice, ended: float | None = None, usd: float = math.nan) -> Result:
         """Learn from an answer that is whole, and log it; see `Runtime.finish`.
@@ -206,8 +218,8 @@ class Walk:
         decision = choice.decision
         if self.prices is not None:
             known = not math.isnan(usd)
-            about = {**(decision.request.about or {}), "usd": usd if known else None}
-            decision = decision._replace(request=decision.request._replace(about=about))
+            log_fields = {**(decision.request.log_fields or {}), "usd": usd if known else None}
+            decision = decision._replace(request=decision.request._replace(log_fields=log_fields))
             self._metrics.usd.inc(usd if known else 0.0)
             self._metrics.unpriced.inc(not known)
         result = self.runtime.finish(decision, ended=ended, learns=choice.learns, cost=usd)
@@ -231,13 +243,16 @@ class Walk:
             # a server may count otherwise
             return math.nan
 
-    def _about(self, chat: ChatRequest) -> dict[str, Any]:
+    def _log_fields(self, chat: ChatRequest) -> dict[str, Any]:
         """Return what the row of a request says beside the decision."""
         log = self.runtime.log
-        about: dict[str, Any] = {"id": log.new_id() if log is not None else os.urandom(12).hex()}
+        if log is not None:
+            log_fields = {"id": log.new_id()}
+        else:
+            log_fields = {"id": os.urandom(12).hex()}
         if self._log_prompts:
-            about["prompt"] = last_question(chat.body)[1]
-        return about
+            log_fields["prompt"] = last_question(chat.body)[1]
+        return log_fields
 
     def _restricted(self, request: PendingRequest, allowed: Allowed) -> PendingRequest:
         """Return a request whose client leaves only some configurations open."""
@@ -259,7 +274,7 @@ class Walk:
             assert controller.static is not None
             limit_ms = decision.limit_ms * controller.factor(request.drift)
             expected = controller.static.expected(controller.static.single(limit_ms))
-        about = {**(request.about or {}), "shadow": decision.configuration}
+        log_fields = {**(request.log_fields or {}), "shadow": decision.configuration}
         choice, log_latency, spread = expected
         return decision._replace(
             choice=choice,
@@ -267,7 +282,7 @@ class Walk:
             spread=spread,
             best=choice,
             configuration=controller.configuration(choice),
-            request=request._replace(about=about),
+            request=request._replace(log_fields=log_fields),
         )
 
     def fell_back(self, reason: str, error: Exception) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -44,12 +44,15 @@ def builtin_demonstrations(variant: str = "careless") -> BuiltinDemonstrations:
     Raises InputError for no such variant, and where canvases drawn here, or the learner, are not
     those of the files.
     """
-    loaded = []
+    loaded = {}
     for part in PARTS:
         config = LearnerTaskConfig(variant, part)
-        loaded.append(load_demonstrations(demonstrations_path(config), config))
-    tables, scorers = zip(*loaded, strict=True)
-    return BuiltinDemonstrations(*tables, *scorers)
+        loaded[part] = load_demonstrations(demonstrations_path(config), config)
+    train, train_scorer = loaded["train"]
+    test, test_scorer = loaded["test"]
+    return BuiltinDemonstrations(
+        train=train, test=test, train_scorer=train_scorer, test_scorer=test_scorer
+    )
 
 
 def demonstrations_path(config: LearnerTaskConfig) -> Path:
@@ -67,9 +70,14 @@ def load_demonstrations(path: Path, config: LearnerTaskConfig) -> tuple[BeamTabl
     # drawn again here, and compared with what the file was made from
     learner = builtin_learner()
     tensors, metadata = tensors_and_metadata(path)
-    numbers: dict[str, Any] = {key: int(metadata[key]) for key in ("queries", "candidates", "seed")}
-    task = draw_part(replace(config, **numbers))
-    drawn = {"canvases": digest(*task), "learner": learner.digest}
+    recorded = replace(
+        config,
+        queries=int(metadata["queries"]),
+        candidates=int(metadata["candidates"]),
+        seed=int(metadata["seed"]),
+    )
+    queries, bank = draw_part(recorded)
+    drawn = {"canvases": digest(queries, bank), "learner": learner.digest}
     for what, digest_now in drawn.items():
         if digest_now != metadata[what]:
             raise InputError(
@@ -82,4 +90,5 @@ def load_demonstrations(path: Path, config: LearnerTaskConfig) -> tuple[BeamTabl
     fields["vqa_gt_prob"] = fields["logprob_score"].exp()
     fields["vqa_correct"] = fields["vqa_acc_score"].floor()
     beams = {name: tensors[name].long() for name in INTEGERS}
-    return part_table(config, task, fields=fields, **beams), LearnerScorer(learner, *task)
+    table = part_table(config, queries, bank, fields=fields, **beams)
+    return table, LearnerScorer(learner, queries, bank)

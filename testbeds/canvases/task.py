@@ -44,23 +44,22 @@ asked (queries) or answered (candidates), one-hot; who annotated, one-hot (queri
 _IMAGE_SCALE = 0.2  # the image's columns then weigh about as much as the others together
 # embeddings are multiples of 1/4096: the same on every machine, and so is the table's digest
 _STEPS = 4096
-Task = tuple[Queries, Bank]
 
 
 def learner_task(config: LearnerTaskConfig, pool: PoolConfig) -> BeamTask:
     """Draw a part of the built-in task, with its own pools or pools drawn by a sampler, without
     beams."""
-    task = draw_part(config)
-    table = part_table(config, task, **no_beams(len(task[0])))
+    queries, bank = draw_part(config)
+    table = part_table(config, queries, bank, **no_beams(len(queries)))
     if pool.sampler in (None, "covers"):
         # covers and look-alikes, by another stream than that of queries and bank
         rng = RandomState([config.seed, PARTS.index(config.part), 1])
-        rows = canvases.draw_covering_pools(rng, *task, VARIANTS[config.variant])
+        rows = canvases.draw_covering_pools(rng, queries, bank, VARIANTS[config.variant])
         table = replace(table, pool=torch.from_numpy(rows))
     else:
         table = replace(table, pool=draw_pools(table, pool))
     options = {"model": "learner", "learner": asdict(config), "pool": asdict(pool)}
-    return BeamTask(table, LearnerScorer(builtin_learner(), *task), options)
+    return BeamTask(table, LearnerScorer(builtin_learner(), queries, bank), options)
 
 
 @cache
@@ -69,19 +68,23 @@ def builtin_learner() -> Learner:
     return Learner.load(DATA / "learner.safetensors")
 
 
-def draw_part(config: LearnerTaskConfig) -> Task:
+def draw_part(config: LearnerTaskConfig) -> tuple[Queries, Bank]:
     """Draw the queries and the bank of a part."""
-    queries, candidates = SIZES[config.part]
+    query_count, candidate_count = SIZES[config.part]
     rng = RandomState([config.seed, PARTS.index(config.part)])
     held_out = config.part == "test"
     variant = VARIANTS[config.variant]
-    bank = canvases.draw_bank(rng, config.candidates or candidates, held_out, variant)
-    return canvases.draw_queries(rng, config.queries or queries, held_out), bank
+    # the bank is drawn first
+    bank = canvases.draw_bank(rng, config.candidates or candidate_count, held_out, variant)
+    queries = canvases.draw_queries(rng, config.queries or query_count, held_out)
+    return queries, bank
 
 
-def part_table(config: LearnerTaskConfig, task: Task, **beams: Any) -> BeamTable:
+def part_table(
+    config: LearnerTaskConfig, drawn_queries: Queries, bank: Bank, **beams: Any
+) -> BeamTable:
     """Return the table of a part that was drawn, with embeddings and these beams."""
-    queries, candidates = embeddings_of(*task)
+    queries, candidates = embeddings_of(drawn_queries, bank)
     return BeamTable(
         name=f"canvases, {config.variant} annotators, {config.part}",
         query_ids=tuple(f"{config.part}-{i}" for i in range(len(queries))),

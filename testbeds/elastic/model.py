@@ -243,7 +243,8 @@ class ElasticVLM(nn.Module):
     def overview(self, images: Tensor) -> Tensor:
         """Scale images to one tile, [B, 3, 16, 16]. No knob changes it, and every configuration
         begins with it."""
-        return scaled(images, tile_grid(*_cells(images), 1))
+        rows, columns = _cells(images)
+        return scaled(images, tile_grid(rows, columns, 1))
 
     def first_stage(self, images: Tensor, overview: Tensor, max_crops: int = 0) -> Tensor:
         """Embed grid size, overview and tiles: [B, 1 + windows, width]; no tiles at 0 crops."""

@@ -117,8 +117,8 @@ def table_of(log: pl.DataFrame) -> pl.DataFrame:
     answers = log.select("sample_id", "text").rows()
     return (
         log.with_columns(
-            pl.Series("accuracy", [exact.score(*row) for row in answers], pl.Float32),
-            pl.Series("soft_score", [soft.score(*row) for row in answers], pl.Float32),
+            pl.Series("accuracy", [exact.score(name, text) for name, text in answers], pl.Float32),
+            pl.Series("soft_score", [soft.score(name, text) for name, text in answers], pl.Float32),
             pl.col("sample_id", *KNOBS, "repeat").cast(pl.Int32),
         )
         .sort(*MEASURED, "repeat")

@@ -137,7 +137,14 @@ class RapidOCRModel(KeepsConfiguration):
             "language_features": question_features(request.question),
         }
         end = clock_ms()
-        return FirstStage(request, blocks, steps, end - start, end - detected, self.reuses_look)
+        return FirstStage(
+            request,
+            blocks,
+            kept=steps,
+            total_ms=end - start,
+            extra_ms=end - detected,
+            reused_by=self.reuses_look,
+        )
 
     @staticmethod
     def reuses_look(configuration: Configuration) -> bool:
@@ -188,7 +195,15 @@ class RapidOCRModel(KeepsConfiguration):
             lines = [Line(i, read.get(i, (None,))[0], *outlines[i, :4]) for i in order]
             text = find_answer(question, lines, read_box)
             total_ms = clock_ms() - start + steps.reused_ms
-        return Answer(text, total_ms, total_ms, detected_ms, len(boxes), len(read), len(text))
+        return Answer(
+            text=text,
+            total_ms=total_ms,
+            prefill_ms=total_ms,
+            vision_ms=detected_ms,
+            vision_tokens=len(boxes),
+            language_tokens=len(read),
+            output_tokens=len(text),
+        )
 
     def _pixels(self, steps: RequestSteps) -> Pixels:
         """Return the picture as OpenCV has it: [h, w, 3], blue first."""

@@ -149,7 +149,8 @@ class _Drawing:
         noise = rng.normal(0, rng.uniform(0, 9), (HEIGHT, WIDTH, 1))
         picture = Image.fromarray((np.asarray(picture) + noise).clip(0, 255).astype(np.uint8))
         kind = str(rng.choice(sorted(facts)))
-        return OCRScene(picture, *facts[kind], kind)
+        question, answer = facts[kind]
+        return OCRScene(picture, question, answer, kind)
 
     def _choice(self, *texts: str) -> str:
         return texts[self.rng.integers(len(texts))]

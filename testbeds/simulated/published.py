@@ -62,13 +62,34 @@ class DataSet(NamedTuple):
 
 DATA_SETS = {
     "text_vqa": DataSet(
-        (0.378, 218.6), (0.768, 371.5), "high", (3.4, 2, 15), 0.5846551129657738, 0.25, 0.0, 0.6
+        worst=(0.378, 218.6),
+        best=(0.768, 371.5),
+        best_tier="high",
+        tokens=(3.4, 2, 15),
+        ratio=0.5846551129657738,
+        medium_loss=0.25,
+        high_loss=0.0,
+        other_vision=0.6,
     ),
     "coco_vqa": DataSet(
-        (0.654, 166.5), (0.826, 294.7), "medium", (2.2, 2, 6), 0.16711910435269167, 0.0, 0.3, 1.3
+        worst=(0.654, 166.5),
+        best=(0.826, 294.7),
+        best_tier="medium",
+        tokens=(2.2, 2, 6),
+        ratio=0.16711910435269167,
+        medium_loss=0.0,
+        high_loss=0.3,
+        other_vision=1.3,
     ),
     "okvqa": DataSet(
-        (0.366, 177.9), (0.644, 289.2), "medium", (2.4, 2, 8), 0.28627671836012936, 0.0, 0.2, 1.3
+        worst=(0.366, 177.9),
+        best=(0.644, 289.2),
+        best_tier="medium",
+        tokens=(2.4, 2, 8),
+        ratio=0.28627671836012936,
+        medium_loss=0.0,
+        high_loss=0.2,
+        other_vision=1.3,
     ),
 }
 

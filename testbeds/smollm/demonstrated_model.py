@@ -200,5 +200,6 @@ class SmollmShots(DemonstratedModel):
     def questions(self) -> tuple[VQAItem, ...]:
         """The queries that the selector was not trained on, and the items of the bank, each of
         which is asked without itself among its demonstrations."""
-        held_out = BeamTable.load(BEAMS).split(*SHARES).test
+        train, validation = SHARES
+        held_out = BeamTable.load(BEAMS).split(train, validation).test
         return (*(self._queries[row] for row in held_out.tolist()), *self.bank)

@@ -246,8 +246,8 @@ def questions(kinds: Iterable[Kind]) -> pl.DataFrame:
         numbered = itertools.islice(
             itertools.product(range(len(phrasings)), enumerate(order)), MAX_QUESTIONS
         )
-        for number, (turn, (i, (about, answer))) in enumerate(numbered):
-            question = phrasings[(turn + i // 2) % len(phrasings)].format(about)
+        for number, (turn, (i, (subject, answer))) in enumerate(numbered):
+            question = phrasings[(turn + i // 2) % len(phrasings)].format(subject)
             part = ("query", "demonstration")[i % 2]
             name = f"{kind.name.replace(' ', '-')}-{number}"
             rows.append((name, question, answer, kind.name, part))

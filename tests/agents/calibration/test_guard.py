@@ -47,7 +47,7 @@ def calibrated(policy, accuracy, latency_ms, static=0, cost_ms=0.0, level=0.5, *
     judged = table, torch.arange(n), torch.tensor([BUDGET]), torch.full((n, 1), static)
     decide = by_margin if isinstance(policy, list) else policy
     with mock.patch.multiple(guard, **{"LEVEL_COST": math.inf} | options):
-        (row,) = calibrate(*judged, decide, level, cost_ms)
+        (row,) = calibrate(*judged, decide, level, cost_ms=cost_ms)
     return row
 
 

@@ -41,7 +41,7 @@ def network_of(table, rows, constraint="deadline"):
 def fitted_on(table, rows, families=FAST, network=None, experts=None):
     network = network or network_of(table, rows)
     config = replace(CONFIG, experts=families)
-    return fit_teacher(table, rows, network, config, default_budgets(table), 0, experts)
+    return fit_teacher(table, rows, network, config, default_budgets(table), 0, experts=experts)
 
 
 def normal(teacher, table, rows):

@@ -153,7 +153,7 @@ def test_a_restricted_controller_chooses_the_best_of_what_is_left(controller, bu
 
 def test_an_answer_with_other_knobs_is_logged_and_not_learned_from(controller, tmp_path):
     runtime = Runtime(controller, log=tmp_path)
-    request = runtime.begin(150.0)._replace(about={"id": "mine", "prompt": "Why?"})
+    request = runtime.begin(150.0)._replace(log_fields={"id": "mine", "prompt": "Why?"})
     result = runtime.finish(runtime.decide(request), learns=False)
     assert result.request_id == "mine"
     assert runtime.tracker.answers == 0
