@@ -32,15 +32,12 @@ def distillation_trainer(
     device: str = "cpu",
     folder: Path | None = None,
     log: Any = None,
-    collectors: int = 1,
     **settings: Any,
 ) -> Trainer:
     """Return the training of a controller, with a teacher if `policy.teacher` says so and there is
     a warm-up.
 
     Args:
-        collectors: how many processes draw for GRPO (`knobwise.agents.collectors.processes`). They
-            are spawned, so a script needs `if __name__ == "__main__":`.
         experts: returns the teacher's experts, fitted on the training and validation samples; None
             fits them here.
         table, split, settings: see `ControllerSetup`.
@@ -50,28 +47,21 @@ def distillation_trainer(
     optimiser = settings.get("optimiser")
     warm = optimiser is None or optimiser.pretrain_iterations > 0
     if policy is None or not policy.teacher or not warm:
-        trainer = controller_trainer(
+        return controller_trainer(
             table, split, seed=seed, device=device, folder=folder, log=log, **settings
         )
-    else:
-        with seeded(seed, device):
-            distiller = Distiller(experts)
-            setup = ControllerSetup(
-                table, split, seed=seed, device=device, distiller=distiller, **settings
-            )
-            agent = DeployedController(setup.controller, distiller.teacher).eval()
-            stages = [
-                *regression_stages(setup, distiller.teacher),
-                Distillation(setup, lambda: distiller.targets),
-                grpo_stage(setup),
-            ]
-            trainer = make_trainer(setup, agent, stages, folder, log)
-    if collectors > 1:
-        # processes are rarely wanted, and load much
-        from knobwise.agents.collectors.processes import SideBySide
-
-        trainer.collector = SideBySide(trainer, collectors)
-    return trainer
+    with seeded(seed, device):
+        distiller = Distiller(experts)
+        setup = ControllerSetup(
+            table, split, seed=seed, device=device, distiller=distiller, **settings
+        )
+        agent = DeployedController(setup.controller, distiller.teacher).eval()
+        stages = [
+            *regression_stages(setup, distiller.teacher),
+            Distillation(setup, lambda: distiller.targets),
+            grpo_stage(setup),
+        ]
+        return make_trainer(setup, agent, stages, folder, log)
 
 
 def best_is_of_grpo(trainer: Trainer) -> bool:

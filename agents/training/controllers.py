@@ -68,7 +68,6 @@ class ControllerSetup:
         limits: float [B], the judged budgets in ms, or values of a right answer.
         controller, reference: the networks that learn, and a copy for the KL.
         actor, critic: the policy that draws, and for PPO its value network.
-        bandit: makes an environment of a size and a seed.
         env: where contexts and rewards come from.
         held_out: judges the networks.
         seen: fingerprints of the samples fitted or chosen on, also by the checkpoint started from.
@@ -162,21 +161,21 @@ class ControllerSetup:
             self.critic = make_critic(controller, table, noise).to(self.device)
 
         # the environment: contexts for all networks in turn, each of its own rows
-        self.bandit = functools.partial(
-            ConfigBandit,
+        self.env = ConfigBandit(
             self.copied,
+            batch_size=self.settings.contexts * self.networks,
             group_size=self.group_size,
             budget=budget,
             reward=reward,
             balance=(balance or BalanceConfig()).by,
             rows=[rows_of_copies(rows, table, self.copied) for rows in network_rows],
+            seed=seed,
             unprofiled="error",
             action="configuration",
             observe_features=False,
             cost_ms=cost_ms,
             device=self.device,
         )
-        self.env = self.bandit(batch_size=self.settings.contexts * self.networks, seed=seed)
         self.held_out = HeldOut(
             table,
             self.folds[1],

@@ -126,7 +126,7 @@ class Trainer:
             sampler=SamplerWithoutReplacement(),
             batch_size=shape[0],
         )
-        self.collector: Any = Collector(
+        self.collector = Collector(
             env,
             self.policy,
             replay_buffer=self.buffer,

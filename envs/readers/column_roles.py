@@ -47,7 +47,6 @@ MEASURES = frozenset(
         "repeat",
         "sampling_probability",
         "sampling_weight",
-        "measured_round",
     }
 )
 """Columns of measurements, which are never knobs."""

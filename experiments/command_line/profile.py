@@ -61,7 +61,6 @@ def measure(config: ProfileRun, needed: Callable[[], Any] | None = None) -> Path
     Args:
         needed: see `profile_vlm`.
     """
-    from knobwise.agents.evaluation.informative_cells import outlook_of
     from knobwise.profiling.measuring.machine import one_thread
     from knobwise.profiling.measuring.profiler import profile_vlm
     from knobwise.profiling.models import load_model
@@ -97,9 +96,7 @@ def measure(config: ProfileRun, needed: Callable[[], Any] | None = None) -> Path
         usual = config.data or getattr(model, "dataset", model.name)
         name = config.knobs.name or Path(str(usual)).name.split(".")[0]
         knobs = replace(config.knobs, name=name)
-        folder = profile_vlm(
-            config.out, model, items, knobs, identity, outlook_of, needed, runner=runner
-        )
+        folder = profile_vlm(config.out, model, items, knobs, identity, needed, runner=runner)
     if (folder / "state/workers.json").exists():
         from knobwise.profiling.workers.machines import note_workers
 

@@ -118,14 +118,10 @@ class TrainRun(Training):
     alone, exactly."""
     threads: int = 1
     """torch threads; one is fastest for a network this small."""
-    collectors: int = 1
-    """Processes that draw for GRPO on draws (loss=sampled), for trainings with some thousand
-    contexts an iteration (docs/scale.md)."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         at_least("threads", self.threads, 1)
-        at_least("collectors", self.collectors, 1)
         kind = KINDS[self.reward.kind]
         if kind.judged_by == "reward" and not kind.learned_by_teacher:
             # the aim is another one than utility

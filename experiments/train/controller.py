@@ -165,7 +165,6 @@ class ControllerExperiment(Experiment):
             reward=config.reward,
             balance=config.balance,
             device=config.device,
-            collectors=config.collectors,
         )
 
     def _encoders(self) -> Mapping[str, TextEncoder] | None:

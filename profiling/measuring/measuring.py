@@ -78,7 +78,6 @@ COLUMNS = {
     *CELL,
     "sampling_probability",
     "sampling_weight",
-    "measured_round",
     "changed",
     WORKER,
     "latency_ms",

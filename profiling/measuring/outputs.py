@@ -29,8 +29,7 @@ from knobwise.profiling.measuring.measuring import (
 from knobwise.profiling.measuring.requests import question_text
 
 PROBABILITY = "sampling_probability"
-ROUND = "measured_round"
-DRAWN = (PROBABILITY, WEIGHT, ROUND)
+DRAWN = (PROBABILITY, WEIGHT)
 """The columns about how a cell was drawn."""
 PROMPT = "prompt"
 """The column of questions as they are asked."""
@@ -95,14 +94,11 @@ def records_of(plan: MeasurementPlan, log: pl.DataFrame, dataset: str) -> pl.Dat
 
 
 def _drawn(plan: MeasurementPlan, rows: pl.DataFrame) -> pl.DataFrame:
-    """Return how likely the cell of each row was drawn, how many cells it stands for, and its round
-    if there are several."""
+    """Return how likely the cell of each row was drawn, and how many cells it stands for."""
     cells = tuple(rows.select(CELL).to_numpy().T)
-    columns = {PROBABILITY: plan.design.probability[cells], WEIGHT: plan.design.weight[cells]}
-    drawn = pl.DataFrame(columns)
-    if plan.design.rounds.max() > 1:
-        drawn = drawn.with_columns(pl.Series(ROUND, plan.design.rounds[cells]))
-    return drawn
+    return pl.DataFrame(
+        {PROBABILITY: plan.design.probability[cells], WEIGHT: plan.design.weight[cells]}
+    )
 
 
 def _of_samples(plan: MeasurementPlan, taken: Collection[str]) -> pl.DataFrame:

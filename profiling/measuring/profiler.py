@@ -6,10 +6,6 @@ profile_vlm("out", model, items, config)  →  out/table.parquet  features.safet
                                              out/exp5/…  out/exp6/…  (the same measurements as
                                              exp5/exp6 files) out/state/…  (what a later call
                                              continues from)
-
-With `knobs.rounds` the profile is written after each round. From it `choose` says which cells to
-measure next; they are noted in the folder before the round begins, so that an interrupted round is
-the same when it goes on.
 """
 
 from __future__ import annotations
@@ -27,10 +23,9 @@ from torch import Tensor
 
 from knobwise.common.checks import folder_name
 from knobwise.common.errors import InputError
-from knobwise.envs.readers.long_table import read_long_table
 from knobwise.envs.tables.profile_table import ProfileTable
 from knobwise.envs.tables.splits import split_groups
-from knobwise.profiling.design.cell_design import Outlook
+from knobwise.profiling.design.cell_design import cells_to_measure, part_of
 from knobwise.profiling.design.grid_sampling import sample_grid
 from knobwise.profiling.measuring.adaptive_model import (
     AdaptiveVLM,
@@ -38,7 +33,7 @@ from knobwise.profiling.measuring.adaptive_model import (
     check_configuration,
 )
 from knobwise.profiling.measuring.feature_store import FeatureStore, content_keys
-from knobwise.profiling.measuring.machine import claim, machine, write_json
+from knobwise.profiling.measuring.machine import claim, machine
 from knobwise.profiling.measuring.measuring import (
     COLUMNS,
     EXTRA,
@@ -54,13 +49,6 @@ from knobwise.profiling.measuring.measuring import (
 from knobwise.profiling.measuring.outputs import knob_lines, write_vlm_profile
 from knobwise.profiling.measuring.questions import VQAItem
 from knobwise.profiling.measuring.requests import Questions, question_text
-from knobwise.profiling.measuring.rounds import (
-    ROUNDS,
-    Rounds,
-    first_round,
-    further_round,
-    part_of,
-)
 from knobwise.profiling.measuring.settings import VLMProfileConfig
 from knobwise.profiling.measuring.sure_cells import (
     FILE,
@@ -81,20 +69,18 @@ def profile_vlm(
     items: Sequence[VQAItem],
     config: VLMProfileConfig,
     identity: Mapping[str, Any] | None = None,
-    choose: Callable[[ProfileTable], Outlook] | None = None,
     needed: Callable[[], tuple[ProfileTable, Tensor]] | None = None,
     clock_s: Callable[[], float] = time.monotonic,
     runner: Callable[[AdaptiveVLM, MeasurementPlan, Path], Runner] | None = None,
 ) -> Path:
     """Measure the model on the items, write the profile, and return its folder.
 
-    The same call resumes an interrupted run. A call for more configurations, samples, repeats or
-    rounds adds them. Another model, machine, version or data set needs another folder.
+    The same call resumes an interrupted run. A call for more configurations, samples or repeats
+    adds them. Another model, machine, version or data set needs another folder.
 
     Args:
         identity: what tells this model from others, beside `model.identity`; also the `machine`, if
             another one measures.
-        choose: what to measure in further rounds, from the profile so far; None for one round.
         needed: the profile so far, which must be there, and its cells that are measured too
             whatever is drawn, bool [n, c].
         clock_s: the clock of `knobs.max_hours`, in seconds.
@@ -123,9 +109,10 @@ def profile_vlm(
     questions = [question_text(item, config.prompt) for item in items]
     contents = content_keys(items, questions)
     parts = drawn_parts(items, config, len(configurations))
-    design = first_round(parts, len(items), len(configurations), config)
+    design = cells_to_measure(
+        parts, len(items), len(configurations), config.per_sample, config.whole_test
+    )
     plan = MeasurementPlan(items, requests, contents, configurations, config, design, parts)
-    rounds = Rounds(state / ROUNDS, plan)
     settings = {"max_new_tokens": config.max_new_tokens, "clock": config.clock}
     claim(state / "run.json", {"dataset": name, **identity, **settings})
     store = FeatureStore(state / "features")
@@ -150,40 +137,28 @@ def profile_vlm(
             ids = [item.id for item in items]
             sure |= cells_of_plan(wanted, table, ids, configurations)
             write_sure_cells(state / FILE, sure, contents, configurations)
-        while True:
-            plan = rounds.plan()
-            plan = replace(plan, design=plan.design.with_sure(sure))
-            known = read_measurements(path)
-            done = plan.done(known)
-            if hasattr(model, "continues"):
-                model.continues(known)
-            run: Runner = LocalRunner(model, plan)
-            if runner is not None:
-                run = runner(model, plan, state)
-            whole = measure(run, plan, log, done, store, out_of_time)
-            measurements = read_measurements(path)
-            limit = f"knobs.max_hours={config.max_hours}"
-            if not whole:
-                limit = getattr(model, "limit", "") or limit
-                plan = part_of(plan, measurements, limit)
-            store.write(features, plan.contents, [item.id for item in items])
-            further = getattr(model, "columns", ())
-            profile = write_vlm_profile(out, plan, measurements, model.knobs, facts, further)
-            if config.rounds == 1 or choose is None or not parts:
-                break
-            table = read_long_table(out / "table.parquet", features=str(features))
-            outlook = choose(table)
-            if rounds.end(plan, measurements, outlook.gain, whole, limit):
-                profile["measured"] |= rounds.report
-                write_json(out / "profile.json", profile)
-                break
-            together = hasattr(model, "answer_all")
-            rounds.add(further_round(plan, measurements, table, outlook, together), outlook.gain)
-    if not whole and not parts:
-        cells = int(plan.design.cells.sum())
+        plan = replace(plan, design=design.with_sure(sure))
+        wanted_cells = int(plan.design.cells.sum())
+        known = read_measurements(path)
+        done = plan.done(known)
+        if hasattr(model, "continues"):
+            model.continues(known)
+        run: Runner = LocalRunner(model, plan)
+        if runner is not None:
+            run = runner(model, plan, state)
+        whole = measure(run, plan, log, done, store, out_of_time)
+        measurements = read_measurements(path)
+        limit = getattr(model, "limit", "") or f"knobs.max_hours={config.max_hours}"
+        if not whole:
+            taken = plan.done(measurements)[0] & plan.design.cells
+            plan = replace(plan, design=part_of(design, sure, taken, parts, limit))
+        store.write(features, plan.contents, [item.id for item in items])
+        further = getattr(model, "columns", ())
+        profile = write_vlm_profile(out, plan, measurements, model.knobs, facts, further)
+    if not whole:
         print(
-            f"{limit}: is reached, with {cells} of {design.cells.sum()} cells measured, which the "
-            "table holds; the same command with a higher limit goes on"
+            f"{limit}: is reached, with {plan.design.cells.sum()} of {wanted_cells} cells "
+            "measured, which the table holds; the same command with a higher limit goes on"
         )
     print(*knob_lines(profile), sep="\n")
     return out

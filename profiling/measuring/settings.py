@@ -53,13 +53,10 @@ class VLMProfileConfig:
     whole_test: bool = True
     """Where part of the cells is measured: whether the samples to test on are measured with all
     configurations. false: as few as the others."""
-    rounds: int = 1
-    """Rounds of measuring. After the first, each takes as many seconds as the first took on the
-    samples that are not measured whole: at least a quarter of them at random, the others on what is
-    most likely to change decisions. It ends earlier when the estimated gain stops growing."""
     max_hours: float | None = None
-    """So many hours after its start the call stops measuring, also inside a round. After the first
-    round it writes the profile of what it has; the same command goes on. null or 0: no limit."""
+    """So many hours after its start the call stops measuring; the same command goes on. It writes
+    the profile of what it has if each configuration was measured on some samples, or with
+    per_sample all that was drawn. null or 0: no limit."""
     repeats: int | None = None
     """Repeats of each (sample, configuration). The table keeps all; summary numbers use the
     median. null: 3, or 1 behind an endpoint, where each is paid for."""
@@ -82,12 +79,6 @@ class VLMProfileConfig:
         if self.samples is not None:
             at_least("knobs.samples", self.samples, 1)
         at_least("knobs.per_sample", self.per_sample, 0)
-        at_least("knobs.rounds", self.rounds, 1)
-        if self.rounds > 1 and not self.per_sample:
-            raise InputError(
-                f"knobs.rounds={self.rounds}: further rounds add to a part of the cells; set "
-                "knobs.per_sample, such as 4, or leave out rounds"
-            )
         if not self.whole_test and self.per_sample < 2:
             raise InputError(
                 f"knobs.whole_test=false: needs knobs.per_sample of at least 2, not "

@@ -59,23 +59,14 @@ def cells_of_plan(
     cells: Tensor, table: ProfileTable, ids: Sequence[str], configurations: Configurations
 ) -> Bools:
     """Return cells of a table, bool [n, c], as those of a plan with these samples and
-    configurations, bool [N, C]."""
-    rows, columns = places(table, ids, configurations)
-    placed = np.zeros((len(ids), len(configurations)), bool)
-    placed[np.ix_(rows, columns)] = cells.numpy()
-    return placed
-
-
-def places(
-    table: ProfileTable, ids: Sequence[str], configurations: Configurations
-) -> tuple[list[int], list[int]]:
-    """Return the place of each sample and of each configuration of a table in a plan, which has
-    another order and perhaps more of them."""
+    configurations, bool [N, C]; a plan has another order and perhaps more of them."""
     sample_of = {name: i for i, name in enumerate(ids)}
     rows = [sample_of[name] for name in table.sample_ids]
     column_of = {_key(each): j for j, each in enumerate(configurations)}
     columns = [column_of[_key(table.configuration(c))] for c in range(table.num_configurations)]
-    return rows, columns
+    placed = np.zeros((len(ids), len(configurations)), bool)
+    placed[np.ix_(rows, columns)] = cells.numpy()
+    return placed
 
 
 def _key(configuration: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:

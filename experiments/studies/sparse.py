@@ -26,13 +26,12 @@ How ways are compared was fixed before the runs:
   an option.
   Intervals are bootstraps over draws and test samples.
 
-Beside that, imitation alone is trained on a 64th of the cells, and on cells of three rounds that
-take as many seconds each: of `chosen` ones, as `knobs.rounds=3` measures them, and of random ones.
-It is judged without and with its guard, which is calibrated by doubly robust estimates.
+Beside that, imitation alone is trained on a 64th of the cells. It is judged without and with its
+guard, which is calibrated by doubly robust estimates.
 
-    python benchmarks/sparse.py tune sparse
-    python benchmarks/sparse.py run sparse
-    python benchmarks/sparse_tables.py sparse docs/sparse.svg
+    python experiments/studies/sparse.py tune sparse
+    python experiments/studies/sparse.py run sparse
+    python experiments/studies/sparse_tables.py sparse docs/sparse.svg
 """
 
 from __future__ import annotations
@@ -61,7 +60,6 @@ from knobwise.agents.controller.features import FeatureNormaliser
 from knobwise.agents.controller.settings import hidden_for
 from knobwise.agents.evaluation.baselines import fit_static
 from knobwise.agents.evaluation.evaluation import evaluate_policy
-from knobwise.agents.evaluation.informative_cells import outlook_of
 from knobwise.agents.evaluation.policy import Policy
 from knobwise.agents.teacher.completed import CompletedTable, completed, estimated
 from knobwise.agents.training.controller_stages import ExactGRPO
@@ -81,8 +79,6 @@ from knobwise.testbeds.profiles import builtin_profile, ocr_profile, smollm_prof
 PROFILES = {"builtin": builtin_profile, "ocr": ocr_profile, "smollm": smollm_profile}
 SHARES: tuple[Fraction, ...] = (Fraction(1, 32), Fraction(1, 16), Fraction(1, 4))
 CURVE: tuple[Fraction, ...] = (Fraction(1, 64), *SHARES)
-IN_ROUNDS = Fraction(1, 32)
-"""The share of the first of three rounds."""
 DRAWS = 5
 SPLITS = 3
 WAYS: tuple[str, ...] = ("completed", "robust", "measured")
@@ -123,7 +119,7 @@ def cells_drawn(share: Fraction, configurations: int) -> float:
     return max(1.0, float(share * configurations))
 
 
-def first_round(whole: ProfileTable, split: Split, share: Fraction, draw: int) -> CellDesign:
+def drawn_cells(whole: ProfileTable, split: Split, share: Fraction, draw: int) -> CellDesign:
     """Draw a share of the cells of the samples to fit on; those to test on are measured whole.
 
     Each sample has at least one. Where the share is no whole number of its cells, some samples
@@ -138,39 +134,7 @@ def first_round(whole: ProfileTable, split: Split, share: Fraction, draw: int) -
     probability = np.ones(whole.mask.shape)
     drawn = more.where(torch.from_numpy(another), fewer).numpy()
     probability[fitted] = np.where(drawn, cells_of_sample / count, np.nan)
-    return CellDesign(probability, (~np.isnan(probability)).astype(np.int32))
-
-
-def three_rounds(whole: ProfileTable, split: Split, first: CellDesign, draw: int) -> CellDesign:
-    """Return a design with two further rounds of chosen cells, each as long as the first."""
-    parts = np.full(whole.num_samples, "train", object)
-    parts[split.validation] = "validation"
-    parts[split.test] = "test"
-    parted = replace(whole, parts=tuple(parts))
-    drawn = (first.rounds == 1) & (first.probability < 1)
-    design = first
-    for _ in range(2):
-        outlook = outlook_of(with_cells(parted, torch.from_numpy(design.cells)), draw)
-        seconds = outlook.latency_ms.numpy() / 1e3
-        # what comes before the answers takes no time in a replay
-        stages = np.zeros(len(seconds))
-        spent = float(seconds[drawn].sum())
-        design = design.next_round(outlook.score.numpy(), seconds, stages, spent, draw)
-    return design
-
-
-def random_cells(
-    whole: ProfileTable, first: CellDesign, other: CellDesign, draw: int
-) -> CellDesign:
-    """Return a design that adds random cells for as many seconds as another adds cells."""
-    seconds = whole.latency_ms.double().nan_to_num(0.0).numpy().ravel()
-    left = seconds[(other.cells & ~first.cells).ravel()].sum()
-    free = np.flatnonzero(~first.cells & whole.mask.numpy())
-    order = np.random.default_rng(draw).permutation(free)
-    count = int(np.searchsorted(seconds[order].cumsum(), left))
-    cells = np.zeros(first.cells.shape, bool)
-    cells.flat[order[:count]] = True
-    return first.added(cells, count / max(len(free), 1))
+    return CellDesign(probability)
 
 
 def sparse(whole: ProfileTable, split: Split, design: CellDesign) -> ProfileTable:
@@ -272,54 +236,41 @@ class Case:
 
     Args:
         profile: its name, or the path of a table.
-        share: of the cells, in the first round.
+        share: of the cells.
         draw: of the cells.
-        further: `chosen` or `random` cells in two further rounds; "" for one round.
     """
 
     profile: str
     share: Fraction
     draw: int
-    further: str = ""
 
     def path(self, folder: Path) -> Path:
         """Return where the utilities are kept."""
-        words = [name_of(self.profile), str(self.share.denominator), self.further, str(self.draw)]
-        return folder / f"{'-'.join(filter(None, words))}.npz"
+        return folder / f"{name_of(self.profile)}-{self.share.denominator}-{self.draw}.npz"
 
     @property
     def ways(self) -> Sequence[str]:
         """The rewards that GRPO learns from."""
-        if self.profile not in PROFILES or self.further:
+        if self.profile not in PROFILES:
             return ()
         if self.share == 1:
             return WAYS[:1]
         return WAYS if self.share in SHARES else ()
 
-    def table(self, whole: ProfileTable, split: Split) -> tuple[ProfileTable, float]:
-        """Return what is measured, completed, and its seconds on samples to fit on."""
-        seconds = whole.latency_ms.double().nan_to_num(0.0).numpy() / 1e3
-        fitted = split.fitted.numpy()
+    def table(self, whole: ProfileTable, split: Split) -> ProfileTable:
+        """Return what is measured, completed."""
         if self.share == 1:
-            return whole, float(seconds[fitted].sum())
-        design = first_round(whole, split, self.share, self.draw)
-        if self.further:
-            rounds = three_rounds(whole, split, design, self.draw)
-            if self.further == "random":
-                rounds = random_cells(whole, design, rounds, self.draw)
-            design = rounds
-        spent = float((seconds * design.cells)[fitted].sum())
-        return sparse(whole, split, design), spent
+            return whole
+        return sparse(whole, split, drawn_cells(whole, split, self.share, self.draw))
 
 
 def utilities(case: Case) -> Values:
-    """Return the utility of each test sample by every way, float [n]; `rows`, int64 [n]; `seconds`
-    of answers that were measured, and `share_deployed`, of budgets where the guard lets the policy
-    decide."""
+    """Return the utility of each test sample by every way, float [n]; `rows`, int64 [n]; and
+    `share_deployed`, of budgets where the guard lets the policy decide."""
     whole = read(case.profile)
     split = whole.split(seed=case.draw % SPLITS)
     budgets_ms = default_budgets(whole)
-    table, seconds = case.table(whole, split)
+    table = case.table(whole, split)
     imitation = Imitation(table, split, budgets_ms, TUNED["imitation"])
     policies: dict[str, Policy] = {
         "static_of_whole": fit_static(whole, split.fitted),
@@ -334,8 +285,8 @@ def utilities(case: Case) -> Values:
         way: judged(policy, whole, split.test, budgets_ms) for way, policy in policies.items()
     }
     deployed = [float(row["deployed"]) for row in imitation.deployed.calibration.guard]
-    facts = {"seconds": torch.tensor(seconds), "share_deployed": torch.tensor(deployed).mean()}
-    return {"rows": split.test, **facts, **judged_by}
+    share_deployed = torch.tensor(deployed).mean()
+    return {"rows": split.test, "share_deployed": share_deployed, **judged_by}
 
 
 def tune(folder: Path) -> None:
@@ -343,7 +294,7 @@ def tune(folder: Path) -> None:
     whole = read("builtin")
     split = whole.split(seed=TUNING_DRAW % SPLITS)
     budgets_ms = default_budgets(whole)
-    table, _ = Case("builtin", Fraction(1, 16), TUNING_DRAW).table(whole, split)
+    table = Case("builtin", Fraction(1, 16), TUNING_DRAW).table(whole, split)
     scores: dict[str, dict[float, float]] = {way: {} for way in TUNED}
 
     def score(way: str, factor: float, agent: DeployedController) -> float:
@@ -369,7 +320,6 @@ def cases(profiles: list[str]) -> Iterator[Case]:
         if draw < SPLITS:
             shares[count] = Fraction(1)
         yield from (Case(profile, share, draw) for share in shares.values())
-        yield from (Case(profile, IN_ROUNDS, draw, further) for further in ("chosen", "random"))
 
 
 def run(folder: Path, profiles: list[str]) -> None:
@@ -383,7 +333,8 @@ def run(folder: Path, profiles: list[str]) -> None:
         for way, of_samples in values.items():
             about = {"case": path.stem, "way": way, "mean": float(of_samples.double().mean())}
             write_line(folder / "results.jsonl", about)
-        np.savez(path, **{way: of_samples.numpy() for way, of_samples in values.items()})
+        arrays: dict[str, Any] = {way: of_samples.numpy() for way, of_samples in values.items()}
+        np.savez(path, **arrays)
         print(path.stem, round(time.perf_counter() - began), "s", flush=True)
 
 

@@ -6,7 +6,7 @@ with the weights before GRPO and with those that it deploys. Decisions cost noth
 prints the mean difference in points of utility, and a 95 % interval over samples, seeds and splits.
 
     knobwise train experiment=controller seeds=[0,1,2,3,4]
-    python benchmarks/drift.py runs/latest
+    python experiments/studies/drift.py runs/latest
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Tables and a picture of what `benchmarks/sparse.py` ran: what GRPO adds to imitation, and utility
-over the share of a profile that was measured.
+"""Tables and a picture of what `experiments/studies/sparse.py` ran: what GRPO adds to imitation,
+and utility over the share of a profile that was measured.
 
 Intervals are bootstraps over draws of the cells and test samples.
 
-    python benchmarks/sparse_tables.py sparse docs/sparse.svg [FOLDER OF A TABLE ...]
+    python experiments/studies/sparse_tables.py sparse docs/sparse.svg [FOLDER OF A TABLE ...]
 """
 
 from __future__ import annotations
@@ -16,10 +16,11 @@ from typing import Any
 
 import altair as alt
 import numpy as np
-from sparse import (
+
+from knobwise.agents.evaluation.policy import Array
+from knobwise.experiments.studies.sparse import (
     CURVE,
     DRAWS,
-    IN_ROUNDS,
     PROFILES,
     SHARES,
     SPLITS,
@@ -29,8 +30,6 @@ from sparse import (
     name_of,
     read,
 )
-
-from knobwise.agents.evaluation.policy import Array
 
 RESAMPLES = 4000
 TITLES = {"builtin": "built-in", "ocr": "RapidOCR", "smollm": "SmolLM2"}
@@ -49,31 +48,21 @@ class Resamples:
         folder: of `run`.
         profile: the profile.
         shares: those whose draws are resampled together; a draw counts if it has all of them.
-        further: see `Case`.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        profile: str,
-        shares: Sequence[Fraction],
-        further: Sequence[str] = ("",),
-    ) -> None:
-        self.cases: dict[tuple[Fraction, str], list[dict[str, Any]]] = {}
+    def __init__(self, folder: Path, profile: str, shares: Sequence[Fraction]) -> None:
+        self.cases: dict[Fraction, list[dict[str, Any]]] = {}
         self.draws = 0
-        keys = [(share, how) for share in shares for how in further]
         for draw in range(DRAWS):
-            paths = {key: Case(profile, key[0], draw, key[1]).path(folder) for key in keys}
+            paths = {share: Case(profile, share, draw).path(folder) for share in shares}
             if all(path.exists() for path in paths.values()):
                 self.draws += 1
                 # the test samples of the whole profile are the same, by the same split
                 whole = Case(profile, Fraction(1), draw % SPLITS).path(folder)
                 of_whole = np.load(whole)["imitation"]
-                for key, path in paths.items():
+                for share, path in paths.items():
                     case = dict(np.load(path), imitation_of_whole=of_whole)
-                    self.cases.setdefault(key, []).append(case)
-        if further != ("",) and self.draws:
-            self._pair_rounds()
+                    self.cases.setdefault(share, []).append(case)
         generator = np.random.default_rng(list(name_of(profile).encode()))
         table = read(profile)
         self.configurations = table.num_configurations
@@ -84,29 +73,23 @@ class Resamples:
         of_draws = np.full(self.draws, 1 / max(self.draws, 1))
         self.of_draws = generator.multinomial(self.draws, of_draws, RESAMPLES)
 
-    def _pair_rounds(self) -> None:
-        """Put what random cells got beside what chosen ones did."""
-        pairs = zip(self.cases[IN_ROUNDS, "chosen"], self.cases[IN_ROUNDS, "random"], strict=True)
-        for chosen, random in pairs:
-            chosen |= {"random": random["imitation"], "random_seconds": random["seconds"]}
-
     def words(self, share: Fraction) -> str:
         """Return a share as the number of cells of a sample."""
         return f"{cells_drawn(share, self.configurations):.3g} of {self.configurations}"
 
-    def mean(self, share: Fraction, way: str, further: str = "") -> float:
+    def mean(self, share: Fraction, way: str) -> float:
         """Return the mean of a way, in which all splits count alike."""
-        means = [case[way].mean() for case in self.cases[share, further]]
+        means = [case[way].mean() for case in self.cases[share]]
         return float(np.mean([np.mean(means[split::SPLITS]) for split in range(SPLITS)]))
 
-    def gains(self, share: Fraction, way: str, reference: str, further: str = "") -> Array:
+    def gains(self, share: Fraction, way: str, reference: str) -> Array:
         """Return the mean gain of a way over a reference, first in truth, then in each resample.
 
         Samples that are in the test part of several draws are resampled together, and the draws of
         all shares too, because the cells of a smaller share are among those of a larger one.
         """
         sums = np.zeros((2, RESAMPLES + 1))
-        for draw, case in enumerate(self.cases[share, further]):
+        for draw, case in enumerate(self.cases[share]):
             gained = (case[way] - case[reference]).astype(np.float32)
             weights = self.samples[:, case["rows"]]
             of_draw = self.of_draws[:, draw]
@@ -181,19 +164,6 @@ def curve(folder: Path, profiles: list[str]) -> Iterator[Row]:
             yield (title_of(profile), cells, *means, deployed, *map(words_of, gains))
 
 
-def rounds(folder: Path, profiles: list[str]) -> Iterator[Row]:
-    """Yield what chosen cells bring, compared with random ones that took as long."""
-    yield ("profile", "cells in the first round", "seconds", "random", "chosen", "difference")
-    for profile in profiles:
-        resamples = Resamples(folder, profile, [IN_ROUNDS], ("chosen", "random"))
-        about = IN_ROUNDS, "imitation"
-        values = [f"{resamples.mean(*about, how):.3f}" for how in ("random", "chosen")]
-        seconds = f"{resamples.mean(IN_ROUNDS, 'seconds', 'chosen'):,.0f}"
-        gains = resamples.gains(*about, "random", "chosen")
-        cells = resamples.words(IN_ROUNDS)
-        yield (title_of(profile), cells, seconds, *values, words_of(gains))
-
-
 def picture(folder: Path, profiles: list[str]) -> alt.FacetChart:
     """Draw, for each profile, how far policy and static are above the static of everything."""
     points = []
@@ -223,6 +193,6 @@ if __name__ == "__main__":
     where, drawing, *others = sys.argv[1:]
     FOLDER = Path(where)
     NAMES = [*PROFILES, *others]
-    parts = [gains_of_grpo(FOLDER), curve(FOLDER, NAMES), rounds(FOLDER, NAMES)]
+    parts = [gains_of_grpo(FOLDER), curve(FOLDER, NAMES)]
     print(*(rows_of([*part]) for part in parts), sep="\n\n")
     picture(FOLDER, NAMES).save(drawing)

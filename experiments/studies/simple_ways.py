@@ -6,7 +6,7 @@ interval: a bootstrap over samples, where a sample that several splits test is d
 results. The runs are those of a study, on three splits with decisions that cost nothing:
 
     python experiments/studies/study.py study=experiments/studies/tables.yaml seeds=[0] runs=tables
-    python benchmarks/simple_ways.py tables/controller/*
+    python experiments/studies/simple_ways.py tables/controller/*
 """
 
 from __future__ import annotations

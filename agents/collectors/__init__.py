@@ -1,1 +1,0 @@
-"""Several processes that draw for one training, by TorchRL's MultiSyncCollector."""
