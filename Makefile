@@ -1,22 +1,22 @@
 # make run   the main job on the built-in profile: train, judge, report
 # make quick a first result in a minute: no experts, one seed, no baselines
-# make test  lint, types and the whole test suite
+# make test  lint, types and the whole test suite; make lint and make suite are its halves
 # make campaign  the slowest tests, and an hour of kills, torn files and changed inputs (docs/trust.md); repeat it to go on
 # make docs  the documentation site, in build/site
 # make bench every benchmark, in docs/speed.md
+# make size  files, lines and tokens by folder, and the longest functions
 # Another virtual environment: make run VENV=/path/to/venv
 VENV ?= .venv
 PYTHON ?= python3
 BIN := $(VENV)/bin
-# as a folder on Python's path: a script beside a clone named knobwise would else import the clone's folder, not the package
 # modules are compiled when they are first imported, not all of them now
-PIP := --quiet --disable-pip-version-check --no-compile --constraint constraints.txt --config-settings editable_mode=compat
+PIP := --quiet --disable-pip-version-check --no-compile --constraint constraints.txt
 INSTALLED := $(VENV)/.knobwise
 
 # keep bytecode whatever the environment says: tests start hundreds of processes, each of which would compile torch
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: run quick test suite lint docs bench campaign clean
+.PHONY: run quick test suite lint docs bench size campaign clean
 
 run: $(INSTALLED)
 	$(BIN)/python -m knobwise train experiment=controller seeds=[0,1,2,3,4]
@@ -44,6 +44,9 @@ docs: $(INSTALLED)-docs
 
 bench: $(INSTALLED)-test
 	$(BIN)/python benchmarks/suite.py
+
+size:
+	$(PYTHON) benchmarks/size.py
 
 campaign: $(INSTALLED)-test
 	$(BIN)/python -m pytest -m campaign

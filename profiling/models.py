@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from knobwise.common.checks import one_of
 from knobwise.common.errors import InputError, Missing
+from knobwise.common.extras import install_command
 from knobwise.common.imports import imported, instance
 from knobwise.profiling.endpoint.settings import NAME as ENDPOINT
 from knobwise.profiling.endpoint.settings import EndpointOptions
@@ -91,7 +92,7 @@ def _behind_endpoint(
     try:
         from knobwise.profiling.endpoint.model import EndpointModel
     except ImportError as error:
-        raise Missing(f"model={ENDPOINT} needs: pip install 'knobwise[endpoint]'") from error
+        raise Missing(f"model={ENDPOINT} needs: {install_command('endpoint')}") from error
     # all else before the server is asked
     items = _items(data, images=None)
     return EndpointModel(options, config.chosen_values(), config.max_new_tokens), items

@@ -21,6 +21,7 @@ from knobwise.agents.calibration.deployed_controller import DeployedController
 from knobwise.agents.deployed.arrays import Array, Arrays, configurations_of
 from knobwise.agents.deployed.controller import NumpyController
 from knobwise.common.errors import InputError
+from knobwise.common.extras import install_command
 from knobwise.common.progress import progress
 from knobwise.envs.bandit.budgets import MIN_LATENCY_MS
 from knobwise.envs.tables.profile_table import ProfileTable
@@ -52,7 +53,7 @@ class Deployed(nn.Module):
             import onnxruntime  # noqa: F401
             import onnxscript  # noqa: F401
         except ImportError as error:
-            raise InputError(f"onnx=true: {error}; pip install 'knobwise[onnx]'") from error
+            raise InputError(f"onnx=true: {error}; {install_command('onnx')}") from error
         if agent.constraint != "deadline":
             raise InputError(
                 "onnx=true: the controller is for a mean over requests; leave onnx=true out, or "

@@ -1,7 +1,7 @@
 """A simulated language-model server that speaks the OpenAI chat-completions protocol, faults
 included: for tests, for load and to try things. No model is behind it.
 
-    pip install 'knobwise[serve]'
+    pip install -e '.[serve]'
     python -m knobwise.testbeds.simulated_endpoint 8001
     curl localhost:8001/v1/chat/completions -d '{"model": "small",
         "messages": [{"role": "user", "content": "What is 12 + 30?"}]}'

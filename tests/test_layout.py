@@ -7,7 +7,9 @@ import re
 import shutil
 import subprocess
 import sys
+import tarfile
 from collections import Counter
+from fnmatch import fnmatch
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -198,20 +200,57 @@ def pip(*words, python=sys.executable):
     subprocess.run(command, check=True, capture_output=True)
 
 
+def project_files():
+    """What git keeps or would keep; in an unpacked sdist, which has no git, all that is not
+    ignored."""
+    if (ROOT / ".git").exists():
+        listing = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+        names = subprocess.check_output(listing, cwd=ROOT, text=True).split("\0")
+        return [Path(name) for name in names if name and os.path.lexists(ROOT / name)]
+    ignored = {line.rstrip("/") for line in (ROOT / ".gitignore").read_text().splitlines()}
+    paths = []
+    for folder, folders, files in os.walk(ROOT):
+        links = [name for name in folders if Path(folder, name).is_symlink()]
+        kept = [name for name in folders if not any(fnmatch(name, line) for line in ignored)]
+        folders[:] = set(kept) - set(links)
+        paths += [Path(folder, name).relative_to(ROOT) for name in (*files, *links)]
+    # what the archive says of itself
+    return [path for path in paths if path != Path("PKG-INFO")]
+
+
+SDIST = "import setuptools.build_meta as backend; print(backend.build_sdist('..'))"
+
+
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory):
-    """The wheel, built from what git keeps or would keep."""
-    folder = tmp_path_factory.mktemp("wheel")
+def sdist(tmp_path_factory):
+    """The folder that the sdist unpacks to."""
+    folder = tmp_path_factory.mktemp("sdist")
     source = folder / "source"
     # a copy, because building leaves build/ and *.egg-info beside the sources
-    listing = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
-    for name in subprocess.check_output(listing, cwd=ROOT, text=True).split("\0"):
-        if name and not name.startswith("tests/") and (ROOT / name).exists():
-            (source / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy(ROOT / name, source / name, follow_symlinks=False)
-    pip("wheel", "--no-deps", "--no-build-isolation", "-w", folder, source)
+    for path in project_files():
+        (source / path).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / path, source / path, follow_symlinks=False)
+    built = subprocess.check_output([sys.executable, "-c", SDIST], cwd=source, text=True)
+    name = built.splitlines()[-1]
+    with tarfile.open(folder / name) as archive:
+        archive.extractall(folder, filter="data")
+    return folder / name.removesuffix(".tar.gz")
+
+
+@pytest.fixture(scope="module")
+def wheel(sdist, tmp_path_factory):
+    """The wheel, built from the sdist as release.yml does."""
+    folder = tmp_path_factory.mktemp("wheel")
+    pip("wheel", "--no-deps", "--no-build-isolation", "-w", folder, sdist)
     (wheel,) = folder.glob("*.whl")
     return wheel
+
+
+def test_the_sdist_holds_what_a_clone_holds(sdist):
+    """Its tests, with all that they read, and the links, not copies of what they lead to."""
+    for path in project_files():
+        assert os.path.lexists(sdist / path), path
+        assert (sdist / path).is_symlink() == (ROOT / path).is_symlink(), path
 
 
 def install(python, wheel, folder):

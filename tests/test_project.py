@@ -27,18 +27,45 @@ def test_version_and_date_agree_everywhere():
     assert citation["license"] == SETUP["metadata"]["license"]
 
 
-def test_workflows_test_each_supported_python_and_publish_without_a_password():
-    (test,) = read_yaml(".github/workflows/test.yml")["jobs"].values()
-    matrix = test["strategy"]["matrix"]
+def commands_of(job):
+    """What its steps run, as one text."""
+    return "\n".join(step.get("run", "") for step in job["steps"])
+
+
+def test_each_supported_python_is_tested_by_targets_of_the_makefile():
+    jobs = read_yaml(".github/workflows/test.yml")["jobs"]
+    assert jobs.keys() == {"lint", "docs", "wheel", "test"}
+    matrix = jobs["test"]["strategy"]["matrix"]
     assert matrix["python"] == VERSIONS
     assert {system.split("-")[0] for system in matrix["os"]} == {"ubuntu", "macos"}
-    assert test["steps"][-1]["run"].startswith("make test")
-    release = read_yaml(".github/workflows/release.yml")
-    assert release[True] == {"push": {"tags": ["v*"]}}  # YAML reads `on` as true
-    assert release["jobs"]["publish"]["permissions"] == {"id-token": "write"}
-    assert "password" not in str(release["jobs"])
-    runs = [step.get("run", "") for step in release["jobs"]["build"]["steps"]]
-    check = next(run for run in runs if "_version.py" in run)
+    targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    for name in ("lint", "docs", "test"):
+        assert commands_of(jobs[name]).strip() == f"make {name} PYTHON=python"
+        assert name in targets
+
+
+def test_the_wheel_job_runs_tests_that_exist():
+    job = read_yaml(".github/workflows/test.yml")["jobs"]["wheel"]
+    folders = re.findall(r"(?<= )tests/[\w/]+", commands_of(job))
+    assert folders
+    assert all((ROOT / folder).is_dir() for folder in folders)
+
+
+def test_a_release_names_its_version_passes_the_tests_and_needs_no_password():
+    workflow = read_yaml(".github/workflows/release.yml")
+    # YAML reads `on` as true
+    assert workflow[True] == {"push": {"tags": ["v*"]}}
+    jobs = workflow["jobs"]
+    assert jobs["publish"]["needs"] == "tests"
+    assert jobs["tests"]["needs"] == "version"
+    tests = jobs["tests"]["uses"]
+    assert "workflow_call" in read_yaml(tests)[True]
+    built = read_yaml(tests)["jobs"]["wheel"]["steps"][-1]
+    assert built["uses"].startswith("actions/upload-artifact")
+    assert built["with"] == jobs["publish"]["steps"][0]["with"]
+    assert jobs["publish"]["permissions"] == {"id-token": "write"}
+    assert "password" not in str(jobs)
+    check = commands_of(jobs["version"]).strip()
     for name, status in ((f"v{knobwise.__version__}", 0), ("v9.9.9", 1)):
         environment = {"GITHUB_REF_NAME": name, "PATH": "/usr/bin:/bin"}
         assert subprocess.run(["sh", "-c", check], cwd=ROOT, env=environment).returncode == status
@@ -48,10 +75,21 @@ def name_of(requirement):
     return re.split(r"[><=\[]", requirement)[0].lower()
 
 
+def requirements(extra):
+    """What an extra installs, that of the extras which it names included."""
+    lines = set()
+    for line in SETUP["options.extras_require"][extra].split():
+        if line.startswith("knobwise["):
+            lines |= set().union(*map(requirements, line[len("knobwise[") : -1].split(",")))
+        else:
+            lines.add(line)
+    return lines
+
+
 def test_every_tool_that_a_project_file_runs_is_installed_with_the_tests():
-    extras = SETUP["options.extras_require"]
-    tested = set(map(name_of, extras["test"].split()))
-    assert set(extras["docs"].split()) <= set(extras["test"].split())
+    for extra in SETUP["options.extras_require"]:
+        assert requirements(extra) <= requirements("test"), extra
+    tested = set(map(name_of, requirements("test")))
     assert tested <= set(map(name_of, (ROOT / "constraints.txt").read_text().splitlines()))
     hooks = read_yaml(".pre-commit-config.yaml")["repos"][0]["hooks"]
     tools = {Path(hook["entry"].split()[0]).name for hook in hooks}

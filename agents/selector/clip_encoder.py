@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from knobwise.common.errors import InputError, Missing
+from knobwise.common.extras import install_command
 from knobwise.envs.demonstrations.beam_table import BeamTable
 from knobwise.losses.dropout import drops_out
 from knobwise.profiling.huggingface.loading import load_pretrained
@@ -109,7 +110,7 @@ def load_clip(source: str) -> tuple[Any, Any]:
 
         model, processor = load_pretrained(source, torch.float32, "AutoModel")
     except ImportError as error:
-        raise Missing("encoder=clip needs: pip install 'knobwise[peft]'") from error
+        raise Missing(f"encoder=clip needs: {install_command('peft')}") from error
     except InputError as error:
         raise Missing(f"encoder.model={source}: {error}") from error
     if model.config.model_type != "clip":

@@ -14,6 +14,7 @@ from typing import Any
 
 from knobwise.common.checks import at_least
 from knobwise.common.errors import InputError, Missing
+from knobwise.common.extras import install_command
 from knobwise.common.files import write_json
 from knobwise.experiments.settings.device import a_device
 from knobwise.experiments.settings.options import InspectRun, ProfileRun
@@ -190,7 +191,7 @@ def _check_workers(config: ProfileRun) -> None:
         )
     # before a model is loaded
     if find_spec("ray") is None:
-        raise Missing(f"workers={config.workers} needs: pip install 'knobwise[ray]'")
+        raise Missing(f"workers={config.workers} needs: {install_command('ray')}")
     on_gpu = (config.device or "cpu").startswith("cuda")
     if on_gpu != bool(config.gpus) and config.device is not None:
         raise InputError(

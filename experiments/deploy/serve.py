@@ -7,6 +7,7 @@ from dataclasses import replace
 from threadpoolctl import threadpool_limits
 
 from knobwise.common.errors import InputError
+from knobwise.common.extras import install_command
 from knobwise.experiments.evidence.run_folder import controller_at
 from knobwise.experiments.settings.profiles import measured_at_once, of_run
 from knobwise.serving.proxy.settings import ServeRun
@@ -23,7 +24,7 @@ def run(config: ServeRun) -> None:
         from knobwise.serving.proxy.server import serve
     except ModuleNotFoundError as error:
         raise InputError(
-            f"serve: {error.name} is not installed; pip install 'knobwise[serve]'"
+            f"serve: {error.name} is not installed; {install_command('serve')}"
         ) from error
     if config.concurrency is None:
         path = of_run(config.checkpoint, "profile.path")

@@ -277,10 +277,10 @@ class ProfileRun(EndpointOptions):
     it."""
 
     model: str = "elastic"
-    """elastic, the built-in elastic model; ocr, RapidOCR, with the packages of knobwise[ocr];
+    """elastic, the built-in elastic model; ocr, RapidOCR, with the extra ocr;
     shots, SmolLM2, whose knobs are the demonstrations before a question; a Hugging Face model by
     its name or folder, or smollm2, with `data`; openai, models behind an OpenAI-compatible
-    `endpoint`, with `data` and the packages of knobwise[endpoint]; or module:Class, a class of your
+    `endpoint`, with `data` and the extra endpoint; or module:Class, a class of your
     own, which may bring its questions along (docs/real_models.md). To record demonstrations:
     learner, the built-in in-context learner, smollm2, or with vlm.data a Hugging Face model, openai
     or module:Class, a scorer of your own (docs/demonstrations.md)."""
@@ -297,7 +297,7 @@ class ProfileRun(EndpointOptions):
     is calibrated again by these measurements. Settings of `knobs` are those of the profile."""
     workers: int = 1
     """Processes that measure or record at the same time, each with a replica of the model. More
-    than one needs the packages of knobwise[ray]."""
+    than one needs the extra ray."""
     gpus: int = 0
     """GPUs that each of several workers has to itself."""
     ray_address: str | None = None
@@ -334,7 +334,7 @@ class ExportRun:
     out: str = "exported"
     """Folder for the files."""
     onnx: bool = False
-    """Write controller.onnx too, a graph for deadlines; needs the packages of knobwise[onnx]."""
+    """Write controller.onnx too, a graph for deadlines; needs the extra onnx."""
     int8: bool = False
     """Write both controller.onnx and controller.int8.onnx, with weights of 8 bits. Some of its
     decisions may differ; export.json says how many."""

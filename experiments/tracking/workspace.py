@@ -17,6 +17,7 @@ from urllib.parse import urlsplit
 import yaml  # type: ignore[import-untyped]
 
 from knobwise.common.errors import InputError
+from knobwise.common.extras import install_command
 from knobwise.common.files import write_text, written_whole
 from knobwise.common.progress import say
 from knobwise.experiments.settings.options import WorkspaceRun
@@ -81,7 +82,7 @@ def view_of(config: WorkspaceRun) -> Any:
             from wandb_workspaces.expr import Config, Metric
         except ImportError as error:
             raise InputError(
-                "workspace: needs wandb-workspaces; pip install 'knobwise[workspace]'"
+                f"workspace: needs wandb-workspaces; {install_command('workspace')}"
             ) from error
         content = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
         content["What the policy decides"]["CustomChart"] = {

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from knobwise.common.errors import InputError, Missing
+from knobwise.common.extras import install_command
 from knobwise.common.imports import imported, instance
 from knobwise.envs.demonstrations.beam_files import read_embeddings
 from knobwise.envs.demonstrations.beam_table import BeamTable
@@ -156,7 +157,7 @@ def _behind_endpoint(
     try:
         from knobwise.profiling.endpoint.scorer import EndpointScorer
     except ImportError as error:
-        raise Missing(f"model={ENDPOINT} needs: pip install 'knobwise[endpoint]'") from error
+        raise Missing(f"model={ENDPOINT} needs: {install_command('endpoint')}") from error
     if not config.model:
         raise InputError(f"{prefix}vlm.model: is needed, the server's name of the model")
     # how a model runs is the server's matter

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from knobwise.common.errors import InputError
+from knobwise.common.extras import install_command
 
 INSTRUCTION = "Answer with a single word or a short phrase."
 # for models that were never taught to chat; white space in them is part of the prompt
@@ -93,7 +94,7 @@ def _transformers(name_or_path: str | Path) -> Any:
     try:
         import transformers
     except ImportError as error:
-        raise InputError("a Hugging Face model needs: pip install knobwise[models]") from error
+        raise InputError(f"a Hugging Face model needs: {install_command('models')}") from error
     path = Path(name_or_path)
     # what is written like a path is no name of the hub's, which is asked for minutes where it
     # cannot be reached

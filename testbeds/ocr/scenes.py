@@ -16,11 +16,12 @@ import numpy as np
 from PIL import Image, ImageDraw, ImageEnhance, ImageFilter, ImageFont, ImageOps
 
 from knobwise.common.errors import InputError
+from knobwise.common.extras import install_command
 from knobwise.profiling.measuring.questions import VQAItem
 from knobwise.profiling.measuring.requests import DrawnQuestions
 
 SEED = 1
-INSTALL = "pip install 'knobwise[ocr]'"
+INSTALL = install_command("ocr")
 WIDTH = 960
 HEIGHT = 720
 """Pixels of a picture."""

@@ -3,10 +3,10 @@
     python -m knobwise.testbeds.smollm.questions --out questions.csv
 
 makes the file that comes with knobwise
-(`knobwise.profiling.huggingface.smollm.QUESTIONS_CSV`). It needs `pip install
-'knobwise[questions]'`. Facts about countries are those of countryinfo (MIT), names of languages
-and countries those of Unicode CLDR in Babel (Unicode licence, BSD), number words those
-of num2words (LGPL), plurals those of inflect (MIT); the other lists are here.
+(`knobwise.profiling.huggingface.smollm.QUESTIONS_CSV`). It needs the extra `questions`. Facts about
+countries are those of countryinfo (MIT), names of languages and countries those of Unicode CLDR in
+Babel (Unicode licence, BSD), number words those of num2words (LGPL), plurals those of inflect
+(MIT); the other lists are here.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import numpy as np
 import polars as pl
 
 from knobwise.common.errors import InputError
+from knobwise.common.extras import install_command
 from knobwise.common.files import written_whole
 from knobwise.testbeds import to_out
 
@@ -104,7 +105,7 @@ def kinds() -> Iterator[Kind]:
         yield from _of_words()
     except ImportError as error:
         raise InputError(
-            f"{error.name} is not installed; run: pip install 'knobwise[questions]'"
+            f"{error.name} is not installed; run: {install_command('questions')}"
         ) from error
 
 

@@ -174,4 +174,4 @@ def test_what_cannot_be_used_is_refused(capsys, monkeypatch, tmp_path):
     assert not Path("view.json").exists()
     monkeypatch.delenv("WANDB_MODE")
     monkeypatch.setitem(sys.modules, "wandb_workspaces.workspaces", None)
-    assert "pip install 'knobwise[workspace]'" in mistake(["workspace", "json=view.json"], capsys)
+    assert "pip install -e '.[workspace]'" in mistake(["workspace", "json=view.json"], capsys)

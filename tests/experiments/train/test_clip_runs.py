@@ -173,4 +173,4 @@ def test_a_mistake_is_refused_before_anything_is_written(word, message, folder, 
 def test_builtin_beams_and_missing_packages_are_refused(folder, capsys, monkeypatch):
     assert "give beams=files" in refused(["train", "experiment=selector", *CLIP], capsys)
     monkeypatch.setitem(sys.modules, "peft", None)
-    assert "pip install 'knobwise[peft]'" in refused(TRAIN, capsys)
+    assert "pip install -e '.[peft]'" in refused(TRAIN, capsys)

@@ -182,7 +182,7 @@ def test_mistakes_are_named(words, setting, home, capsys):
 
 def test_without_ray_the_extra_is_named(home, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
-    assert "knobwise[ray]" in refused(["profile", "out=out", *TWO], capsys)
+    assert ".[ray]" in refused(["profile", "out=out", *TWO], capsys)
 
 
 # -- the comparison of workers ---------------------------------------------------------------------
