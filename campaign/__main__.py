@@ -181,6 +181,9 @@ def main(words):
     values = {name: type(usual)(given.get(name, usual)) for name, usual in DEFAULTS.items()}
     jobs = values.pop("jobs")
     campaign = Campaign(**values)
+    if not campaign.plan:
+        print(f"campaign: no kind of trial has {values['only']!r} in its name", file=sys.stderr)
+        return 2
     campaign.run(jobs)
     describe = ["git", "describe", "--always", "--dirty"]
     commit = subprocess.run(describe, cwd=ROOT, capture_output=True, text=True).stdout.strip()

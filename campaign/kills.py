@@ -9,6 +9,7 @@ from typing import NamedTuple
 from campaign.children import run
 from campaign.state import State, difference, noise_of, state_of
 from campaign.workloads import WORKLOADS
+from knobwise.common.errors import InputError
 
 BLOCK = 4096
 
@@ -120,6 +121,8 @@ def _judged(workload, reference, folder, end, torn, story):
         return ("refused" if plain else "vague" if torn else "unlike"), f"{story}: {end}"
     if workload.check is not None:
         checked = run(_Check(workload.name), folder)
+        if outcome := _bad_end(checked):
+            return outcome, f"{story}: check: {checked}"
         said = torn is not None and checked.status == 1  # what a tear took is counted by its reader
         wrong = checked.status and not said
         return "unlike" if wrong else "fine", f"{story}: {checked.err.strip()[-300:]}"
@@ -141,5 +144,9 @@ class _Check(NamedTuple):
     name: str
 
     def __call__(self):
-        if wrong := BY_NAME[self.name].check():
+        try:
+            wrong = BY_NAME[self.name].check()
+        except InputError as error:
+            wrong = [str(error)]
+        if wrong:
             raise SystemExit("; ".join(wrong))

@@ -7,7 +7,8 @@ import shutil
 import signal
 import subprocess
 import sys
-from functools import partial
+import tempfile
+from functools import cache, partial
 
 from campaign import ROOT
 from campaign.children import VARIABLES, Ended, run
@@ -42,8 +43,8 @@ def _ended(process):
             return Ended(None, "", "", LIMIT_S)
 
 
-def _judged(end, statuses=(0, 1, 2), blames=""):
-    """Fine, or a complaint of one line, which must not blame this file."""
+def _judged(end, statuses=(0, 1, 2), blames="", says=""):
+    """Fine, or a complaint of one line, which says this and must not blame that file."""
     if end.status is None:
         return "hang", str(end)
     if end.traceback:
@@ -51,12 +52,12 @@ def _judged(end, statuses=(0, 1, 2), blames=""):
     if end.status == 0:
         return ("fine", "") if 0 in statuses else ("wrong", str(end))
     blamed = blames and blames in end.err
-    plain = len(end.complaint) == 1 and end.status in statuses and not blamed
+    plain = len(end.complaint) == 1 and end.status in statuses and not blamed and says in end.err
     return "refused" if plain else "vague", str(end)
 
 
-def _tried(folder, words=INSPECT, before=None, statuses=(0, 1, 2), blames="", **variables):
-    return _judged(_ended(_begun(words, folder, before, **variables)), statuses, blames)
+def _tried(folder, words=INSPECT, before=None, statuses=(0, 1, 2), blames="", says="", **variables):
+    return _judged(_ended(_begun(words, folder, before, **variables)), statuses, blames, says)
 
 
 def _lower(limit, value):
@@ -145,17 +146,32 @@ LIMITS = {
     "Ctrl-C": stopped,
     "clock set back": partial(stopped, set_back_s=86_400.0),
     "SIGTERM": partial(_stopped, number=signal.SIGTERM, status=143),
-    "long option": partial(refused, words=[*LEAN, f"name={'a' * 5000}"]),
-    "long path": partial(refused, words=[*INSPECT, f"profile.path={'a' * 5000}"]),
-    "profile=0": partial(refused, words=["inspect", "profile=0"]),
+    "long option": partial(refused, words=[*LEAN, f"name={'a' * 5000}"], says="name"),
+    "long path": partial(refused, words=[*INSPECT, f"profile.path={'a' * 5000}"], says="aaa"),
+    "profile=0": partial(refused, words=["inspect", "profile=0"], says="profile"),
 }
 if os.geteuid() == 0:  # who else may not mount
     LIMITS["full disk"] = _full_disk
 
 
 def limit_trial(name, folder):
-    """One limit, in a folder with a table."""
+    """One limit, in a folder with a table. Raises RuntimeError if commands fail without it, so that
+    a command that never begins does not count as one that met its limit."""
+    _without_limits()
     folder.mkdir(parents=True)
-    prepared = run(write_table, folder)
-    assert prepared.status == 0, prepared.err
+    _prepare(folder)
     return LIMITS[name](folder)
+
+
+def _prepare(folder):
+    if (prepared := run(write_table, folder)).status != 0:
+        raise RuntimeError(f"limits: no table: {prepared}")
+
+
+@cache
+def _without_limits():
+    for words in (INSPECT, RUN.work):
+        with tempfile.TemporaryDirectory() as folder:
+            _prepare(folder)
+            if (end := _ended(_begun(words, folder))).status != 0:
+                raise RuntimeError(f"limits: {' '.join(words)}: {end}")

@@ -19,7 +19,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from helpers import arrays, small_table
-from proxied import JSON
 from replayed import untrained
 
 from campaign.children import kill, session
@@ -38,6 +37,7 @@ BROKEN = "{", "[1]", '{"budget_ms": "soon"}', '{"budget_ms": 5}', '{"accuracy": 
 WAIT_S = 60
 """A request, or a start, that takes longer has failed."""
 CHAT = "/v1/chat/completions"
+JSON = {"Content-Type": "application/json"}
 MESSAGES = """
 def messages(question, knobs):
     return [{"role": "user", "content": question}]
@@ -268,6 +268,8 @@ def _under_load(folder, endpoint, table, controller, seconds, seed, workers, cli
         "workers killed": server.kills,
         "memory of the spared worker, MB": server.memory[:: max(1, len(server.memory) // 6)],
     }
+    idle = not (asking.answered and asking.labelled and server.kills)
+    faults["nothing answered, labelled or killed"] = idle
     warm = server.memory[len(server.memory) // 3]
     faults["memory that grew"] = server.memory[-1] > warm + GROWTH_MB
     return seen, +faults, asking.wrong

@@ -45,7 +45,7 @@ ELASTIC = words_of(
     "knobs.num_active_blocks=[3] knobs.warm_up=0 knobs.repeats=2"
 )
 UPDATE = words_of(
-    "update checkpoint=stack.pt log=log out=served tracking=disabled trained_on=table "
+    "update checkpoint=stack.pt log=log out=served trained_on=table "
     "trained_on.path=t.parquet trained_on.features=f.npz"
 )
 EVALUATE = ["evaluate", *TABLE, "own_cost=false", "baselines=false", "json=e.json"]
@@ -114,6 +114,9 @@ def every_acknowledged_request_is_logged():
     ids = [row["id"] for row in read.rows]
     # the last line may be torn
     noted = file.read_text().split("\n")[:-1] if file.exists() else []
+    # the last process came to its end
+    if len(noted) < REQUESTS:
+        wrong.append(f"{len(noted)} requests of {REQUESTS} were acknowledged")
     if lost := {*noted} - {*ids}:
         wrong.append(f"{len(lost)} acknowledged requests are not in the log")
     twice, torn = len(ids) - len({*ids}), read.aside["the truncated last line of a file"]

@@ -1,14 +1,11 @@
-"""What ships to be tried on, and how it was made: an elastic vision-language model, OCR, SmolLM2
+"""What ships to be tried on: an elastic vision-language model, OCR, SmolLM2
 with demonstrations, canvases for the selector, a simulated table, and the profiles of them."""
 
 from __future__ import annotations
 
-import argparse
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from knobwise.common.errors import InputError
 from knobwise.common.lazy import lazy
 
 if TYPE_CHECKING:
@@ -19,21 +16,10 @@ if TYPE_CHECKING:
 DATA = Path(__file__).with_name("data")
 """The files that come with knobwise."""
 
-
-def to_out(description: str, write: Callable[[Path], None]) -> None:
-    """Call `write` with the path that the command line gives as `--out`."""
-    parser = argparse.ArgumentParser(description=description)
-    parser.add_argument("--out", type=Path, required=True, help="file or folder to write")
-    try:
-        write(parser.parse_args().out)
-    except InputError as error:
-        parser.error(str(error))
-
-
 MODULES = {
     "builtin_profile": "profiles",
     "simulate": "simulated.calibrated",
     "SimulatedConfig": "simulated.settings",
 }
 __getattr__ = lazy(__name__, MODULES)
-__all__ = ["DATA", *MODULES, "to_out"]
+__all__ = ["DATA", *MODULES]

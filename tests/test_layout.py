@@ -94,6 +94,14 @@ def test_what_decides_and_learns_names_no_testbed():
         assert not [word for word in words if "testbeds" in word], path
 
 
+def test_only_what_made_the_shipped_files_imports_what_made_them():
+    """It is not in the wheel."""
+    for path in (*SOURCES, *(ROOT / "knobwise").glob("*.py")):
+        if path.parent != ROOT / "testbeds/make":
+            words = [*imported(path), *strings_in(ast.parse(path.read_text()))]
+            assert not [word for word in words if "testbeds.make" in word], path
+
+
 PLAIN = ("evidence", "settings", "tracking", "train", "wording")
 """Folders of `experiments` that make no page."""
 

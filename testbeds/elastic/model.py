@@ -318,7 +318,7 @@ def shipped_model() -> ElasticVLM:
 
 
 def read_model(path: str | Path) -> ElasticVLM:
-    """Load a trained model from a file that `knobwise.testbeds.elastic.training` wrote.
+    """Load a trained model from a file that `knobwise.testbeds.make.elastic` wrote.
 
     The file holds weights in half precision. The model has single precision and is in evaluation
     mode.

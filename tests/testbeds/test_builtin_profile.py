@@ -94,7 +94,7 @@ def test_the_features_say_which_configuration_is_needed(arrays):
 
 
 def test_the_description_of_the_run_is_the_default_configuration():
-    assert ABOUT["command"] == "python -m knobwise.testbeds.elastic.profile --out DIR"
+    assert ABOUT["command"] == "python -m knobwise.testbeds.make.builtin --out DIR"
     model = ElasticAdaptive()
     assert len(model.questions) == ABOUT["samples"]
     knobs = {knob.name: list(knob.values) for knob in builtin_profile().knobs}

@@ -56,7 +56,7 @@ def test_every_step_is_the_committed_one(name):
     wrong = (off(result, COMMITTED[name]) > 1).any(1).nonzero().flatten().tolist()
     assert not wrong, f"""
         {name}: the training takes another course from step {wrong[0]} of {len(result)} on. If that
-        is meant, make the trajectories anew with `PYTHONPATH=. python tests/trajectories.py` and
+        is meant, make the trajectories anew with `PYTHONPATH=.:tests python tests/agents/training/trajectories.py` and
         commit {FILE.name} with the change and its reason; if not, a change of the mathematics
         slipped in."""
 

@@ -324,31 +324,38 @@ def test_embeddings_of_every_kind(tmp_path, name):
     identical(read_beam_data(beams, path, path).pool, [[7, 9]])
 
 
+def pt(content):
+    return "e.pt", lambda path: torch.save(content, path)
+
+
+def text(name):
+    return name, lambda path: path.write_text("hello")
+
+
+OBJECTS = np.array([[Path("x")]], dtype=object)
+
+
 @pytest.mark.parametrize(
-    "content",
+    "file",
     [
-        {},
-        {"a": BANK, "b": BANK},
-        torch.zeros(3),
-        torch.zeros(0, 3),
-        torch.tensor([[NAN], [1.0], [torch.inf]]),
-        torch.tensor([[1e300]], dtype=torch.float64),
-        [1, 2],
-        Path("x"),
-        {"embeddings": BANK, "more": Harmful()},
+        pt({}),
+        pt({"a": BANK, "b": BANK}),
+        pt(torch.zeros(3)),
+        pt(torch.zeros(0, 3)),
+        pt(torch.tensor([[NAN], [1.0], [torch.inf]])),
+        pt(torch.tensor([[1e300]], dtype=torch.float64)),
+        pt([1, 2]),
+        pt(Path("x")),
+        pt({"embeddings": BANK, "more": Harmful()}),
+        ("e.npz", lambda path: np.savez(path, embeddings=OBJECTS)),
+        text("e.safetensors"),
+        text("e.csv"),
+        ("none.pt", lambda path: None),
     ],
 )
-def test_embeddings_that_are_none(tmp_path, capsys, content):
-    torch.save(content, tmp_path / "e.pt")
-    with input_error(r"e\.pt: "):
-        read_embeddings(tmp_path / "e.pt")
+def test_embeddings_that_are_none(tmp_path, capsys, file):
+    name, write = file
+    write(tmp_path / name)
+    with input_error(f"{name}: "):
+        read_embeddings(tmp_path / name)
     assert not capsys.readouterr().out
-
-
-def test_files_of_embeddings_of_an_unknown_kind(tmp_path):
-    np.savez(tmp_path / "e.npz", embeddings=np.array([[Path("x")]], dtype=object))
-    (tmp_path / "e.safetensors").write_text("hello")
-    (tmp_path / "e.csv").write_text("1,2")
-    for name in ("e.npz", "e.safetensors", "e.csv", "none.pt"):
-        with input_error(name):
-            read_embeddings(tmp_path / name)

@@ -67,30 +67,21 @@ def test_joined_tables_keep_costs_and_one_without_has_none_known():
 
 
 @pytest.mark.parametrize(
-    ("changes", "named"),
+    ("usd", "options", "named"),
     [
-        ({"costs": ["eur"]}, "eur"),
-        ({"costs": ["accuracy"]}, "accuracy"),
-        ({"costs": ["size"], "knobs": ["size"]}, "size"),
-        ({"costs": ["usd"], "wide": ["accuracy"], "wide_latency": [1]}, "wide"),
+        (ROWS["usd"], {"costs": ["eur"]}, "eur"),
+        (ROWS["usd"], {"costs": ["accuracy"]}, "accuracy"),
+        (ROWS["usd"], {"costs": ["size"], "knobs": ["size"]}, "size"),
+        (ROWS["usd"], {"costs": ["usd"], "wide": ["accuracy"], "wide_latency": [1]}, "wide"),
+        ([-0.001, 0.0, 0.0, 0.0, 0.0], {"costs": ["usd"]}, "usd"),
+        ([float("inf"), 0.0, 0.0, 0.0, 0.0], {"costs": ["usd"]}, "usd"),
+        ([float("nan"), 0.0, 0.0, 0.0, 0.0], {"costs": ["usd"]}, "usd"),
+        ([None] * 5, {"costs": ["usd"]}, "usd"),
     ],
 )
-def test_a_column_that_is_no_cost_is_refused(changes, named):
+def test_what_is_no_cost_is_refused(usd, options, named):
     with input_error(named):
-        table_from_frame(pl.DataFrame(ROWS), name="t", **changes)
-
-
-@pytest.mark.parametrize("wrong", [-0.001, float("inf"), float("nan")])
-def test_a_cost_that_is_not_possible_is_refused(wrong):
-    frame = pl.DataFrame(ROWS | {"usd": [wrong, 0.0, 0.0, 0.0, 0.0]})
-    with input_error("usd"):
-        table_from_frame(frame, name="t", costs=["usd"])
-
-
-def test_a_cost_without_values_is_refused():
-    frame = pl.DataFrame(ROWS | {"usd": [None] * 5})
-    with input_error("usd"):
-        table_from_frame(frame, name="t", costs=["usd"])
+        table_from_frame(pl.DataFrame(ROWS | {"usd": usd}), name="t", **options)
 
 
 @pytest.mark.parametrize(

@@ -93,9 +93,6 @@ def test_what_is_mostly_empty_is_no_property_of_the_sample():
     assert not [note for note in table.notes if "filled" in note]
     with input_error("trouble is empty in "):
         read(frame, features=["trouble"], knobs=["crops"])
-    # what differs is refused as before
-    with input_error("differs"):
-        read(frame.with_columns(pl.col("kind").shift()), features=["kind"], knobs=["crops"])
 
 
 @pytest.mark.parametrize("features", ["auto", ["kind", "tokens"]])
@@ -127,34 +124,34 @@ def test_auto_leaves_out_what_cannot_be_a_feature():
     # with the knobs named, one row for each sample is enough
     single = wide().gather_every(2)
     assert read(single, features="auto", knobs=["crops"]).columns == COLUMNS
-    with input_error("log of decisions"):
-        read(single, features="auto")
-    with input_error("features: no column"):
-        read(wide().drop("kind", "tokens"), features="auto")
+
+
+NAMED = {"features": ["kind", "column"]}
+SHIFTED = wide(["ocr", "form"] * 3).with_columns(pl.col("kind").shift())
 
 
 @pytest.mark.parametrize(
-    ("column", "field"),
+    ("frame", "options", "named"),
     [
-        (["1", "2", "three", "4", "5", "6"], "mixes.*'three'"),
-        ([None] * 6, "empty"),
-        ([f"text {i}" for i in range(6)], "6 different values"),
-        (["1", "2", "3", "4", "5", "inf"], "finite number: inf"),
+        (wide(column=["1", "2", "three", "4", "5", "6"]), NAMED, "column.*mixes.*'three'"),
+        (wide(column=[None] * 6), NAMED, "column.*empty"),
+        (wide(column=[f"text {i}" for i in range(6)]), NAMED, "column.*6 different values"),
+        (wide(column=["1", "2", "3", "4", "5", "inf"]), NAMED, "column.*finite number: inf"),
+        (wide(), {"features": ["kind", "size"]}, "features: size"),
+        (wide(), {"features": ["kind", "sample_id"]}, "features: sample_id"),
+        (wide(), {"features": ["kind", "accuracy"]}, "features: accuracy"),
+        (wide(), {"features": []}, "features: no column"),
+        (wide().drop("kind", "tokens"), {"features": "auto"}, "features: no column"),
+        # what varies inside a sample
+        (wide(), {"features": ["crops"], "knobs": ["kind"]}, "features: crops "),
+        (SHIFTED, {"features": ["kind"], "knobs": ["crops"]}, "kind.*differs"),
+        (wide().gather_every(2), {"features": "auto"}, "log of decisions"),
+        (wide().drop("tokens"), {"features": "auto", "columns": COLUMNS}, "features: tokens"),
     ],
 )
-def test_a_named_column_that_cannot_be_a_feature_is_refused(column, field):
-    with input_error(f"column.*{field}"):
-        read(wide(column=column), features=["kind", "column"])
-
-
-def test_names_must_be_columns_that_do_not_vary_inside_a_sample():
-    for name in ("size", "sample_id", "accuracy"):
-        with input_error(f"features: {name}"):
-            read(wide(), features=["kind", name])
-    with input_error("features: no column"):
-        read(wide(), features=[])
-    with input_error("features: crops "):
-        read(wide(), features=["crops"], knobs=["kind"])
+def test_what_cannot_be_a_feature_is_named(frame, options, named):
+    with input_error(named):
+        read(frame, **options)
 
 
 def test_a_missing_number_is_nan_and_a_missing_text_is_a_value():
@@ -176,8 +173,6 @@ def test_a_checkpoint_keeps_its_own_values():
     block = table.features["features"]
     identical(block[:, :3].argmax(1), [0, 2, 2, 2, 1, 1])
     identical(block[:, 3], [1, 2, NAN, 4, 5, 6])
-    with input_error("features: tokens"):
-        read(other.drop("tokens"), features="auto", columns=COLUMNS)
 
 
 def test_a_feature_file_may_hold_numbers_and_text(tmp_path):

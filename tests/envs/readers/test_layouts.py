@@ -76,22 +76,6 @@ def test_columns_of_our_names_are_not_used_where_others_are_named():
     assert not any("question_id" in note for note in made.notes)
 
 
-@pytest.mark.parametrize(("option", "column"), NAMED.items())
-def test_names_that_are_not_there(option, column):
-    with input_error(rf"^t\.csv: {option}=run_id: .*but uid, trial, mode, accuracy, latency_ms$"):
-        read(runs(), **{**NAMED, option: "run_id"})
-
-
-def test_repeats_that_are_the_same_are_refused():
-    with input_error("same repeat"):
-        read(runs(trial=1), **NAMED)
-
-
-def test_ids_of_another_name_that_lost_digits():
-    with input_error("'uid'"):
-        read(runs(uid=[2.0**60] * 4 + [2.0**61] * 4), **NAMED)
-
-
 def test_an_id_may_be_the_group_and_is_no_feature():
     made = read(runs(size=[1] * 4 + [2] * 4), **NAMED, group="uid", features="auto")
     assert made.clusters == ("x", "y")
@@ -160,16 +144,6 @@ def test_words_that_count_as_right(values, right, accuracy):
     wide = pl.DataFrame({"sample_id": ["x"], "a": values[:1], "b": values[1:]})
     made = read(wide, wide=["a", "b"], wide_latency=[1, 2], right=right)
     identical(made.accuracy, wanted[:, ~wanted.isnan()[0]])
-
-
-def test_words_that_nobody_explained():
-    rows = runs(accuracy=["ok", "crash"] * 4)
-    with input_error(r"'accuracy'.*right=…"):
-        read(rows, **NAMED)
-    with input_error("right=fine: .*accuracy"):
-        read(rows, **NAMED, right="fine")
-    with input_error("accuracy=status: .*but uid"):
-        read(rows, **NAMED, right="ok", accuracy="status")
 
 
 # -- wide tables -----------------------------------------------------------------------------------
@@ -254,26 +228,44 @@ def test_rows_of_a_wide_table_without_ids_are_samples():
 
 
 @pytest.mark.parametrize(
-    ("choices", "field"),
+    ("rows", "choices", "named"),
     [
-        ({"wide": ["small", "large"]}, "wide_latency"),
-        ({"wide_latency": [1, 2]}, "wide="),
-        (WIDE | {"wide_latency": [1]}, r"wide_latency=\[1\]"),
-        (WIDE | {"wide_latency": [1, 2, 3]}, "wide_latency"),
-        (WIDE | {"wide_latency": [1, "large_ms"]}, "wide_latency=large_ms: .*but prompt"),
-        (WIDE | {"wide_latency": [1, True]}, "wide_latency=True"),
-        (WIDE | {"wide_latency": [1, -1]}, "latency_ms"),
-        (WIDE | {"wide_latency": [1, "prompt"]}, "'prompt'"),
-        (WIDE | {"wide": ["small", "huge"]}, "wide=huge: .*but prompt, small, large"),
-        (WIDE | {"wide": ["small", "small"]}, "wide="),
-        (WIDE | {"wide": [], "wide_latency": []}, "wide="),
-        (WIDE | {"wide": ["prompt", "small"]}, "'prompt'"),
-        (WIDE | {"accuracy": "prompt"}, "prompt"),
+        # names of columns
+        (
+            runs(),
+            NAMED | {"id": "run_id"},
+            "id=run_id: .*but uid, trial, mode, accuracy, latency_ms$",
+        ),
+        (runs(), NAMED | {"repeat": "run_id"}, "repeat=run_id: .*but uid, .*, latency_ms$"),
+        (runs(trial=1), NAMED, "same repeat"),
+        (runs(uid=[2.0**60] * 4 + [2.0**61] * 4), NAMED, "'uid'"),
+        # words for right
+        (runs(accuracy=["ok", "crash"] * 4), NAMED, "'accuracy'.*right=…"),
+        (runs(accuracy=["ok", "crash"] * 4), NAMED | {"right": "fine"}, "right=fine: .*accuracy"),
+        (
+            runs(accuracy=["ok", "crash"] * 4),
+            NAMED | {"right": "ok", "accuracy": "status"},
+            "accuracy=status: .*but uid",
+        ),
+        # wide tables
+        (wide(), {"wide": ["small", "large"]}, "wide_latency"),
+        (wide(), {"wide_latency": [1, 2]}, "wide="),
+        (wide(), WIDE | {"wide_latency": [1]}, r"wide_latency=\[1\]"),
+        (wide(), WIDE | {"wide_latency": [1, 2, 3]}, "wide_latency"),
+        (wide(), WIDE | {"wide_latency": [1, "large_ms"]}, "wide_latency=large_ms: .*but prompt"),
+        (wide(), WIDE | {"wide_latency": [1, True]}, "wide_latency=True"),
+        (wide(), WIDE | {"wide_latency": [1, -1]}, "latency_ms"),
+        (wide(), WIDE | {"wide_latency": [1, "prompt"]}, "'prompt'"),
+        (wide(), WIDE | {"wide": ["small", "huge"]}, "wide=huge: .*but prompt, small, large"),
+        (wide(), WIDE | {"wide": ["small", "small"]}, "wide="),
+        (wide(), WIDE | {"wide": [], "wide_latency": []}, "wide="),
+        (wide(), WIDE | {"wide": ["prompt", "small"]}, "'prompt'"),
+        (wide(), WIDE | {"accuracy": "prompt"}, "prompt"),
     ],
 )
-def test_wide_tables_that_are_refused(choices, field):
-    with input_error(rf"^t\.csv: .*{field}"):
-        read(wide(), **choices)
+def test_what_is_refused_is_named(rows, choices, named):
+    with input_error(rf"^t\.csv: .*{named}"):
+        read(rows, **choices)
 
 
 def test_on_the_command_line_a_wide_table_names_its_columns(tmp_path, monkeypatch, capsys):

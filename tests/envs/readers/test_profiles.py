@@ -39,6 +39,10 @@ def table(data=None, **choices):
     return table_from_frame(frame() if data is None else data, name="t", source="t.csv", **choices)
 
 
+SECONDS = [1_769_860_000 + row for row in range(4)]
+"""Times since 1970."""
+
+
 def test_rows_become_cells():
     made = table()
     assert (made.sample_ids, made.notes) == (("a", "b"), ())
@@ -67,21 +71,7 @@ def test_samples_stand_in_the_order_of_their_first_times(times):
     assert made.sample_ids == ("b", "a")
     identical(made.accuracy, [[0.0, 0.25], [0.5, 1.0]])
     assert [knob.name for knob in made.knobs] == ["top_k"]
-
-
-@pytest.mark.parametrize("times", [[1, None, 2, 3], ["1", "soon", "2", "3"], ["x"] * 4])
-def test_what_is_no_time_is_refused(times):
-    with input_error("time=at"):
-        table(frame(at=times), time="at")
-    with input_error("no column then"):
-        table(frame(at=times), time="then")
-
-
-def test_seconds_and_milliseconds_since_1970_are_not_one_order():
-    seconds = [1_769_860_000 + row for row in range(4)]
-    assert len(table(frame(at=seconds), time="at").sample_ids) == 2
-    with input_error("time=at: 1 times .*1769860003000"):
-        table(frame(at=[*seconds[:3], 1000 * seconds[3]]), time="at")
+    assert len(table(frame(at=SECONDS), time="at").sample_ids) == 2
 
 
 @pytest.mark.parametrize(
@@ -196,14 +186,6 @@ def test_a_measurement_is_no_knob():
     assert table(data, knobs=["k"]).num_configurations == 2
 
 
-def test_too_many_configurations_are_refused():
-    """Each row was measured three times, and its energy each time."""
-    data = pl.DataFrame({"sample_id": np.arange(180) // 6, "k": [0, 0, 0, 1, 1, 1] * 30})
-    data = data.with_columns(accuracy=1.0, latency_ms=pl.int_range(180), repeat=pl.lit(None))
-    with input_error("energy"):
-        table(data.with_columns(energy=pl.int_range(180) * 13 % 101))
-
-
 def test_accuracy_and_latency_are_a_choice():
     data = frame(soft_score=[0.1, 0.2, 0.3, 0.4], cost=[4, 3, 2, 1])
     made = table(data, accuracy="soft_score", latency="cost", knobs=["top_k"])
@@ -233,57 +215,9 @@ def test_spellings_of_parts(tmp_path):
     assert table(frame(image_id=None)).image_ids == ()
 
 
-def test_splits_that_do_not_divide_samples():
-    for data in (in_parts("train", "minival"), frame(split=["train", "test", "test", "test"])):
-        with input_error("split"):
-            table(data)
-    # this is where they come from
+def test_a_split_with_one_part_is_where_the_samples_come_from():
     made = table(in_parts("validation", "validation"))
     assert (made.parts, len(made.notes)) == ((), 1)
-
-
-@pytest.mark.parametrize(
-    ("column", "values", "fault"),
-    [
-        ("latency_ms", [20.0, 10.0, NAN, 30.0], "1 row .* b"),
-        ("latency_ms", [20.0, -10.0, -1.0, 30.0], "2 rows .* a"),
-        ("latency_ms", [20.0, 10.0, 40.0, math.inf], "1 row"),
-        ("latency_ms", ["20", "10", "fast", "30"], "'fast'"),
-        ("latency_ms", [[20.0]] * 4, "List"),
-        ("latency_ms", None, "no row"),
-        ("accuracy", [50.0, 100.0, 0.0, 0.0], "2 rows"),
-        ("accuracy", [1.0, NAN, 0.0, 0.0], "1 row"),
-        ("first_look_ms", [-1.0, 0.0, 0.0, 0.0], "1 row"),
-        ("sampling_weight", [2.0, None, 2.0, 2.0], "empty"),
-        ("sample_id", ["a", None, "b", "b"], "1 row"),
-        ("sample_id", [[1]] * 4, "List"),
-        ("top_k", [8, None, 8, 4], "1 "),
-        ("top_k", [8.0, NAN, 8.0, 4.0], "finite"),
-    ],
-)
-def test_bad_values(column, values, fault):
-    with input_error(rf"^t\.csv: (?=.*{column}).*{fault}"):
-        table(frame(**{column: values}))
-
-
-@pytest.mark.parametrize(
-    ("data", "choices", "column"),
-    [
-        (frame().drop("latency_ms"), {}, "latency_ms"),
-        (frame().drop("accuracy"), {}, "accuracy"),
-        (frame(), {"accuracy": "fluency"}, "fluency"),
-        (frame().drop("sample_id"), {}, "sample_id"),
-        (frame().drop("top_k"), {}, "knob"),
-        (frame(), {"knobs": ["blocks"]}, "blocks"),
-        (frame(), {"knobs": ["top_k", "sample_id"]}, "sample_id"),
-        (frame(), {"knobs": []}, "knob"),
-        (frame().clear(), {}, "no row"),
-        (pl.DataFrame(), {}, "none"),
-    ],
-)
-def test_bad_columns(data, choices, column):
-    with input_error(rf"^t\.csv: .*{column}"):
-        table(data, **choices)
 
 
 def is_number(text):
@@ -454,31 +388,10 @@ def test_accuracies_that_differ_are_averaged_and_a_note_counts_them():
     assert (measured(made), made.accuracy[0, 0]) == ([[12.0, 14.0], [20.0]], 0.5)
 
 
-@pytest.mark.parametrize(
-    ("columns", "fault"),
-    [
-        ({"latency_ms": [12.0, 12.0, 20.0, 14.0]}, "latency.* sample a"),
-        ({"repeat": [1, 1, 0, 2]}, "repeat.* sample a"),
-        ({"repeat": [None, 1, 0, None]}, "repeat.* sample a"),
-        ({"repeat": ["first", "1", "2", "3"]}, "'repeat' .*'first'"),
-    ],
-)
-def test_copies_are_refused(columns, fault):
-    with input_error(rf"^t\.csv: .*{fault}"):
-        table(again(**columns))
-
-
-@pytest.mark.parametrize("column", [{}, {"note": [["x"], ["y"], ["y"], ["x"]]}])
-def test_copies_of_a_row_are_left_out_and_named(column):
-    frame_of = again(latency_ms=[12.0, 12.0, 20.0, 12.0], **column)
-    without = again(latency_ms=[12.0, 12.0, 20.0, 12.0]).unique(maintain_order=True)
-    if column:
-        # rows that differ in another column are no copies
-        with input_error(r"latency.* sample a \(top_k=4\)"):
-            table(frame_of)
-        return
-    made = table(frame_of)
-    assert made.digest == table(without).digest
+def test_copies_of_a_row_are_left_out_and_named():
+    copied = again(latency_ms=[12.0, 12.0, 20.0, 12.0])
+    made = table(copied)
+    assert made.digest == table(copied.unique(maintain_order=True)).digest
     (note,) = made.notes
     assert "copies" in note
     assert "2, such as of sample a (top_k=4)" in note
@@ -497,11 +410,6 @@ def test_another_accuracy_at_the_same_latency_is_named():
     for note in (averaged, doubtful):
         assert "sample a (top_k=4)" in note
     assert "same latency" in doubtful
-
-
-def test_repeat_is_never_a_knob():
-    with input_error("repeat"):
-        table(again(repeat=[0, 1, 0, 2]), knobs=["top_k", "repeat"])
 
 
 def test_a_repeat_column_of_cells_measured_once_costs_nothing():
@@ -550,3 +458,74 @@ def test_what_is_written_is_read_again(tmp_path_factory, seed, most, holes, suff
         write_exp5_exp6(rows, folder / "exp5", folder / "exp6", "small")
         again = read_exp5_exp6(folder / "exp5", folder / "exp6", "small")
         assert (again.digest, again.notes) == (profile.digest, ())
+
+
+# -- what is refused -------------------------------------------------------------------------------
+
+
+def measured_often():
+    """Each row was measured three times, and its energy each time."""
+    data = pl.DataFrame({"sample_id": np.arange(180) // 6, "k": [0, 0, 0, 1, 1, 1] * 30})
+    data = data.with_columns(accuracy=1.0, latency_ms=pl.int_range(180), repeat=pl.lit(None))
+    return data.with_columns(energy=pl.int_range(180) * 13 % 101)
+
+
+COPIED = [12.0, 12.0, 20.0, 12.0]
+
+
+@pytest.mark.parametrize(
+    ("data", "choices", "named"),
+    [
+        # values
+        (frame(latency_ms=[20.0, 10.0, NAN, 30.0]), {}, "latency_ms.*1 row .* b"),
+        (frame(latency_ms=[20.0, -10.0, -1.0, 30.0]), {}, "latency_ms.*2 rows .* a"),
+        (frame(latency_ms=[20.0, 10.0, 40.0, math.inf]), {}, "latency_ms.*1 row"),
+        (frame(latency_ms=["20", "10", "fast", "30"]), {}, "latency_ms.*'fast'"),
+        (frame(latency_ms=[[20.0]] * 4), {}, "latency_ms.*List|List.*latency_ms"),
+        (frame(latency_ms=None), {}, "no row.*latency_ms"),
+        (frame(accuracy=[50.0, 100.0, 0.0, 0.0]), {}, "accuracy.*2 rows"),
+        (frame(accuracy=[1.0, NAN, 0.0, 0.0]), {}, "accuracy.*1 row"),
+        (frame(first_look_ms=[-1.0, 0.0, 0.0, 0.0]), {}, "first_look_ms.*1 row"),
+        (frame(sampling_weight=[2.0, None, 2.0, 2.0]), {}, "sampling_weight.*empty"),
+        (frame(sample_id=["a", None, "b", "b"]), {}, "sample_id.*1 row"),
+        (frame(sample_id=[[1]] * 4), {}, "sample_id.*List"),
+        (frame(top_k=[8, None, 8, 4]), {}, "top_k.*1 "),
+        (frame(top_k=[8.0, NAN, 8.0, 4.0]), {}, "top_k.*finite"),
+        # columns
+        (frame().drop("latency_ms"), {}, "latency_ms"),
+        (frame().drop("accuracy"), {}, "accuracy"),
+        (frame(), {"accuracy": "fluency"}, "fluency"),
+        (frame().drop("sample_id"), {}, "sample_id"),
+        (frame().drop("top_k"), {}, "knob"),
+        (frame(), {"knobs": ["blocks"]}, "blocks"),
+        (frame(), {"knobs": ["top_k", "sample_id"]}, "sample_id"),
+        (frame(), {"knobs": []}, "knob"),
+        (frame().clear(), {}, "no row"),
+        (pl.DataFrame(), {}, "none"),
+        # knobs, repeats and copies
+        (measured_often(), {}, "energy"),
+        (again(repeat=[0, 1, 0, 2]), {"knobs": ["top_k", "repeat"]}, "repeat"),
+        (again(latency_ms=[12.0, 12.0, 20.0, 14.0]), {}, "latency.* sample a"),
+        (again(repeat=[1, 1, 0, 2]), {}, "repeat.* sample a"),
+        (again(repeat=[None, 1, 0, None]), {}, "repeat.* sample a"),
+        (again(repeat=["first", "1", "2", "3"]), {}, "'repeat' .*'first'"),
+        # rows that differ in another column are no copies
+        (
+            again(latency_ms=COPIED, note=[[x] for x in "xyyx"]),
+            {},
+            r"latency.* sample a \(top_k=4\)",
+        ),
+        # splits
+        (in_parts("train", "minival"), {}, "split"),
+        (frame(split=["train", "test", "test", "test"]), {}, "split"),
+        # times
+        (frame(at=[1, None, 2, 3]), {"time": "at"}, "time=at"),
+        (frame(at=["1", "soon", "2", "3"]), {"time": "at"}, "time=at"),
+        (frame(at=["x"] * 4), {"time": "at"}, "time=at"),
+        (frame(at=[1, 2, 3, 4]), {"time": "then"}, "no column then"),
+        (frame(at=[*SECONDS[:3], 1000 * SECONDS[3]]), {"time": "at"}, "time=at: 1 .*1769860003000"),
+    ],
+)
+def test_bad_tables(data, choices, named):
+    with input_error(rf"^t\.csv: .*({named})"):
+        table(data, **choices)

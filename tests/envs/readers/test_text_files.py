@@ -94,26 +94,6 @@ def test_rows_of_text_by_hand():
             rows_of_text(wrong, "\t")
 
 
-@pytest.mark.parametrize(
-    ("text", "fault"),
-    [
-        (TEXT.replace(",", ";").replace(".5", ",500"), "'ms' may be decimal commas or part"),
-        (TEXT.replace("12.5", '"12,5"'), "'12,5'.*decimal comma"),
-        (TEXT.replace(",", ";").replace("12.5", "12,5"), "'12,5'.*decimal comma"),
-        (TEXT.replace("fast,1", "fast,nan"), "accuracy .*NaN.*q10"),
-        (TEXT.replace("fast,1", "fast,NaN"), "accuracy .*NaN.*q10"),
-        (TEXT.replace(",", " "), "parted by"),
-        (TEXT.replace("q10", "ä").encode("latin-1"), "line 2 is not UTF-8"),
-        (TEXT.encode("utf-16-le"), ""),  # without a mark
-    ],
-)
-def test_what_cannot_be_read_for_certain_is_refused_with_its_cause(text, fault, tmp_path):
-    content = text if isinstance(text, bytes) else text.encode()
-    (tmp_path / "t.csv").write_bytes(content)
-    with input_error(f"t.csv: .*{fault}"):
-        read(tmp_path / "t.csv")
-
-
 def test_thousands_beside_clear_decimals_are_decimals(tmp_path):
     text = TEXT.replace(",", ";").replace("12.5", "12,500").replace(".5", ",5")
     (tmp_path / "t.csv").write_text(text)
@@ -149,20 +129,41 @@ def test_rows_are_read_wherever_json_has_them(name, encoding, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("content", "fault"),
+    ("name", "content", "fault"),
     [
-        (json.dumps({"train": ROWS, "test": ROWS}), "train, test"),
-        (json.dumps({"model": "m", "scores": [1, 2]}), "model, scores.*no list of rows"),
-        (json.dumps([{**ROWS[0], "accuracy": float("nan")}, *ROWS[1:]]), "accuracy .*NaN.*q10"),
-        (json.dumps([{**ROWS[0], "ms": "NaN"}, *ROWS[1:]]), "'ms'.*'NaN' in row 1.*60.5 in row 2"),
-        (json.dumps(ROWS)[:-9], ""),
-        ("\n".join([*map(json.dumps, ROWS), "{"]), ""),
+        (
+            "t.csv",
+            TEXT.replace(",", ";").replace(".5", ",500"),
+            "'ms' may be decimal commas or part",
+        ),
+        ("t.csv", TEXT.replace("12.5", '"12,5"'), "'12,5'.*decimal comma"),
+        ("t.csv", TEXT.replace(",", ";").replace("12.5", "12,5"), "'12,5'.*decimal comma"),
+        ("t.csv", TEXT.replace("fast,1", "fast,nan"), "accuracy .*NaN.*q10"),
+        ("t.csv", TEXT.replace("fast,1", "fast,NaN"), "accuracy .*NaN.*q10"),
+        ("t.csv", TEXT.replace(",", " "), "parted by"),
+        ("t.csv", TEXT.replace("q10", "ä").encode("latin-1"), "line 2 is not UTF-8"),
+        ("t.csv", TEXT.encode("utf-16-le"), ""),  # without a mark
+        ("t.json", json.dumps({"train": ROWS, "test": ROWS}), "train, test"),
+        ("t.json", json.dumps({"model": "m", "scores": [1, 2]}), "model, scores.*no list of rows"),
+        (
+            "t.json",
+            json.dumps([{**ROWS[0], "accuracy": float("nan")}, *ROWS[1:]]),
+            "accuracy .*NaN.*q10",
+        ),
+        (
+            "t.json",
+            json.dumps([{**ROWS[0], "ms": "NaN"}, *ROWS[1:]]),
+            "'ms'.*'NaN' in row 1.*60.5 in row 2",
+        ),
+        ("t.json", json.dumps(ROWS)[:-9], ""),
+        ("t.json", "\n".join([*map(json.dumps, ROWS), "{"]), ""),
     ],
 )
-def test_json_that_cannot_be_read_is_refused_with_its_cause(content, fault, tmp_path):
-    (tmp_path / "t.json").write_text(content)
-    with input_error(f"t.json: .*{fault}"):
-        read(tmp_path / "t.json")
+def test_what_cannot_be_read_for_certain_is_refused_with_its_cause(name, content, fault, tmp_path):
+    content = content if isinstance(content, bytes) else content.encode()
+    (tmp_path / name).write_bytes(content)
+    with input_error(f"{name}: .*{fault}"):
+        read(tmp_path / name)
 
 
 def test_features_are_read_in_the_same_forms(tmp_path):

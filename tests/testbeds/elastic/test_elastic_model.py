@@ -29,7 +29,7 @@ from knobwise.testbeds.elastic.model import (
     window_coordinates,
 )
 from knobwise.testbeds.elastic.settings import Configuration, ElasticSize
-from knobwise.testbeds.elastic.training import Trainee
+from knobwise.testbeds.make.elastic import Trainee
 from knobwise.testbeds.profiles import builtin_profile
 
 TINY = ElasticSize(width=16, heads=2, blocks=5, experts=4, expert_width=8, max_top_k=3, stride=4)

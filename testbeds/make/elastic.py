@@ -1,4 +1,4 @@
-"""Train the elastic model from scratch: `python -m knobwise.testbeds.elastic.training --out FILE`.
+"""Train the elastic model from scratch: `python -m knobwise.testbeds.make.elastic --out FILE`.
 
 Most steps run at the full setting. A model that is trained for every setting alike answers as well
 with three blocks as with six, and there is nothing to choose. Most steps also cut windows 4 pixels
@@ -27,7 +27,6 @@ from torch import Tensor, nn
 from knobwise.common.errors import InputError
 from knobwise.common.files import written_whole
 from knobwise.common.progress import progress
-from knobwise.testbeds import to_out
 from knobwise.testbeds.elastic.adapter import as_prompt
 from knobwise.testbeds.elastic.model import (
     FIRST_POSITION,
@@ -56,6 +55,7 @@ from knobwise.testbeds.elastic.scenes import (
     load_digits,
 )
 from knobwise.testbeds.elastic.settings import Configuration, ElasticSize
+from knobwise.testbeds.make import to_out
 
 LOOK_UPS = ("digit", "colour", "row", "column", "row_colours", "match")
 LEARNING_RATE = 2.5e-3

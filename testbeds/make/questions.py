@@ -1,6 +1,6 @@
 """Short questions of many kinds, for demonstrations that a small language model learns from.
 
-    python -m knobwise.testbeds.smollm.questions --out questions.csv
+    python -m knobwise.testbeds.make.questions --out questions.csv
 
 makes the file that comes with knobwise
 (`knobwise.profiling.huggingface.smollm.QUESTIONS_CSV`). It needs the extra `questions`. Facts about
@@ -22,7 +22,7 @@ import polars as pl
 from knobwise.common.errors import InputError
 from knobwise.common.extras import install_command
 from knobwise.common.files import written_whole
-from knobwise.testbeds import to_out
+from knobwise.testbeds.make import to_out
 
 MAX_QUESTIONS = 90
 """Questions of one kind, at most."""

@@ -1,5 +1,5 @@
 """Measure the built-in profile:
-`python -m knobwise.testbeds.elastic.profile --out DIR`.
+`python -m knobwise.testbeds.make.builtin --out DIR`.
 
 The elastic model answers each of the scenes at all 64 configurations, several times, in random
 order, on one thread and by its CPU time. Fixed products, timed before and after each answer, show
@@ -33,9 +33,9 @@ from knobwise.profiling.measuring.measuring import LOG, read_measurements
 from knobwise.profiling.measuring.outputs import write_table
 from knobwise.profiling.measuring.profiler import profile_vlm
 from knobwise.profiling.measuring.settings import VLMProfileConfig
-from knobwise.testbeds import to_out
 from knobwise.testbeds.elastic.adapter import ElasticAdaptive, ElasticRequests
 from knobwise.testbeds.elastic.scenes import CELL
+from knobwise.testbeds.make import to_out
 
 WINDOW = 51
 """Measurements that one estimate of the machine's speed is the median of."""
@@ -156,7 +156,7 @@ def write(out: Path) -> Path:
     facts = read_json(out / "profile.json")
     kept = ("name", "config", "model", "machine", "features_ms", "cost_s", "knobs", "samples")
     content = {
-        "command": "python -m knobwise.testbeds.elastic.profile --out DIR",
+        "command": "python -m knobwise.testbeds.make.builtin --out DIR",
         **{name: facts[name] for name in (*kept, "configurations")},
         "clock": {
             "latency_ms": "CPU time of one thread, of four significant digits",
