@@ -34,7 +34,6 @@ from knobwise.envs.demonstrations.beam_files import read_beam_data, write_rl_dat
 from knobwise.envs.readers.exp_files import read_core_exp, read_exp5_exp6, write_exp5_exp6
 from knobwise.envs.readers.feature_files import read_features, write_features
 from knobwise.envs.readers.long_table import long_frame, read_long_table
-from knobwise.experiments.evidence.results import write_results
 from knobwise.experiments.report.compare import compare
 from knobwise.experiments.report.content import main_table
 from knobwise.experiments.settings.options import CompareRun
@@ -134,12 +133,9 @@ def _questions():
     pl.DataFrame({"id": range(3), **rows}).write_ndjson("q.jsonl")
 
 
-def _runs(checked=True):
-    """Two runs; without digests they are as earlier versions wrote them."""
+def _runs():
     for number in (0, 1):
-        run = write_run(Path(f"r{number}"), gain=0.1 * number, samples=range(12), seeds=(0,))
-        if checked:
-            write_results(run, json.loads((run / "results.json").read_bytes()))
+        write_run(Path(f"r{number}"), gain=0.1 * number, samples=range(12), seeds=(0,))
 
 
 def _compared():
@@ -256,7 +252,6 @@ FORMATS = {
     "exported controller": _file("s.npz", _exported, _decided, _same)._replace(
         refusals=(ValueError,)
     ),
-    "run: results.json, old": Format(partial(_runs, False), "r0/results.json", _compared),
     "request log": Format(_log, "log/requests-*", lambda: read_log("log"), _logged),
     "labels": Format(_log, "log/labels-*", lambda: read_log("log")),
     "tracker state": Format(

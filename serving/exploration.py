@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from knobwise.agents.deployed.arrays import Arrays
+from knobwise.agents.deployed.arrays import Array, Arrays
 from knobwise.agents.deployed.controller import Drift, NumpyController
 from knobwise.common import checks
 
@@ -55,7 +55,12 @@ class Exploration:
 
 
 def near_best(
-    controller: NumpyController, features: Arrays, limit_ms: float, drift: Drift, loss: float
+    controller: NumpyController,
+    features: Arrays,
+    limit_ms: float,
+    drift: Drift,
+    loss: float,
+    mask: Array | None = None,
 ) -> list[int]:
     """Return the configurations that are expected to lose at most `loss` utility.
 
@@ -68,14 +73,16 @@ def near_best(
         limit_ms: what is left of the budget for the answer.
         drift: of latencies here.
         loss: utility, in units of accuracy.
+        mask: bool [C], the configurations that may be chosen; None for all.
     """
     limits = np.array([limit_ms])
     if controller.decides_by_static(features, limit_ms, drift):
         assert controller.static is not None
-        utility = controller.static.mean_utility(limits * controller.factor(drift))[0]
+        utility = controller.static.mean_utility(limits * controller.factor(drift), mask)[0]
     else:
         blocks = {name: np.asarray(block)[None] for name, block in features.items()}
-        log_probs = controller.log_probs(blocks, limits, None, drift)[0]
+        may = None if mask is None else mask[None]
+        log_probs = controller.log_probs(blocks, limits, may, drift)[0]
         # log-probabilities in units of utility
         utility = log_probs / controller.header["sharpness"]
     return np.flatnonzero(utility >= utility.max() - loss).tolist()

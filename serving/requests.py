@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from knobwise.agents.deployed.arrays import Arrays
+from knobwise.agents.deployed.arrays import Array, Arrays
 from knobwise.agents.deployed.controller import Drift, Expected, NumpyController
 from knobwise.agents.learning.request_log import packed
 from knobwise.envs.tables.units import MS
@@ -37,6 +37,8 @@ class PendingRequest(NamedTuple):
     """The decision where the guard falls back, which needs no features; else None."""
     log_fields: Mapping[str, Any] | None = None
     """What else its row in the log says, such as the `id` that it is to have."""
+    mask: Array | None = None
+    """The configurations that may be chosen, bool [C]; None for all."""
 
     @property
     def needs_features(self) -> bool:

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from knobwise.agents.deployed.arrays import MIN_MS, Arrays, configurations_of
+from knobwise.agents.deployed.arrays import MIN_MS, Array, Arrays, configurations_of
 from knobwise.agents.deployed.controller import Expected, NumpyController
 from knobwise.agents.learning.request_log import RequestLog
 from knobwise.common.errors import InputError
@@ -159,6 +159,7 @@ class Runtime:
         *,
         arrived: float | None = None,
         ask_guard: bool = True,
+        mask: Array | None = None,
     ) -> PendingRequest:
         """Take a request in, and ask the guard whether features are needed at all.
 
@@ -168,6 +169,7 @@ class Runtime:
                 policy was trained with.
             arrived: a reading of `now` from which on waiting counts.
             ask_guard: False for a request whose features are computed in any case.
+            mask: bool [C], the configurations that may be chosen, at least one; None for all.
 
         Raises:
             InputError: a budget or limit that is no number, or not positive and finite; a limit on
@@ -195,11 +197,20 @@ class Runtime:
             if limits:
                 controller.log_limits(limits)
             if ask_guard:
-                static = controller.fall_back(limit_ms, drift, limits)
+                static = controller.fall_back(limit_ms, drift, limits, mask)
         except ValueError as error:
             raise InputError(f"runtime: {error}") from error
         return PendingRequest(
-            budget_ms, limits, controller, drift, explored, begun, waited_ms, limit_ms, static
+            budget_ms=budget_ms,
+            limits=limits,
+            controller=controller,
+            drift=drift,
+            explored=explored,
+            begun=begun,
+            waited_ms=waited_ms,
+            limit_ms=limit_ms,
+            static=static,
+            mask=mask,
         )
 
     def left_of(self, overhead: Overhead, budget_ms: float, spent_ms: float) -> float:
@@ -240,7 +251,7 @@ class Runtime:
                 limit_ms = self.left_of(self.decided, request.budget_ms, spent_ms)
                 if choose is None:
                     expected = controller.decide_expected(
-                        blocks, limit_ms, request.drift, request.limits
+                        blocks, limit_ms, request.drift, request.limits, request.mask
                     )
                 else:
                     expected = choose(blocks, limit_ms)
@@ -282,7 +293,9 @@ class Runtime:
         controller = request.controller
 
         def choose(features: Arrays, limit_ms: float) -> Expected:
-            return controller.static_expected(features, limit_ms, request.drift, request.limits)
+            return controller.static_expected(
+                features, limit_ms, request.drift, request.limits, request.mask
+            )
 
         missing = {}
         for name, width in controller.feature_sizes.items():
@@ -295,15 +308,22 @@ class Runtime:
         """Return the configurations that exploration may draw, among those that limits allow."""
         controller = request.controller
         close = near_best(
-            controller, features, limit_ms, request.drift, loss=self._exploration.loss
+            controller,
+            features,
+            limit_ms,
+            request.drift,
+            loss=self._exploration.loss,
+            mask=request.mask,
         )
         blocks = {name: np.asarray(block)[None] for name, block in features.items()}
         allowed = controller.allowed(blocks, 1, request.limits)
         if allowed is None:
             return close
         kept = [choice for choice in close if allowed[0, choice]]
-        best = controller.decide_expected(features, limit_ms, request.drift, request.limits)[0]
-        return kept or [best]
+        best = controller.decide_expected(
+            features, limit_ms, request.drift, request.limits, request.mask
+        )
+        return kept or [best[0]]
 
     def finish(
         self,

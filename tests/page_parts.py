@@ -8,25 +8,24 @@ import altair as alt
 import vl_convert
 from rich.console import Console
 
+from knobwise.experiments.evidence.results import write_results
 from knobwise.experiments.report import page
 from knobwise.experiments.report.report import write_report
+from knobwise.experiments.settings.config_file import text_of
 
 
 def report_of(folder, results):
     """The report of a run with these results, in a folder where its other files may be."""
-    (folder / "results.json").write_text(json.dumps(results))
+    write_results(folder, results)
     return write_report(folder).read_text()
 
 
 def run_folder(folder, results, metrics, config):
     """The new folder with the files of a finished run."""
     folder.mkdir(parents=True)
-    for name, content in (
-        ("results.json", json.dumps(results)),
-        ("metrics.csv", metrics),
-        ("config.yaml", config),
-    ):
-        (folder / name).write_text(content)
+    (folder / "metrics.csv").write_text(metrics)
+    (folder / "config.yaml").write_text(text_of(config))
+    write_results(folder, results)
     return folder
 
 

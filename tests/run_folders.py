@@ -1,12 +1,12 @@
 """Folders of finished runs, written without training: what came of every decision is known."""
 
-import json
-
 import numpy as np
 import polars as pl
 from omegaconf import OmegaConf
 
 from knobwise.experiments.evidence.decisions import write_decisions
+from knobwise.experiments.evidence.results import write_results
+from knobwise.experiments.settings.config_file import text_of
 
 BUDGETS = (10.0, 20.0)
 SETTINGS = {
@@ -108,13 +108,14 @@ def write_run(
 
 def _write(folder, results, settings, csv, frames):
     folder.mkdir(parents=True)
-    (folder / "results.json").write_text(json.dumps(results))
     # `default` and names made of settings are nobody's choice
     name = None if folder.name == "default" or "-" in folder.name else folder.name
-    OmegaConf.save(OmegaConf.merge({"name": name}, settings), folder / "config.yaml")
+    content = OmegaConf.to_container(OmegaConf.merge({"name": name}, settings))
+    (folder / "config.yaml").write_text(text_of(content))
     (folder / "metrics.csv").write_text(csv)
     if frames:
         write_decisions(folder, pl.concat(frames, how="vertical_relaxed"))
+    write_results(folder, results)
     return folder
 
 

@@ -291,26 +291,15 @@ class DeployedController(nn.Module):
 
     @classmethod
     def restored(cls, plain: Mapping[str, Any]) -> DeployedController:
-        """Return the controller that `plain` describes, in eval mode.
-
-        Raises:
-            InputError: it does not say the unit of its limits.
-        """
-        if "unit" not in plain["controller"]:
-            # budgets of a profile in s were seconds then
-            raise InputError(
-                "is of an earlier version, which did not keep the unit of budgets; train again"
-            )
+        """Return the controller that `plain` describes, in eval mode."""
         controller = Controller.restored(plain["controller"])
         teacher = None
         if plain["teacher"]:
             teacher = Teacher.restored(plain["teacher"], controller)
-        # earlier versions lack some
-        known = {name: plain[name] for name in vars(Calibration()) if name in plain}
-        calibration = Calibration(**known)
+        calibration = Calibration(**{name: plain[name] for name in vars(Calibration())})
         for part in ARRAYS:
-            setattr(calibration, part, _numpy_of(plain.get(part, {})))
-        texts = plain.get("texts", {}).items()
+            setattr(calibration, part, _numpy_of(plain[part]))
+        texts = plain["texts"].items()
         calibration.texts = {name: _numpy_of(tensors) for name, tensors in texts}
         deployed = cls(controller, teacher, calibration).eval()
         _ = deployed.decider  # making it checks the controller

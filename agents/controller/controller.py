@@ -20,7 +20,6 @@ from knobwise.agents.controller.distributions import actions_by_name
 from knobwise.agents.controller.features import FeatureNormaliser
 from knobwise.agents.controller.networks import KnobNetwork, drift_inputs
 from knobwise.agents.controller.settings import OUTSIDE_THE_NETWORK, PolicyConfig
-from knobwise.common.checks import with_new_names
 from knobwise.envs.bandit.budgets import BudgetEncoding, limits_seen, subsample
 from knobwise.envs.bandit.contexts import LIMIT_KEYS
 from knobwise.envs.tables.profile_table import ActionIndex, Knob, ProfileTable
@@ -191,11 +190,9 @@ class Controller(nn.Module):
 
     @classmethod
     def restored(cls, plain: dict[str, Any]) -> Controller:
-        """Build the controller from what `plain` packed, in eval mode; names of before (`RENAMED`)
-        are understood."""
-        plain = with_new_names("controller", plain)
+        """Build the controller from what `plain` packed, in eval mode."""
         state = plain["state"]
-        config = PolicyConfig(**with_new_names("policy", plain["policy"]))
+        config = PolicyConfig(**plain["policy"])
         knobs = [Knob(name, tuple(values)) for name, values in plain["knobs"]]
         # statistics of limits come with the weights, below
         encoding = BudgetEncoding(torch.ones(1), config.budget_width)

@@ -136,8 +136,8 @@ class FeatureNormaliser(nn.Module):
         normaliser = cls({name: torch.zeros(1, width) for name, width in sizes})
         normaliser.projection = state.get("projection")
         normaliser.load_state_dict(state)
-        normaliser.datasets = plain.get("datasets", [])
-        normaliser.columns = columns_of(plain.get("columns", ()))
+        normaliser.datasets = plain["datasets"]
+        normaliser.columns = columns_of(plain["columns"])
         return normaliser
 
     def forward(self, blocks: Mapping[str, Tensor], *shape: int) -> Tensor:

@@ -69,7 +69,7 @@ def _members(archive: Any) -> dict[str, Array]:
 def checked(arrays: Arrays, form: str) -> tuple[dict[str, Any], str]:
     """Check the arrays of a file; return the content of `header`, and the first 16 digits of their
     digest. Raises a ValueError if the header names another format than `form`, or arrays hold NaN
-    or were changed."""
+    or do not match their checksum, the array `digest`."""
     header: dict[str, Any] = {}
     # a header that cannot be read counts as empty
     with suppress(KeyError, TypeError, ValueError):
@@ -82,7 +82,7 @@ def checked(arrays: Arrays, form: str) -> tuple[dict[str, Any], str]:
             )
         raise ValueError(f"not an exported controller (expected format {form})")
     digest = digest_of(arrays)
-    if bytes(arrays.get("digest", digest)) != digest:
+    if "digest" not in arrays or bytes(arrays["digest"]) != digest:
         raise ValueError("is damaged (its checksum does not match); export it again")
     for name, array in arrays.items():
         if array.dtype.kind == "f" and np.isnan(array).any():

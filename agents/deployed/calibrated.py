@@ -50,17 +50,21 @@ class Static:
         self.starts, self.choices = self._steps()
         self._few = self.starts.tolist()
 
-    def mean_utility(self, limits: Array) -> Array:
-        """Return every configuration's mean utility under limits [n] in ms, float64 [n, C]."""
+    def mean_utility(self, limits: Array, mask: Array | None = None) -> Array:
+        """Return every configuration's mean utility under limits [n] in ms, float64 [n, C]; −∞
+        outside the mask bool [C]."""
         limits = limits.astype(np.float64)
         # each configuration by a search among its own measurements
         columns = []
         for latencies, utility in zip(self.sorted_ms, self.running, strict=True):
             columns.append(utility[np.searchsorted(latencies, limits, side="right")])
-        return np.stack(columns, 1)
+        utility = np.stack(columns, 1)
+        return utility if mask is None else np.where(mask, utility, -np.inf)
 
-    def single(self, limit: float) -> int:
-        """Return the configuration for one limit in ms."""
+    def single(self, limit: float, mask: Array | None = None) -> int:
+        """Return the configuration for one limit in ms, inside the mask bool [C]."""
+        if mask is not None:
+            return int(self.choose({}, np.array([limit]), mask[None])[0])
         return int(self.choices[bisect.bisect_right(self._few, limit) - 1])
 
     def expected(self, index: int) -> tuple[int, float, float]:
@@ -121,12 +125,13 @@ class Guard:
         margins = self.margin[self._order].tolist()
         self._few = list(zip(margins, self.deployed[self._order].tolist(), strict=True))
 
-    def single(self, limit: float) -> tuple[int | None, float]:
-        """Return the choice of static where it decides, else None; and the ms to plan with."""
+    def single(self, limit: float, mask: Array | None = None) -> tuple[int | None, float]:
+        """Return the choice of static where it decides, inside the mask bool [C], else None; and
+        the ms to plan with."""
         margin, deployed = self._few[bisect.bisect_left(self._between, limit)]
         if deployed:
             return None, limit * margin
-        return self.static.single(limit), limit
+        return self.static.single(limit, mask), limit
 
     def groups(self, limits: Array) -> Array:
         """Return the calibrated budget nearest to each limit [n] in ms, int64 [n]."""
@@ -201,12 +206,15 @@ class CostBounds:
         allowed[np.arange(len(x)), excess.argmin(1)] |= ~fits
         return allowed, fits
 
-    def allowed_single(self, x: Array, log_limits: Array) -> Array:
-        """Return which configurations may be chosen for normalised features [width], bool [C]."""
+    def allowed_single(self, x: Array, log_limits: Array, mask: Array | None = None) -> Array:
+        """Return which configurations may be chosen for normalised features [width], inside the
+        mask bool [C]: bool [C]."""
         bounds: Any = 0.0
         if self.weight is not None:
             bounds = x.dot(self.weight).reshape(self.constant.shape)
         excess = self._excess(bounds, log_limits)[0]
+        if mask is not None:
+            excess = np.where(mask, excess, np.inf)
         allowed: Array = excess <= 0
         if not allowed.any():
             allowed[excess.argmin()] = True
@@ -256,20 +264,25 @@ class CalibratedMeanBudgets:
             )
         return group
 
-    def single(self, budget_ms: float) -> tuple[int | None, float]:
-        """Return the configuration of the static mix where it decides, else None; and 1/price."""
+    def single(self, budget_ms: float, mask: Array | None = None) -> tuple[int | None, float]:
+        """Return the configuration of the static mix where it decides, inside the mask bool [C],
+        else None; and 1/price."""
         group = self._group(budget_ms)
         value_ms = float(self.values_ms[group])
         if not self.mix or self.deployed[group]:
             return None, value_ms
-        return self.mixed(budget_ms), value_ms
+        return self.mixed(budget_ms, mask), value_ms
 
-    def mixed(self, budget_ms: float) -> int:
-        """Return the configuration of the static mix whose turn it is."""
+    def mixed(self, budget_ms: float, mask: Array | None = None) -> int:
+        """Return the configuration of the static mix whose turn it is, inside the mask bool [C] as
+        in `with_fallback`."""
         group = self._group(budget_ms)
         turn = next(self.turns) * GOLDEN % 1
         side = "second" if turn < self.mix["share"][group] else "first"
-        return int(self.mix[side][group])
+        if mask is None:
+            return int(self.mix[side][group])
+        first, second = self._sides(np.array([group]), mask[None])
+        return int(second[0] if side == "second" else first[0])
 
     def _group(self, budget_ms: float) -> int:
         """Return the index of a calibrated budget."""
@@ -291,16 +304,22 @@ class CalibratedMeanBudgets:
         turn = np.ones(len(group))
         drawn = itertools.islice(self.turns, int(mixed.sum()))
         turn[mixed] = np.fromiter(drawn, np.float64) * GOLDEN % 1
-        first = self.mix["first"][group]
-        second = self.mix["second"][group]
-        if mask is not None:
-            rows = np.arange(len(group))
-            # `instead` is the best configuration that is affordable and not forbidden
-            affordable = self.mix["mean_cost"] <= self.budgets_ms[group][:, None]
-            accuracy = np.where(affordable, self.mix["mean_accuracy"], -np.inf)
-            instead = pick(accuracy, self.mix["mean_cost"], mask)
-            has_second = mask[rows, second]
-            first = np.where(mask[rows, first], first, np.where(has_second, second, instead))
-            second = np.where(has_second, second, first)
+        first, second = self._sides(group, mask)
         either = np.where(turn < self.mix["share"][group], second, first)
         return np.where(mixed, either, chosen)
+
+    def _sides(self, group: Array, mask: Array | None) -> tuple[Array, Array]:
+        """Return the two configurations of the static mix for the indices of calibrated budgets
+        [n], inside the mask bool [n, C]: int64 [n] each."""
+        first = self.mix["first"][group]
+        second = self.mix["second"][group]
+        if mask is None:
+            return first, second
+        rows = np.arange(len(group))
+        # `instead` is the best configuration that is affordable and not forbidden
+        affordable = self.mix["mean_cost"] <= self.budgets_ms[group][:, None]
+        accuracy = np.where(affordable, self.mix["mean_accuracy"], -np.inf)
+        instead = pick(accuracy, self.mix["mean_cost"], mask)
+        has_second = mask[rows, second]
+        first = np.where(mask[rows, first], first, np.where(has_second, second, instead))
+        return first, np.where(has_second, second, first)

@@ -199,18 +199,24 @@ class NumpyController:
         budget_ms: float,
         drift: Drift = None,
         limits: CostLimits = None,
+        mask: Array | None = None,
     ) -> Expected:
-        """Decide for one request, and return the choice with its expected latency. Raises a
-        ValueError as `decide`."""
-        fixed, limit = self._planned_for(features, budget_ms, drift)
+        """Decide for one request, and return the choice with its expected latency.
+
+        `mask`, bool [C], is what may be chosen, at least one configuration; None for everything.
+        Raises a ValueError as `decide`."""
+        fixed, limit = self._planned_for(features, budget_ms, drift, mask)
         if limits or self.limits:
             log_limits = self.log_limits(limits)
-            index, x = self._within(features, fixed, limit, drift, log_limits)
+            index, x = self._within(features, fixed, limit, drift, log_limits, mask)
             return self._expected(index, x) if fixed is None else self._by_static(index)
         if fixed is not None:
             return self._by_static(fixed)
         x = np.empty(self._heads.width, np.float32)
-        index = self._heads.single(self._joined(features), limit, self._by_value(drift), x)
+        by_value = self._by_value(drift)
+        index = self._heads.single(self._joined(features), limit, by_value, x)
+        if mask is not None and not mask[index]:
+            index = self._best_of(mask, x, limit, by_value)
         return self._expected(index, x)
 
     def static_expected(
@@ -219,18 +225,20 @@ class NumpyController:
         budget_ms: float,
         drift: Drift = None,
         limits: CostLimits = None,
+        mask: Array | None = None,
     ) -> Expected:
-        """Return what static or the static mix chooses within the limits, also where the policy
-        decides, with its expected latency; without either what the policy chooses."""
+        """Return what static or the static mix chooses within the limits and inside the mask, bool
+        [C], also where the policy decides, with its expected latency; without either what the
+        policy chooses."""
         if self.mean is not None and self.mean.mix:
-            return self._by_static(self.mean.mixed(budget_ms))
+            return self._by_static(self.mean.mixed(budget_ms, mask))
         if self.static is None:
-            return self.decide_expected(features, budget_ms, drift, limits)
+            return self.decide_expected(features, budget_ms, drift, limits, mask)
         limit = budget_ms * self.factor(drift)
-        index = self.static.single(limit)
+        index = self.static.single(limit, mask)
         if limits or self.limits:
             log_limits = self.log_limits(limits)
-            index, _ = self._within(features, index, limit, drift, log_limits)
+            index, _ = self._within(features, index, limit, drift, log_limits, mask)
         return self._by_static(index)
 
     def expected_of(self, features: Arrays, budget_ms: float, drift: Drift, index: int) -> Expected:
@@ -245,19 +253,23 @@ class NumpyController:
         return self._planned_for(features, budget_ms, drift)[0] is not None
 
     def fall_back(
-        self, budget_ms: float, drift: Drift = None, limits: CostLimits = None
+        self,
+        budget_ms: float,
+        drift: Drift = None,
+        limits: CostLimits = None,
+        mask: Array | None = None,
     ) -> Expected | None:
-        """Return the decision where the guard falls back to static or to the static mix, if it
-        needs no features; else None. Within limits static needs them if the costs depend on
-        them."""
-        fixed, limit = self._planned(budget_ms, drift)
+        """Return the decision where the guard falls back to static or to the static mix, inside the
+        mask, bool [C], if it needs no features; else None. Within limits static needs them if the
+        costs depend on them."""
+        fixed, limit = self._planned(budget_ms, drift, mask)
         if fixed is None:
             return None
         if limits or self.limits:
             log_limits = self.log_limits(limits)
             if self._bounds.weight is not None:
                 return None
-            fixed, _ = self._within(None, fixed, limit, drift, log_limits)
+            fixed, _ = self._within(None, fixed, limit, drift, log_limits, mask)
         return self._by_static(fixed)
 
     # -- limits on further costs -------------------------------------------------------------------
@@ -280,13 +292,19 @@ class NumpyController:
         return self._declared
 
     def _within(
-        self, features: Any, fixed: int | None, limit: float, drift: Drift, log_limits: Array
+        self,
+        features: Any,
+        fixed: int | None,
+        limit: float,
+        drift: Drift,
+        log_limits: Array,
+        mask: Array | None = None,
     ) -> tuple[int, Array]:
         """Decide for one request within limits on further costs.
 
         Arguments are features, which may be None where nothing depends on them; what `_planned`
-        returned; the drift; and the limits [K]. Returns the index of a configuration, and
-        normalised features."""
+        returned; the drift; the limits [K]; and the mask, bool [C]. Returns the index of a
+        configuration, and normalised features."""
         x = np.zeros(self._heads.width, np.float32)
         by_value = self._by_value(drift)
         index = fixed
@@ -294,14 +312,13 @@ class NumpyController:
             index = self._heads.single(self._joined(features), limit, by_value, x)
         elif self._bounds.weight is not None:
             x = self._normaliser(self._joined(features)[None])[0]
-        allowed = self._bounds.allowed_single(x, log_limits)
+        allowed = self._bounds.allowed_single(x, log_limits, mask)
         # the best of all is the best of those that are allowed, if it is one of them
         if allowed[index]:
             return index, x
         if fixed is not None and self.static is not None:
-            return int(self.static.choose({}, np.array([limit]), allowed[None])[0]), x
-        scores = self._heads.scores(x[None], np.array([limit]), by_value)[0]
-        return int(np.where(allowed, scores, -np.inf).argmax()), x
+            return self.static.single(limit, allowed), x
+        return self._best_of(allowed, x, limit, by_value), x
 
     def allowed(self, features: Arrays, n: int, limits: CostLimits = None) -> Array | None:
         """Return the configurations that limits allow for blocks [n, d], bool [n, C]; None without
@@ -361,19 +378,25 @@ class NumpyController:
         return any(math.isnan(features[name][0]) for name in self.texts if name in features)
 
     def _planned_for(
-        self, features: Arrays, budget_ms: float, drift: Drift
+        self, features: Arrays, budget_ms: float, drift: Drift, mask: Array | None = None
     ) -> tuple[int | None, float]:
         """Return what `_planned` does; for a text unlike those of training what static chooses,
         where there is static."""
-        fixed, limit = self._planned(budget_ms, drift)
+        fixed, limit = self._planned(budget_ms, drift, mask)
         if fixed is not None or not (self._of_texts and features) or self.static is None:
             return fixed, limit
         if np.isnan(self._joined(features)[self._of_texts]).any():
             limit = as_limit(budget_ms) * self.factor(drift)
-            fixed = self.static.single(limit)
+            fixed = self.static.single(limit, mask)
         return fixed, limit
 
     # -- what decides ------------------------------------------------------------------------------
+
+    def _best_of(self, mask: Array, x: Array, limit: float, by_value: Array | float) -> int:
+        """Return the configuration with the best score inside the mask, bool [C], for normalised
+        features [width], the limit that `_planned` returned, and the drift of knob values."""
+        scores = self._heads.scores(x[None], np.array([limit]), by_value)[0]
+        return int(np.where(mask, scores, -np.inf).argmax())
 
     def _expected(self, index: int, x: Array) -> Expected:
         """Return a configuration with its latency, linear in normalised features [width]."""
@@ -388,9 +411,12 @@ class NumpyController:
             return index, math.nan, math.nan
         return self.static.expected(index)
 
-    def _planned(self, budget_ms: float, drift: Drift) -> tuple[int | None, float]:
-        """Return the configuration that is chosen for any features, or None; and the limit in ms
-        that the network reads: the part of a budget that is planned with, or 1/price."""
+    def _planned(
+        self, budget_ms: float, drift: Drift, mask: Array | None = None
+    ) -> tuple[int | None, float]:
+        """Return the configuration inside the mask, bool [C], that is chosen for any features, or
+        None; and the limit in ms that the network reads: the part of a budget that is planned with,
+        or 1/price."""
         if type(budget_ms) is not float:
             budget_ms = as_limit(budget_ms)
         if not 0 < budget_ms < MAX_MS:
@@ -398,7 +424,7 @@ class NumpyController:
         limit = budget_ms * self.factor(drift)
         if self.calibrated is None:
             return None, limit
-        return self.calibrated.single(limit)
+        return self.calibrated.single(limit, mask)
 
     def factor(self, drift: Drift) -> float:
         """Return the factor of a drift on budgets: e^(−mean offset)."""

@@ -37,9 +37,6 @@ MAX_ROWS = 1 << 18
 """Of a longer log about so many requests are read, with their labels."""
 MAX_CELLS = 1 << 25
 """And at most so many requests × configurations."""
-MAX_BESIDE = 100.0
-"""A request may take this many times as long as its answer, not counting what was taken off its
-budget before. Only for rows that do not say what the rest took."""
 COLUMNS = {
     "choice": "i8",
     "limit_ms": "f8",
@@ -276,9 +273,6 @@ def _faults(
     # the decision: whose it is, and its chances
     if controller and row["controller"] not in (controller.digest, *versions):
         yield "of another controller"
-    # earlier versions could do so, without the guard
-    if row.get("price") is not None:
-        yield "decided at a price"
     # by static, where another policy would have read features
     if row.get("failed"):
         yield "decided without its features, which failed"
@@ -325,13 +319,7 @@ def _times_agree(row: Mapping[str, Any]) -> bool:
     # what is left of a budget is no more than the budget
     if limit > MIN_MS and limit > budget and not _alike(limit, budget):
         return False
-    if "beside_ms" in row:
-        return _is_number(row["beside_ms"]) and _alike(answer, total - row["beside_ms"])
-    # earlier rows do not say what the rest took: the answer is a part of the whole, and no small
-    # part of what was left for it; a budget that was spent before says nothing
-    if answer > total and not _alike(answer, total):
-        return False
-    return limit <= MIN_MS or total - (budget - limit) <= MAX_BESIDE * answer
+    return _is_number(row["beside_ms"]) and _alike(answer, total - row["beside_ms"])
 
 
 def _alike(first: float, second: float, within: float = ROUNDED) -> bool:

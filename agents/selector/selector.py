@@ -173,7 +173,7 @@ class Selector(nn.Module):
             Missing: the CLIP model that it was trained along with cannot be loaded.
             RuntimeError: weights are missing, unknown, or of another shape.
         """
-        source = plain.get("encoder")
+        source = plain["encoder"]
         encoder = None
         if source is not None:
             from knobwise.agents.selector.clip_encoder import ClipEncoder

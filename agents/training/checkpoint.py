@@ -141,7 +141,7 @@ def load_checkpoint(path: str | Path) -> Loaded:
 
     Raises:
         Damaged: the file is not whole, or does not agree with its checksums.
-        InputError: no such file, not a checkpoint of knobwise, one of an earlier version, weights
+        InputError: no such file, not a checkpoint of knobwise, one of another version, weights
             that are not finite, or a model that the agent was trained along with is missing.
     """
     try:

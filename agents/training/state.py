@@ -60,11 +60,11 @@ class TrainingState:
         """Return the state that `plain` describes; `path` is for messages.
 
         Raises:
-            InputError: an earlier version wrote it.
+            InputError: another version wrote it.
         """
         if plain.keys() != {part.name for part in fields(cls)}:
             raise InputError(
-                f"{path}: was written by an older version of knobwise, and only that version can "
+                f"{path}: was written by another version of knobwise, and only that version can "
                 "resume it; start again under another name=…"
             )
         return cls(**{**plain, "best": Best(**plain["best"])})
@@ -81,7 +81,7 @@ class Provenance(TypedDict, total=False):
     validation_utility: float
     """The best score on validation."""
     judged_by: str
-    """What that is: `utility` or the `reward`. Checkpoints of before do not say it."""
+    """What that is: `utility` or `reward`."""
     iteration: int
     grpo: dict[str, float]
     """The score on validation where GRPO starts."""

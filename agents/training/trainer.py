@@ -361,7 +361,7 @@ class Trainer:
             False when there is no such file, or nothing was learned yet.
 
         Raises:
-            InputError: the file belongs to another training, or to an earlier version.
+            InputError: the file belongs to another training, or to another version.
         """
         loaded = load_if_whole(path) or load_if_whole(path.with_name(PREVIOUS))
         if loaded is None:

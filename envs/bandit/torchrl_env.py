@@ -103,8 +103,7 @@ class ConfigBandit(SingleStepEnv):
         self.table = table
         self.contexts = ContextSampler(table, budget, rows, seed, balance)
         self.limit_key = LIMIT_KEYS[budget.constraint]
-        # `lean` says the opposite, and was the name before
-        self.observe_features = not options.pop("lean", not observe_features)
+        self.observe_features = observe_features
         self.full_information = full_information
         self.replay = Replay(table, budget, reward, device=device, **options)
         self.rewards = self.replay.rewards

@@ -275,7 +275,7 @@ class ProfileTable:
             self.parts,
             list(self.features),
         ]
-        # newer parts count only where they exist, so that older digests stay as they were
+        # parts that a table may lack count only where they exist
         if self.question_types:
             text.append(self.question_types)
         named = {"clusters": self.clusters, "costs": [*self.costs], "texts": self.texts}

@@ -18,7 +18,6 @@ from hydra.utils import get_original_cwd
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
-from knobwise.common.checks import RENAMED
 from knobwise.common.errors import InputError
 from knobwise.common.interruption import end_with
 from knobwise.experiments.command_line.flags import SWEEP
@@ -50,17 +49,8 @@ def read_settings(verb: str, arguments: Sequence[str]) -> Any:
 
 
 def in_grammar(verb: str, arguments: Sequence[str], sweep: bool = False) -> list[str]:
-    """Return words in which options have today's names, and those that are text hold what was
-    typed; see `literal`."""
-    renamed = [with_new_name(word) for word in arguments]
-    return literal(renamed, text_options(verb), sweep)
-
-
-def with_new_name(word: str) -> str:
-    """Return a word whose option has today's name, see `RENAMED`."""
-    name, equals, value = word.partition("=")
-    key = name.lstrip("+~")
-    return f"{name[: len(name) - len(key)]}{RENAMED.get(key, key)}{equals}{value}"
+    """Return words in which options that are text hold what was typed; see `literal`."""
+    return literal(arguments, text_options(verb), sweep)
 
 
 @cache

@@ -10,7 +10,6 @@ import numpy as np
 import polars as pl
 
 from knobwise.experiments.compare.runs import Run
-from knobwise.experiments.evidence.decisions import IF_FREE
 from knobwise.experiments.evidence.statistics import FEWEST, Difference, paired
 
 KEYS = ("seed", "sample", "condition")
@@ -44,8 +43,7 @@ def judged_alike(reference: Run, run: Run, conditions: Sequence[float]) -> bool:
     for side in (reference, run):
         if side.decisions is None:
             return False
-        # of what costs nothing, files of earlier versions hold the utility alone
-        judged = pl.col("condition").is_in(list(conditions)) & (pl.col("policy") != IF_FREE)
+        judged = pl.col("condition").is_in(list(conditions))
         decisions = side.decisions.filter(judged)
         samples.append(decisions.group_by(keys).agg(known).filter("accuracy").sort(keys))
     return samples[0].equals(samples[1])

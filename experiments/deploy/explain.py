@@ -65,8 +65,8 @@ def _of_run(config: ExplainRun) -> dict[str, Any]:
     results = read_results(config.checkpoint)
     if "explanation" not in results:
         raise InputError(
-            f"{config.checkpoint}: its results hold no explanation, as those of selectors and of "
-            "earlier versions; explain one decision of a controller with sample=ID budget_ms=MS"
+            f"{config.checkpoint}: its results hold no explanation, as those of selectors; explain "
+            "one decision of a controller with sample=ID budget_ms=MS"
         )
     print_explanation(results, Console())
     return {**results["explanation"], "knob_usage": results["knob_usage"]}

@@ -268,9 +268,7 @@ def validation_scores(loaded: Sequence[Loaded]) -> RunResults:
     if "validation_utility" not in loaded[0].extra:
         return {}
     scores = [float(checkpoint.extra["validation_utility"]) for checkpoint in loaded]
-    task = EVALUATORS[loaded[0].controller.constraint].task
-    judged_by = loaded[0].extra.get("judged_by", task.judged_by)
-    return cast("RunResults", {f"validation_{judged_by}": scores})
+    return cast("RunResults", {f"validation_{loaded[0].extra['judged_by']}": scores})
 
 
 def gain_on_held_out(loaded: Sequence[Loaded]) -> GrpoGain:

@@ -89,14 +89,6 @@ IF_FREE = "if_free"
 """The learned controller if its decisions and features took no time: a policy of its own."""
 BEFORE = "before_grpo"
 """The learned controller before GRPO."""
-EARLIER = {
-    "sample_id": "sample",
-    "place": "condition",
-    "in_time": "on_time",
-    "expected_in_time": "expected_on_time",
-    "score": "utility",
-}
-"""The columns of files up to version 0.2.0 → their names now."""
 
 
 def write_decisions(path: str | Path, frame: pl.DataFrame) -> None:
@@ -122,8 +114,6 @@ def read_decisions(folder: str | Path) -> pl.DataFrame:
     path = Path(folder) / FILE
     try:
         frame = read_parquet(path, limited=False)
-        if "place" in frame.columns:
-            frame = _of_earlier_version(frame)
         # without one of these it is another file
         frame.select("policy", "seed", "sample", "condition", "accuracy")
         decisions = _complete(frame)
@@ -138,18 +128,6 @@ def read_decisions(folder: str | Path) -> pl.DataFrame:
             "[0, 1], or a negative or infinite time; run the experiment again"
         )
     return decisions
-
-
-def _of_earlier_version(frame: pl.DataFrame) -> pl.DataFrame:
-    """Return the rows of a file up to version 0.2.0, with today's columns and policies."""
-    frame = frame.rename(EARLIER).with_columns(source=pl.lit("replay"))
-    if frame["on_time"].is_null().all():
-        # under mean budgets, and of demonstrations, the score was the accuracy
-        frame = frame.drop("utility")
-    keys = ["seed", "split", "dataset", "sample", "^cluster$", "condition", "source", "feasible"]
-    free = frame.filter(pl.col("score_free").is_not_null())
-    free = free.select(*keys, policy=pl.lit(IF_FREE), utility="score_free")
-    return pl.concat([frame.drop("score_free"), free], how="diagonal")
 
 
 def decision_rows(

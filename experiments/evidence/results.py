@@ -53,8 +53,8 @@ def read_results(run_folder: str | Path) -> RunResults:
     """Read `results.json` in the folder of a run.
 
     Raises:
-        InputError: it is missing, does not hold the results of a run, or is larger or deeper than
-            these are.
+        InputError: it is missing, does not hold the results of a run with their checksum, or is
+            larger or deeper than these are.
         Damaged: it does not match its checksum.
     """
     path = Path(run_folder) / "results.json"
@@ -70,17 +70,21 @@ def read_results(run_folder: str | Path) -> RunResults:
         raise InputError(f"{path}: cannot be read ({error.strerror})") from error
     except ValueError as error:  # bytes that are no text, text that is no JSON
         raise InputError(f"{path}: not the results of a run ({error})") from error
-    if isinstance(results, dict) and "sha256" in results:
-        # the first digest is of the results, the second of the decisions
-        noted = results["sha256"]
-        digests = _digests(path.parent, results)
-        if not isinstance(noted, list) or noted[:1] != digests[:1]:
-            raise Damaged(path)
-        if noted[: len(digests)] != digests:
-            raise InputError(
-                f"{path.with_name(FILE)}: does not match its checksum in {path}; one of the two "
-                "is damaged: restore copies of both, or judge the run again"
-            )
+    if not isinstance(results, dict) or "sha256" not in results:
+        raise InputError(
+            f"{path}: not the results of a run, which hold their checksum; restore a copy, or "
+            "judge the run again"
+        )
+    # the first digest is of the results, the second of the decisions
+    noted = results["sha256"]
+    digests = _digests(path.parent, results)
+    if not isinstance(noted, list) or noted[:1] != digests[:1]:
+        raise Damaged(path)
+    if noted[: len(digests)] != digests:
+        raise InputError(
+            f"{path.with_name(FILE)}: does not match its checksum in {path}; one of the two "
+            "is damaged: restore copies of both, or judge the run again"
+        )
     try:
         judged = [row["policy"] for row in results["rows"]]
     except (KeyError, TypeError):

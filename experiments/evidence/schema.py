@@ -1,8 +1,7 @@
 """What `results.json` holds: a type for the whole and for each of its parts. docs/metrics.md says
 what every name means.
 
-A file may lack any key: some are of controllers, some of selectors, and earlier versions wrote
-fewer.
+A file may lack any key: some are of controllers, some of selectors.
 """
 
 from __future__ import annotations

@@ -13,11 +13,8 @@ from typing import Any
 
 from rich.console import Console
 
-from knobwise.common.errors import InputError
 from knobwise.common.files import write_json
 from knobwise.experiments.compare.comparison import Comparison, read_comparison
-from knobwise.experiments.compare.runs import find_runs
-from knobwise.experiments.evidence.results import read_results
 from knobwise.experiments.evidence.statistics import Difference
 from knobwise.experiments.report.report import print_comparison, write_page
 from knobwise.experiments.settings.options import CompareRun
@@ -30,23 +27,6 @@ def compare(config: CompareRun) -> Comparison:
     Raises:
         InputError: see `read_comparison`; nothing has been written then.
     """
-    try:
-        return _compare(config)
-    except InputError:
-        raise
-    except Exception as error:
-        # results of earlier versions hold no checksum that shows damage
-        finished, _ = find_runs(config.runs)
-        for run in finished:
-            if "sha256" not in read_results(run):
-                raise InputError(
-                    f"{run}/results.json: does not hold results ({error}); "
-                    "train or judge the run again"
-                ) from error
-        raise
-
-
-def _compare(config: CompareRun) -> Comparison:
     comparison = read_comparison(config.runs)
     # the page first: it reads further files
     if config.html is not None:

@@ -1,8 +1,9 @@
-"""`config.yaml`, the resolved settings in the folder of a run: plain values, which may come from
-elsewhere."""
+"""`config.yaml`, the resolved settings in the folder of a run, with their checksum: plain values,
+which may come from elsewhere."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 from collections.abc import Mapping
@@ -12,10 +13,11 @@ from typing import Any
 
 import yaml  # type: ignore[import-untyped]
 
-from knobwise.common.checks import with_new_names
 from knobwise.common.errors import InputError
 
 NAME = "config.yaml"
+CHECKSUM = "sha256"
+"""The key under which the checksum of all other settings stands."""
 MAX_BYTES = 200_000
 """The longest file that is read; those of runs have some 5,000 bytes."""
 FLOAT = re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+")
@@ -41,9 +43,24 @@ _Loader.add_constructor("tag:yaml.org,2002:timestamp", yaml.SafeLoader.construct
 
 
 def settings_text(config: Any) -> str:
-    """Return an instance of a settings dataclass as YAML; `${` in it is only text."""
-    plain = asdict(config)
-    return yaml.dump(plain, Dumper=_Dumper, allow_unicode=True, sort_keys=False)
+    """Return an instance of a settings dataclass as YAML, with its checksum; `${` in it is only
+    text."""
+    return text_of(asdict(config))
+
+
+def text_of(content: Mapping[str, Any]) -> str:
+    """Return settings by group as YAML, with their checksum."""
+    text: str = yaml.dump(dict(content), Dumper=_Dumper, allow_unicode=True, sort_keys=False)
+    # of the values that a reader finds, so that other spellings and comments are no damage
+    digest = _digest(yaml.load(text, Loader=_Loader))
+    return f"{text}{CHECKSUM}: '{digest}'\n"
+
+
+def _digest(content: Mapping[str, Any]) -> str:
+    """Return the SHA-256 of settings, apart from their checksum. Raises a TypeError for what JSON
+    cannot hold: bytes, sets and the like are no settings."""
+    plain = {key: value for key, value in content.items() if key != CHECKSUM}
+    return hashlib.sha256(json.dumps(plain).encode()).hexdigest()
 
 
 def read_settings_file(path: Path) -> dict[str, Any]:
@@ -51,8 +68,8 @@ def read_settings_file(path: Path) -> dict[str, Any]:
     from elsewhere cannot read the environment.
 
     Raises:
-        InputError: it cannot be read, is not YAML of plain values, holds no settings, or is larger
-            than settings are.
+        InputError: it cannot be read, is not YAML of plain values, holds no settings, is larger
+            than settings are, or does not match its checksum.
     """
     try:
         with path.open("rb") as file:
@@ -60,16 +77,16 @@ def read_settings_file(path: Path) -> dict[str, Any]:
         if len(text) > MAX_BYTES:
             raise ValueError(f"has more than {MAX_BYTES:,} bytes, so it holds no settings")
         content = yaml.load(text, Loader=_Loader)
-        # bytes, sets and the like are no settings
-        json.dumps(content)
+        digest = _digest(content) if isinstance(content, dict) else None
     except (yaml.YAMLError, OSError, RecursionError, TypeError, ValueError) as error:
         raise InputError(f"{path}: cannot be read ({str(error).splitlines()[0]})") from error
     if not isinstance(content, dict):
         raise InputError(f"{path}: holds no settings")
-    # a run of before may have other names
-    for group, values in content.items():
-        if isinstance(values, dict):
-            content[group] = with_new_names(group, values)
+    if content.pop(CHECKSUM, None) != digest:
+        raise InputError(
+            f"{path}: is not as the run wrote it (its checksum is missing or does not match); "
+            "restore it, and give other settings on the command line"
+        )
     return content
 
 

@@ -250,9 +250,11 @@ def of_run(checkpoint: str, key: str) -> Any:
 
 def _config_of(checkpoint: str) -> Path:
     path = Path(checkpoint)
-    # a checkpoint lies some levels below its run
+    # a checkpoint lies some levels below its run, and a copy may lie beside its settings; further
+    # up, a config.yaml may be that of another program
     for folder in (path, *path.parents):
-        if (folder / "config.yaml").is_file():
+        known = folder in (path, path.parent) or (folder / "checkpoints").is_dir()
+        if known and (folder / "config.yaml").is_file():
             return folder / "config.yaml"
     return path / "config.yaml"
 

@@ -10,7 +10,7 @@ from typing import Any
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from knobwise.common.checks import RENAMED, one_of
+from knobwise.common.checks import one_of
 from knobwise.common.errors import InputError
 from knobwise.experiments.settings.choices import CHOICES, CONF, experiments
 from knobwise.experiments.settings.config_file import dotted
@@ -46,8 +46,7 @@ def training_settings(options: Values) -> TrainRun:
         one_of(group, choice, CHOICES[group])
         OmegaConf.update(config, group, CHOICES[group][choice])
     known = dotted(asdict(TrainRun(profile=None)))
-    for name, value in {**dotted(values), **dotted(overrides)}.items():
-        key = RENAMED.get(name, name)
+    for key, value in {**dotted(values), **dotted(overrides)}.items():
         if key.partition(".")[0] == "profile":
             raise InputError(f"{key}: the data are given; options of a profile are for read")
         if isinstance(value, Mapping):  # an empty one

@@ -3,25 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from pathlib import Path
-from typing import Any
 
 from knobwise.common.errors import InputError
-
-RENAMED = {
-    "budget.sense": "budget.constraint",
-    "controller.sense": "controller.constraint",
-    "policy.members": "policy.fold_networks",
-    "optimiser.warmup_iterations": "optimiser.pretrain_iterations",
-    "optimiser.warmup_lr": "optimiser.pretrain_lr",
-    "optimiser.rise": "optimiser.lr_warmup",
-    "sft.rise": "sft.lr_warmup",
-    "rce.rise": "rce.lr_warmup",
-    "grpo.rise": "grpo.lr_warmup",
-}
-"""Settings by the names that they had before → today's. Runs, checkpoints and words of before are
-read by it."""
 
 
 def one_of(key: str, value: str, known: Collection[str]) -> None:
@@ -70,9 +55,3 @@ def a_seed(key: str, value: int) -> None:
     """Refuse a seed that not all of NumPy, torch and scikit-learn take: from 0 to 2³² − 1."""
     if not 0 <= value < 2**32:
         raise InputError(f"{key}={value}: a seed is a whole number from 0 to {2**32 - 1}")
-
-
-def with_new_names(group: str, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values of a group of settings, by today's names (`RENAMED`)."""
-    names = {name: RENAMED.get(f"{group}.{name}", name).rpartition(".")[2] for name in values}
-    return {names[name]: value for name, value in values.items()}

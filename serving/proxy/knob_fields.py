@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from knobwise.agents.deployed.arrays import Array
 from knobwise.common.errors import InputError
 from knobwise.serving.proxy.chat import last_question
-from knobwise.serving.proxy.restricted import Allowed
 
 OPEN_MODELS = (None, "", "auto", "knobwise")
 """What a client gives as `model` to leave it to us."""
@@ -29,8 +29,8 @@ FIELDS = frozenset((
 class Freedom(NamedTuple):
     """What a client leaves open."""
 
-    allowed: Allowed | None
-    """The configurations that may be chosen; None for all."""
+    allowed: Array | None
+    """The configurations that may be chosen, bool [C]; None for all."""
     capped: bool = False
     """True if none is as short as the client wants it: the shortest are allowed, and cut."""
 

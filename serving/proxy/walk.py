@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from knobwise.agents.deployed.arrays import Array
 from knobwise.agents.deployed.controller import NumpyController
 from knobwise.common.errors import InputError
 from knobwise.profiling.endpoint.prices import Price
@@ -23,7 +24,6 @@ from knobwise.serving.proxy.chat import (
 )
 from knobwise.serving.proxy.knob_fields import Freedom, KnobFields
 from knobwise.serving.proxy.metrics import ServerMetrics
-from knobwise.serving.proxy.restricted import Allowed, RestrictedController
 from knobwise.serving.requests import Decision, PendingRequest, Result
 from knobwise.serving.runtime import Runtime
 
@@ -38,8 +38,8 @@ class Choice(NamedTuple):
     """The knobs that are sent."""
     body: dict[str, Any]
     """The client's, without the fields that are ours."""
-    allowed: Allowed | None
-    """The configurations that may still be chosen; None for all."""
+    allowed: Array | None
+    """The configurations that may still be chosen, bool [C]; None for all."""
     learns: bool
     """False if the answer is not made with exactly these knobs."""
     reason: str = "policy"
@@ -101,9 +101,13 @@ class Walk:
         if chat.budget is not None:
             controller = self.runtime.controller
             budget = checked_budget(chat.budget, controller, budget_field(controller.unit))
-        # the guard may choose what is not allowed, and is asked again
-        open_to_all = freedom is not None and freedom.allowed is None
-        request = self.runtime.begin(budget, chat.limits, arrived=arrived, ask_guard=open_to_all)
+        request = self.runtime.begin(
+            budget,
+            chat.limits,
+            arrived=arrived,
+            ask_guard=freedom is not None,
+            mask=None if freedom is None else freedom.allowed,
+        )
         if freedom is None:
             return None
         # whatever is wrong here, the request can still be answered as the client wrote it
@@ -119,8 +123,6 @@ class Walk:
     ) -> Choice:
         if self._shadow is not None:
             request = request._replace(explored=False)
-        if freedom.allowed is not None:
-            request = self._restricted(request, freedom.allowed)
         decision = None
         if request.needs_features:
             reason = "explored" if request.explored else "policy"
@@ -188,8 +190,7 @@ class Walk:
         self._metrics.retries.inc()
         attempts = choice.attempts + 1
         log_fields = {**(request.log_fields or {}), "attempts": attempts}
-        request = request._replace(log_fields=log_fields, static=None, explored=False)
-        request = request._replace(controller=RestrictedController(controller, allowed))
+        request = request._replace(log_fields=log_fields, static=None, explored=False, mask=allowed)
         if seen:
             decision = self.runtime.decide(request, decision.features)
         else:
@@ -254,15 +255,7 @@ class Walk:
             log_fields["prompt"] = last_question(chat.body)[1]
         return log_fields
 
-    def _restricted(self, request: PendingRequest, allowed: Allowed) -> PendingRequest:
-        """Return a request whose client leaves only some configurations open."""
-        controller = RestrictedController(request.controller, allowed)
-        overhead = self.runtime.fallen_back
-        limit_ms = self.runtime.left_of(overhead, request.budget_ms, request.waited_ms)
-        static = controller.fall_back(limit_ms, request.drift, request.limits)
-        return request._replace(controller=controller, limit_ms=limit_ms, static=static)
-
-    def _shadowed(self, decision: Decision, index: int, allowed: Allowed | None) -> Decision:
+    def _shadowed(self, decision: Decision, index: int, allowed: Array | None) -> Decision:
         """Return the decision that is sent in place of one that is only logged."""
         request = decision.request
         controller = request.controller
@@ -273,7 +266,7 @@ class Walk:
         else:
             assert controller.static is not None
             limit_ms = decision.limit_ms * controller.factor(request.drift)
-            expected = controller.static.expected(controller.static.single(limit_ms))
+            expected = controller.static.expected(controller.static.single(limit_ms, allowed))
         log_fields = {**(request.log_fields or {}), "shadow": decision.configuration}
         choice, log_latency, spread = expected
         return decision._replace(

@@ -72,14 +72,14 @@ class ByFeatures:
     def configuration(self, index):
         return TABLE.configuration(index)
 
-    def fall_back(self, limit, drift, limits):
+    def fall_back(self, limit, drift, limits, mask):
         return None
 
     def choose(self, features, limit):
         seen = np.concatenate(list(features.values())).astype(np.float64).sum()
         return int(seen * 1e3 // 1) % 8
 
-    def decide_expected(self, features, limit, drift, limits=None):
+    def decide_expected(self, features, limit, drift, limits=None, mask=None):
         if drift is not None:
             limit *= math.exp(-drift[0].mean())
         self.left_ms.append(limit)
@@ -225,7 +225,7 @@ def test_a_fall_back_needs_no_features_and_does_not_pay_for_them():
     class FallingBack(ByLimit):
         """To the smallest configuration below 10 ms."""
 
-        def fall_back(self, limit, drift, limits):
+        def fall_back(self, limit, drift, limits, mask):
             return (0, math.log(3), 0.05) if limit < 10 else None
 
     model = adaptive(Noting(), FallingBack())

@@ -85,6 +85,23 @@ def test_single_requests_batches_and_masks_agree(costs, declared, given, drift):
         for row, budget in enumerate(budgets.tolist())
     ]
     identical(chosen, [each[0] for each in expected])
+    # a mask leaves some of what the limits allow, or only what exceeds them
+    mask = np.random.default_rng(1).random((SAMPLES, 12)) < 0.3
+    mask[:, 5] = True
+    of_many = light.choose(blocks, budgets, mask, drift, None, given)
+    of_one = []
+    by_static = []
+    for row, budget in enumerate(budgets.tolist()):
+        about = request_of(table, row), budget, drift, given, mask[row]
+        of_one.append(light.decide_expected(*about)[0])
+        by_static.append(light.static_expected(*about)[0])
+        fallen = light.fall_back(budget, drift, given, mask[row])
+        assert fallen is None or fallen[0] == of_one[-1] == by_static[-1]
+    identical(of_many, of_one)
+    both = light.costs.allowed(
+        light._normaliser(np.concatenate([*blocks.values()], 1)), light.log_limits(given), mask
+    )[0]
+    identical(light.static.choose({}, budgets * light.factor(drift), both), by_static)
     # as a controller without limits whose mask allows nothing else
     allowed = light.allowed(blocks, SAMPLES, given)
     agent.calibration.limits = {}

@@ -129,6 +129,9 @@ def test_turns_by_hand():
     mean = mean_budgets()
     assert [mean.single(12.0) for _ in wanted] == [(choice, 50.0) for choice in wanted]
     assert mean.single(9.0) == (None, 20.0)
+    # a mask of all is none
+    mean = mean_budgets()
+    assert [mean.single(12.0, np.ones(4, bool))[0] for _ in wanted] == wanted
 
 
 def test_a_side_of_the_mix_that_a_mask_forbids_is_replaced():
@@ -138,10 +141,12 @@ def test_a_side_of_the_mix_that_a_mask_forbids_is_replaced():
     for share, wanted in ((0.0, [1, 3, 1, 2, 0]), (1.0, [3, 3, 1, 2, 0])):
         mean = mean_budgets(share)
         assert mean.with_fallback(own, np.full(5, 12.0), mask).tolist() == wanted
+        assert [mean.single(12.0, may) for may in mask] == [(choice, 50.0) for choice in wanted]
         # at 9 ms nothing but configuration 0 is affordable
         mean.deployed[:] = False
         only = np.array([[False, False, True, True]])
         assert mean.with_fallback(own[:1], np.array([9.0]), only).tolist() == [2]
+        assert mean.mixed(9.0, only[0]) == 2
 
 
 def test_a_mean_budget_must_be_calibrated():

@@ -93,7 +93,6 @@ def changed(folder, to, **values):
         ("controller", "0123", "another controller"),
         ("choice", 12, "unknown configuration"),
         ("knobs", {"top_k": 5}, "unknown configuration"),
-        ("price", 0.5, "price"),
         ("answer_ms", 10**400, "times"),
         ("limit_ms", float("nan"), "times"),
         ("features", {"image_features": "AAAA"}, "damaged"),
@@ -112,9 +111,8 @@ def test_rows_that_cannot_be_used_are_set_aside(written, tmp_path, name, value, 
     assert len(log.rows) == 39
 
 
-def test_rows_of_earlier_versions_are_read(written, tmp_path):
-    """They had columns for an accuracy, and for a candidate on trial."""
-    log, logged = checked(changed(written, tmp_path, accuracy=None, tried=3))
+def test_rows_that_say_more_are_read(written, tmp_path):
+    log, logged = checked(changed(written, tmp_path, accuracy=None, more=3))
     assert not log.aside
     assert len(logged) == 40
 

@@ -77,14 +77,6 @@ def test_restored_is_the_same_selector(kind, tmp_path):
     assert torch.equal(result.log_prob(greedy), wanted.log_prob(greedy))
 
 
-def test_a_selector_of_an_earlier_version_is_still_read():
-    plain = selector(layers=1).plain()
-    del plain["encoder"], plain["selector"]["version"]
-    restored = Selector.restored(plain)
-    assert torch.equal(restored.choose(*BATCH, 3), selector().choose(*BATCH, 3))
-    assert restored.config.version == "v2"
-
-
 PLAIN = selector().plain()
 
 

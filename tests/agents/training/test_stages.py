@@ -182,7 +182,7 @@ def test_the_state_of_a_stage_is_its_unit_and_its_coefficients():
     assert float(other.kl_controls[0].coefficient) == pytest.approx(0.3)
 
 
-def test_a_training_that_an_earlier_version_stopped_is_refused(tmp_path):
+def test_a_training_that_another_version_stopped_is_refused(tmp_path):
     def trainer():
         brief = replace(BRIEF, pretrain_iterations=2, iterations=2)
         return trainer_on(TABLE, PolicyConfig(hidden=4), optimiser=brief, folder=tmp_path)

@@ -105,10 +105,8 @@ def test_shapes_of_everything():
         "terminated": (4, 1),
     }
     assert out["next", "reward"].shape == (4, 3)
-    # by the option's name of today, and of before
-    for option in ({"observe_features": False}, {"lean": True}):
-        contexts_alone = ConfigBandit(FULL, **option).reset()
-        assert set(contexts_alone.keys()) == {"row", "budget_ms", "done", "terminated"}
+    contexts_alone = ConfigBandit(FULL, observe_features=False).reset()
+    assert set(contexts_alone.keys()) == {"row", "budget_ms", "done", "terminated"}
     assert "60 samples × 12 configurations, budget quantiles, reward utility" in repr(env)
 
 

@@ -376,11 +376,11 @@ def test_a_saved_table_that_was_changed_or_cut_short_is_damaged(tmp_path):
         assert str(pickle.loads(pickle.dumps(damaged.value))) == str(damaged.value)
 
 
-def test_a_table_without_a_digest_as_earlier_versions_saved_it_is_read(tmp_path):
+def test_a_table_without_a_digest_as_the_built_in_one_of_ocr_is_read(tmp_path):
     table = small_table(20)
     table.save(tmp_path / "t.safetensors")
-    save_file(load_file(tmp_path / "t.safetensors"), tmp_path / "old.safetensors")
-    assert ProfileTable.load(tmp_path / "old.safetensors").digest == table.digest
+    save_file(load_file(tmp_path / "t.safetensors"), tmp_path / "bare.safetensors")
+    assert ProfileTable.load(tmp_path / "bare.safetensors").digest == table.digest
 
 
 # -- cells that were measured repeatedly -----------------------------------------------------------
@@ -411,7 +411,7 @@ def test_a_table_measured_once_holds_nothing_more():
     assert (table.repeats_ms, table.num_repeats) == (None, 1)
     assert table.measurements_ms.shape == (60, 12, 1)
     assert table.measurements_ms.data_ptr() == table.latency_ms.data_ptr()
-    # the digest that such a table had before there were repeats
+    # its digest counts no repeats
     plain = table_of([[0.5, 1.0]], [[1.0, 2.0]])
     assert plain.digest == "sha256:1219ad662736af706c381415d001bb786d1d67a591a77f4d51d041323d28f70f"
 

@@ -16,6 +16,7 @@ from knobwise.agents.calibration.guard import OUT_OF_REACH
 from knobwise.agents.controller.settings import EXPERTS
 from knobwise.envs.readers.feature_files import write_features
 from knobwise.envs.readers.long_table import long_frame, read_long_table
+from knobwise.experiments.settings.config_file import read_settings_file, text_of
 
 POLICIES = words_of("""
     controller teacher budget_aware_static best_static lookup_table latency_only ridge
@@ -139,8 +140,10 @@ def test_evaluate_repeats_what_training_reported(unprofiled, folder, capsys):
     for word, fault in (("pth=x", "profile.pth"), ("features_ms=x", "features_ms=x")):
         assert fault in commands.refused(["evaluate", f"profile.{word}"], capsys)
     settings = Path("runs/latest/config.yaml")
-    # as in an earlier version
-    settings.write_text(settings.read_text().replace("format: table", "format: calibrated"))
+    # as of another version, which had other readers
+    content = read_settings_file(settings)
+    content["profile"]["format"] = "calibrated"
+    settings.write_text(text_of(content))
     assert "profile=calibrated" in commands.refused(["evaluate"], capsys)
 
 

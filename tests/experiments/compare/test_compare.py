@@ -1,7 +1,6 @@
 """`knobwise compare`: what it says of runs, on the terminal, as JSON and through the command
 line."""
 
-import json
 import re
 from pathlib import Path
 
@@ -11,6 +10,7 @@ from page_parts import printed
 from run_folders import write_run, write_selector_run
 
 from knobwise.experiments.compare.comparison import read_comparison
+from knobwise.experiments.evidence.results import write_results
 from knobwise.experiments.evidence.run_folder import UNFINISHED
 from knobwise.experiments.evidence.statistics import sign_of
 from knobwise.experiments.report.compare import numbers
@@ -38,8 +38,7 @@ def compared(folder, runs, write=write_run):
 
 
 def change_results(run, **changes):
-    results = read_json(run / "results.json")
-    (run / "results.json").write_text(json.dumps(results | changes))
+    write_results(run, read_json(run / "results.json") | changes)
 
 
 def rows_of(comparison):

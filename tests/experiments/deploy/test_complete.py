@@ -8,10 +8,10 @@ import polars as pl
 import pytest
 import torch
 from commands import launch, read_json, refused
-from omegaconf import OmegaConf
 
 from knobwise.agents.training.checkpoint import load_checkpoint
 from knobwise.experiments.evidence.decisions import read_decisions
+from knobwise.experiments.settings.config_file import read_settings_file, text_of
 from knobwise.profiling.measuring.adaptive_model import (
     Answer,
     FirstStage,
@@ -136,10 +136,9 @@ def test_mistakes(trained, capsys):
     launch(other, SPARSE, "knobs.samples=40")
     assert "other samples" in refused([*other, f"complete={RUN}"], capsys)
     # code that a run names is not executed
-    config = Path(RUN, "config.yaml")
-    content = OmegaConf.load(config)
-    content.profile.features_from = "os:abort"
-    OmegaConf.save(content, config)
+    content = read_settings_file(Path(RUN, "config.yaml"))
+    content["profile"]["features_from"] = "os:abort"
+    Path(RUN, "config.yaml").write_text(text_of(content))
     assert "os:abort" in refused([*MEASURE, f"complete={RUN}"], capsys)
     # nothing is left to measure for a run on a whole profile
     launch(other, [VALUES])

@@ -15,6 +15,7 @@ from tensordict import TensorDict
 import knobwise
 from knobwise.agents import make_actor
 from knobwise.envs.readers.long_table import read_long_table
+from knobwise.experiments.evidence.results import write_results
 from knobwise.experiments.wording.words import quantity
 from knobwise.losses import GRPOLoss
 from knobwise.serving.tracker import LatencyTracker
@@ -190,8 +191,8 @@ def test_a_decision_for_a_mean_budget_and_one_without_predictions_say_what_there
 def test_a_mistake_is_one_line(words, message, table, capsys):
     Path("old").mkdir(exist_ok=True)
     results = read_json(f"{RUN}/results.json")
-    del results["explanation"], results["sha256"]
-    Path("old/results.json").write_text(json.dumps(results))
+    del results["explanation"]
+    write_results(Path("old"), results)
     given = words.replace("sample=0", f"sample={table.sample_ids[0]}").split()
     profile = [] if "profile=builtin" in given else TABLE
     assert message in refused(["explain", f"checkpoint={RUN}", *profile, *given], capsys)

@@ -4,6 +4,7 @@ and of runs."""
 import numpy as np
 import polars as pl
 import pytest
+from commands import read_json
 from numpy.testing import assert_allclose
 from run_folders import write_run, write_selector_run
 from scipy.stats import norm, permutation_test, t, ttest_1samp
@@ -12,6 +13,7 @@ from knobwise.experiments.compare.paired import differences
 from knobwise.experiments.compare.runs import read_runs
 from knobwise.experiments.evidence import statistics
 from knobwise.experiments.evidence.decisions import read_decisions, write_decisions
+from knobwise.experiments.evidence.results import write_results
 from knobwise.experiments.evidence.statistics import (
     Difference,
     ends_of,
@@ -242,6 +244,7 @@ def test_the_mean_comes_first_then_each_budget(tmp_path):
     for folder in folders:
         names = {"dataset": rank < 30, "sample": rank % 30}
         write_decisions(folder, read_decisions(folder).with_columns(**names))
+        write_results(folder, read_json(folder / "results.json"))
     for one, renamed in zip(found, against(*folders)[0], strict=True):
         assert renamed.samples == 60
         assert renamed.difference == pytest.approx(one.difference)

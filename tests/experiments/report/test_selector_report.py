@@ -128,7 +128,7 @@ def text(tmp_path_factory):
         logged.append({"seed": seed, "step": 100 * stage + step} | values)
     metrics = pl.DataFrame(logged, infer_schema_length=None).write_csv()
     folder = tmp_path_factory.mktemp("runs") / "selector" / "first"
-    return write_report(run_folder(folder, results(), metrics, "version: v2\n")).read_text()
+    return write_report(run_folder(folder, results(), metrics, {"version": "v2"})).read_text()
 
 
 def test_the_page_holds_all_sections(text):

@@ -1,6 +1,7 @@
 """A run's `config.yaml` and `results.json` that come from elsewhere: plain values, within bounds."""
 
 import itertools
+import json
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -12,7 +13,12 @@ from run_folders import write_run
 from knobwise.experiments.command_line.compose import read_settings
 from knobwise.experiments.compare.runs import read_settings_of
 from knobwise.experiments.evidence import results as report
-from knobwise.experiments.settings.config_file import read_settings_file, settings_text
+from knobwise.experiments.settings.config_file import (
+    read_settings_file,
+    settings_text,
+    text_of,
+)
+from knobwise.experiments.settings.profiles import of_run
 
 LEVELS = []
 for last, name in itertools.pairwise("abcdefghi"):
@@ -44,8 +50,40 @@ def write_config(folder, text):
 
 
 def test_settings_are_read_as_they_were(tmp_path):
-    write_config(tmp_path, settings_text(Settings()))
-    assert Settings(**read_settings_file(tmp_path / "config.yaml")) == Settings()
+    path = write_config(tmp_path, settings_text(Settings())) / "config.yaml"
+    assert Settings(**read_settings_file(path)) == Settings()
+    # a comment, another order of the keys and other quotes are no other settings
+    text = path.read_text()
+    path.write_text("# mine\n" + text.replace("'2026-01-31'", '"2026-01-31"'))
+    assert Settings(**read_settings_file(path)) == Settings()
+
+
+def test_settings_that_were_changed_or_cut_short_are_refused(tmp_path):
+    whole = settings_text(Settings())
+    changed = {whole.replace("1.0e-05", "1.0e-04"), whole.replace("- 1\n", ""), whole + "more: 1\n"}
+    lines = whole.splitlines(keepends=True)
+    cut = {"".join(lines[:count]) for count in range(len(lines))}
+    assert len(changed - {whole}) == 3
+    for text in changed | cut:
+        write_config(tmp_path, text)
+        with input_error(r"config\.yaml: "):
+            read_settings_file(tmp_path / "config.yaml")
+
+
+def test_an_edited_config_is_refused_where_it_is_read(home, capsys):
+    path = write_run(Path("runs/a")) / "config.yaml"
+    write_run(Path("runs/b"))
+    path.write_text(path.read_text().replace("name: a", "name: c"))
+    for words in ("evaluate", "export", "explain", "update log=x"):
+        line = mistake([*words_of(words), "checkpoint=runs/a"], capsys)
+        assert "runs/a/config.yaml: is not as the run wrote it" in line
+    assert "runs/a/config.yaml" in mistake(["compare", "runs"], capsys)
+
+
+def test_the_config_of_another_program_above_a_copied_checkpoint_is_not_read(home):
+    Path("config.yaml").write_text("profile: dev\n")
+    Path("copied/deep").mkdir(parents=True)
+    assert of_run("copied/deep/best.pt", "profile") is None
 
 
 @pytest.mark.parametrize(
@@ -75,8 +113,8 @@ def test_a_file_from_elsewhere_is_refused_quickly(text, home, capsys):
 
 def test_nothing_in_it_is_resolved(home, monkeypatch, capsys):
     monkeypatch.setenv("SECRET", "hunter2")
-    written = "profile: {format: table, path: '${oc.env:SECRET}'}"
-    write_config(Path("run"), written)
+    written = {"profile": {"format": "table", "path": "${oc.env:SECRET}"}}
+    write_config(Path("run"), text_of(written))
     settings = read_settings("evaluate", ["checkpoint=run"])
     assert settings.profile.path == "${oc.env:SECRET}"
     assert read_settings_of(Path("run"))["profile.path"] == "${oc.env:SECRET}"
@@ -86,22 +124,25 @@ def test_nothing_in_it_is_resolved(home, monkeypatch, capsys):
 
 
 def test_a_run_does_not_choose_code_that_is_executed(home, capsys):
-    written = "beams: {format: files, path: b.json, model: 'os:abort', vlm: {data: q.jsonl}}"
-    write_config(Path("run"), written)
+    beams = {"format": "files", "path": "b.json", "model": "os:abort", "vlm": {"data": "q.jsonl"}}
+    write_config(Path("run"), text_of({"beams": beams}))
     line = mistake(["evaluate", "checkpoint=run"], capsys)
     assert "beams.model=os:abort" in line
     settings = read_settings("evaluate", ["checkpoint=run", "beams.model=mine:Scorer"])
     assert (settings.beams.model, settings.beams.path) == ("mine:Scorer", "b.json")
-    write_config(Path("run"), "profile: {format: table, path: t.csv, features_from: 'os:abort'}")
+    profile = {"format": "table", "path": "t.csv", "features_from": "os:abort"}
+    write_config(Path("run"), text_of({"profile": profile}))
     line = mistake(["evaluate", "checkpoint=run"], capsys)
     assert "profile.features_from=os:abort" in line
     # functions of rewards and advantages are those of the command line alone
-    write_config(Path("run"), "reward: {kind: function, function: 'os:abort'}")
+    reward = {"kind": "function", "function": "os:abort"}
+    write_config(Path("run"), text_of({"reward": reward}))
     assert read_settings("evaluate", ["checkpoint=run"]).reward.function is None
 
 
 def test_results_that_are_too_deep_or_too_long_are_refused(home, monkeypatch):
-    Path("results.json").write_text('{"rows": [{"policy": "a"}], "x": ' + "[" * 50 + "]" * 50 + "}")
+    deep = json.loads("[" * 50 + "]" * 50)
+    report.write_results(Path(), {"rows": [{"policy": "a"}], "x": deep})
     with input_error("nested too deeply"):
         report.read_results(".")
     monkeypatch.setattr(report, "MAX_BYTES", 100)

@@ -177,10 +177,10 @@ def controller_of(names):
         texts={},
         columns=(),
         header={"limit": "budget_ms"},
-        fall_back=lambda limit, drift, limits: None,
+        fall_back=lambda limit, drift, limits, mask: None,
         limits={},
         mean=None,
-        decide_expected=lambda blocks, limit, drift, limits: (next(turns), 0.0, 0.1),
+        decide_expected=lambda blocks, limit, drift, limits, mask: (next(turns), 0.0, 0.1),
     )
 
 

@@ -1,16 +1,17 @@
-"""What a client leaves open, and controllers that may choose a part of their configurations."""
+"""What a client leaves open, and decisions among a part of the configurations."""
 
 import itertools
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from knobwise.common.errors import InputError
 from knobwise.profiling.endpoint.model import request_fields
 from knobwise.serving.exploration import near_best
 from knobwise.serving.proxy.chat import last_question, parse
 from knobwise.serving.proxy.knob_fields import FIELDS, KnobFields
-from knobwise.serving.proxy.restricted import RestrictedController
 from knobwise.serving.runtime import Runtime
 
 GRID = [
@@ -123,8 +124,8 @@ def test_fields_of_ours_are_taken_out():
 
 @pytest.mark.parametrize("budget_ms", [120.0, 160.0, 300.0, 370.0, 1000.0])
 @pytest.mark.parametrize("drift", [None, 0.3])
-def test_a_restricted_controller_chooses_the_best_of_what_is_left(controller, budget_ms, drift):
-    """The masked decision of many, for one; guard and static stay within the mask."""
+def test_a_masked_decision_is_the_best_of_what_is_left(controller, budget_ms, drift):
+    """The masked decision of many, for one; guard, static and exploration stay within the mask."""
     count = len(controller.configurations)
     if drift is not None:
         drift = (np.full(count, drift, np.float32), 1.0)
@@ -135,20 +136,46 @@ def test_a_restricted_controller_chooses_the_best_of_what_is_left(controller, bu
         may = np.array(marks)
         if not may.any():
             continue
-        restricted = RestrictedController(controller, may)
-        choice, mean, spread = restricted.decide_expected(blocks, budget_ms, drift)
+        choice, mean, spread = controller.decide_expected(blocks, budget_ms, drift, mask=may)
         assert choice == controller.choose(many, limits, may[None], drift)[0]
         assert (choice, mean, spread) == controller.expected_of(blocks, budget_ms, drift, choice)
         falls_back = controller.fall_back(budget_ms, drift) is not None
-        assert (restricted.fall_back(budget_ms, drift) is not None) == falls_back
-        close = near_best(restricted, blocks, budget_ms, drift, 0.5)
+        fallen = controller.fall_back(budget_ms, drift, mask=may)
+        assert fallen == ((choice, mean, spread) if falls_back else None)
+        static = controller.static_expected(blocks, budget_ms, drift, mask=may)[0]
+        static_limit = limits * controller.factor(drift)
+        assert static == controller.static.choose({}, static_limit, may[None])[0]
+        close = near_best(controller, blocks, budget_ms, drift, 0.5, may)
         assert choice in close
         assert may[close].all()
-    # with everything allowed it is the controller itself
-    whole = RestrictedController(controller, np.ones(count, bool))
-    same = controller.decide_expected(blocks, budget_ms, drift)
-    assert whole.decide_expected(blocks, budget_ms, drift)[0] == same[0]
-    assert whole.digest == controller.digest
+
+
+@given(
+    budget_ms=st.floats(1, 2000),
+    offset=st.none() | st.floats(-1, 1),
+    seed=st.integers(0, 1000),
+    loss=st.floats(0, 1),
+)
+def test_a_mask_of_all_decides_like_none(controller, budget_ms, offset, seed, loss):
+    count = len(controller.configurations)
+    whole = np.ones(count, bool)
+    drift = None if offset is None else (np.full(count, offset, np.float32), 1.0)
+    generator = np.random.default_rng(seed)
+    blocks = {}
+    for name, width in controller.feature_sizes.items():
+        blocks[name] = generator.normal(size=width).astype(np.float32)
+    for decide in (controller.decide_expected, controller.static_expected):
+        unmasked = decide(blocks, budget_ms, drift)
+        assert decide(blocks, budget_ms, drift, None, whole) == unmasked
+    fallen = controller.fall_back(budget_ms, drift)
+    assert controller.fall_back(budget_ms, drift, None, whole) == fallen
+    close = near_best(controller, blocks, budget_ms, drift, loss)
+    assert near_best(controller, blocks, budget_ms, drift, loss, whole) == close
+    # and through the runtime, whose rows in the log are those of the controller
+    runtime = Runtime(controller, tracker=False)
+    masked = runtime.decide(runtime.begin(budget_ms, mask=whole), blocks, spent_ms=0.0)
+    unmasked = runtime.decide(runtime.begin(budget_ms), blocks, spent_ms=0.0)
+    assert (masked[:3], masked.best) == (unmasked[:3], unmasked.best)
 
 
 def test_an_answer_with_other_knobs_is_logged_and_not_learned_from(controller, tmp_path):
