@@ -18,7 +18,7 @@ UNSEEN = re.compile(r"(^|/)(tensorboard|wandb|multirun)(/|$)")
 """Not compared: their names and bytes hold times and process numbers."""
 DATE = re.compile(r"\d{4}-\d\d-\d\d([/_T ]\d\d[-:]\d\d[-:]\d\d)?")
 TIMES = re.compile(
-    r"decision_us|seconds|started|cpu_s|cost_s|created|machine|\btime|saves_nothing|sha256"
+    r"decision_us|seconds|started|cpu_s|cost_s|created|machine|\btime|saves_nothing|sha256|Per_Second"
 )
 """Places of times and of what follows from them, which two unbroken runs may have alike by chance,
 and digests; what they are of is compared itself."""

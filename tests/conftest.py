@@ -26,6 +26,7 @@ PRELOADED = [
         "torch.utils.tensorboard",
         "torchrl.collectors",
         "torchrl.weight_update",
+        "wandb",
     ),
     *(f"knobwise.experiments.train.{module}" for module in ("controller", "selector", "run")),
 ]

@@ -129,17 +129,6 @@ def _received(name, records, files):
     return run
 
 
-def joined(sessions):
-    """The sessions of one run, as the server joins them: what the last one says of the run
-    counts."""
-    records, files = [], {}
-    for session in sessions:
-        assert (session.name, session.about) == (sessions[0].name, sessions[0].about)
-        records += session.records
-        files |= session.files
-    return _received(sessions[0].name, records, files)
-
-
 @dataclass
 class ReceivedArtifact:
     """One artifact, as the server has it."""

@@ -40,8 +40,8 @@ class TrainingState:
     best: Best = field(default_factory=Best)
     scores: list[tuple[int, float]] = field(default_factory=list)
     """Iteration and score of every evaluation."""
-    logged: list[tuple[int, dict[str, float]]] = field(default_factory=list)
-    """The logged metrics by iteration, so that `metrics.csv` can be written again."""
+    rows: int = 0
+    """The number of rows that were logged: those of `metrics.csv` that count."""
     # what live objects hold, taken when the state is saved
     agent: dict[str, Any] = field(default_factory=dict)
     optimiser: dict[str, Any] = field(default_factory=dict)

@@ -308,11 +308,10 @@ class Trainer:
         self._save(kept)
 
     def _log(self, metrics: Mapping[str, float], others: Mapping[str, Any]) -> None:
-        """Log metrics, and keep them for a resumed training; `others` are not kept."""
+        """Log a row."""
         if self.log is not None:
-            numbers = {name: float(value) for name, value in metrics.items()}
-            self.state.logged.append((self.state.iteration, numbers))
             self.log.log({**metrics, **others}, self.state.iteration)
+            self.state.rows += 1
 
     # -- stopping and resuming ---------------------------------------------------------------------
 

@@ -1,55 +1,50 @@
-"""metrics.csv: every number of a run except its speed, readable without any tool. Equal runs leave
-equal files."""
+"""The journal of a run: CSV files of what was logged, readable without any tool.
+
+`metrics.csv` has every number except the speed, `histograms.csv` the histograms; equal runs leave
+equal files. `speed.csv` has the speed.
+"""
 
 from __future__ import annotations
 
 import csv
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from knobwise.common.files import locked, sync, written_whole
-from knobwise.common.progress import say
 
 Row = tuple[int, dict[str, float]]
 """A step, and the numbers that were logged of it, by name."""
 
 
+def place(step: int, names: Mapping[str, object]) -> int:
+    """Return the place of a row among all of its training: each step has a validation, and after it
+    an iteration."""
+    return 2 * step + any(name.startswith("Train/") for name in names)
+
+
 class MetricsFile:
-    """`metrics.csv`: one row per seed and call, columns seed, step and every name logged so far.
+    """One row per seed and call, with the columns seed, step and every name logged so far.
 
     A new name widens the file (it is rewritten whole). Rows are on disk when `append` returns.
     Several processes, each with its own seed, may write to one file.
 
     Args:
-        seed: the seed whose rows are appended; None for rows of all seeds together.
-        known: the rows of this seed in its checkpoints, which take the place of those in the file:
-            a killed process or a full disk may have lost rows, and what came after the checkpoint
-            comes again. None leaves the file's rows as they are.
-
-    Attributes:
-        kept: the rows of this seed that count.
-        earlier: these, and all that the file held before.
+        seed: the seed whose rows are written and read; None for rows of all seeds together.
+        stage: the stage of a selector that they are of, which is part of the names in the file.
     """
 
-    def __init__(self, path: Path, seed: int | None, known: Sequence[Row] | None = None) -> None:
+    def __init__(self, path: Path, seed: int | None, stage: str = "") -> None:
         self.path = path
         self.seed = "" if seed is None else str(seed)
-        with locked(path.parent):
-            rows = self._read()
-            mine = [_numbers(row) for row in rows if row["seed"] == self.seed]
-            self.kept = mine if known is None else list(known)
-            self.earlier = [*self.kept, *mine]
-            if known is not None:
-                wanted = [self._row(*row) for row in known]
-                if any(row not in rows for row in wanted):
-                    say(f"{path}: rows of seed {seed} are missing or damaged; written again")
-                rows = [row for row in rows if row["seed"] != self.seed] + wanted
-            if path.exists() or rows:
-                self._write(rows)
+        # Train/Loss of stage sft is Train/sft/Loss
+        self.middle = f"/{stage}/" if stage else "/"
 
     def append(self, step: int, values: Mapping[str, float]) -> None:
         """Add a row to the file; a new name rewrites the whole file."""
-        row = self._row(step, values)
+        row = {"seed": self.seed, "step": str(step)}
+        for name, value in values.items():
+            # `repr` keeps every bit of a number
+            row[name.replace("/", self.middle, 1)] = repr(value)
         with locked(self.path.parent):
             columns = self._columns()
             if set(row) <= set(columns):
@@ -61,10 +56,41 @@ class MetricsFile:
             else:
                 self._write([*self._read(), row])
 
-    def _row(self, step: int, values: Mapping[str, float]) -> dict[str, str]:
-        """Return a row as it is written; `repr` keeps every bit of a number."""
-        cells = {name: repr(value) for name, value in values.items()}
-        return {"seed": self.seed, "step": str(step), **cells}
+    def rows(self) -> list[Row]:
+        """Return the rows of this seed and stage, without the stage in the names."""
+        rows = []
+        for row in filter(self._is_mine, self._read()):
+            step = int(row.pop("step"))
+            row.pop("seed")
+            values = {name.replace(self.middle, "/", 1): float(row[name]) for name in row}
+            rows.append((step, values))
+        return rows
+
+    def cut(self, end: int) -> int:
+        """Remove the rows of this seed and stage from a place on, and what is damaged.
+
+        Returns:
+            How many of its rows are left.
+        """
+        with locked(self.path.parent):
+            if not self.path.exists():
+                return 0
+            rows = []
+            left = 0
+            for row in self._read():
+                mine = self._is_mine(row)
+                if not mine or place(int(row["step"]), row) < end:
+                    rows.append(row)
+                    left += mine
+            # a stage that was begun again may have been written after the one that follows it
+            of_seed = [row for row in rows if row["seed"] == self.seed]
+            in_order = iter(sorted(of_seed, key=lambda row: int(row["step"])))
+            self._write([next(in_order) if row["seed"] == self.seed else row for row in rows])
+            return left
+
+    def _is_mine(self, row: Mapping[str, str]) -> bool:
+        """Return True for a row of this seed and stage."""
+        return row["seed"] == self.seed and any(self.middle in name for name in row)
 
     def _lines(self) -> Iterator[list[str]]:
         if self.path.exists():
@@ -99,12 +125,6 @@ class MetricsFile:
             writer = csv.DictWriter(file, columns, lineterminator="\n")
             writer.writeheader()
             writer.writerows(rows)
-
-
-def _numbers(row: Mapping[str, str]) -> Row:
-    """Return the step of a row of the file, and its numbers by name."""
-    step = int(row["step"])
-    return step, {name: float(row[name]) for name in row if name not in ("seed", "step")}
 
 
 def _are_numbers(line: list[str]) -> bool:

@@ -1,4 +1,7 @@
-"""The tracker of a run, which writes the same numbers to metrics.csv, TensorBoard and W&B.
+"""The tracker of a run, which writes the same numbers to its journal, TensorBoard and W&B.
+
+The journal, `metrics.csv` and the files beside it, is what counts: a training that goes on cuts it
+back to the checkpoint, and TensorBoard and W&B are made anew from it.
 
 Each seed is one W&B run (job type: train); of a selector, each stage of each seed. One more W&B run
 (job type: evaluate) holds the results. Everything lies inside the run's folder, and nothing needs
@@ -8,7 +11,6 @@ an account or a network.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import json
 import netrc
 import os
@@ -22,17 +24,19 @@ from urllib.parse import urlsplit
 
 import numpy as np
 
+from knobwise.agents.training.state import TrainingState
 from knobwise.common.checks import one_of
 from knobwise.common.errors import InputError
+from knobwise.common.progress import say
 from knobwise.experiments.evidence.schema import RunResults
 from knobwise.experiments.settings.tracking import TrackingSettings
 from knobwise.experiments.tracking import wandb_results
-from knobwise.experiments.tracking.histograms import EDGES, counts_of, divided, drawn, for_wandb
-from knobwise.experiments.tracking.metrics_file import MetricsFile, Row
+from knobwise.experiments.tracking.histograms import EDGES, counts_of, divided, drawn
+from knobwise.experiments.tracking.metrics_file import MetricsFile, Row, place
 from knobwise.experiments.tracking.wandb_run import WandbRun, reason, wandb_run
 
 THROUGHPUT = "Train/Actions_Per_Second"
-"""The metric of speed, which goes to TensorBoard and W&B alone."""
+"""The metric of speed, which differs between equal runs."""
 SCORES = ("Val/Utility", "Val/Reward_Mean", "Val/Accuracy_Mean")
 """Columns of TensorBoard's table of hyperparameters: the scores that settings are chosen by."""
 LONGEST_NAME = 40
@@ -98,7 +102,7 @@ class Tracker:
     """
 
     folder: Path
-    """The run's folder; `metrics.csv`, `tensorboard/` and `wandb/` are made inside it."""
+    """The run's folder; the journal, `tensorboard/` and `wandb/` are made inside it."""
     _: KW_ONLY
     name: str
     """The name of our run; `short_name` makes the name of its W&B run."""
@@ -121,15 +125,16 @@ class Tracker:
     """The stage of a selector's training, which becomes part of the names in `metrics.csv`."""
     first: int = 0
     """The step of `metrics.csv` that the stage begins at."""
-    finished: bool = False
-    """True when training is over, and only `log_scores` is to come."""
-    waits: bool = False
-    """True if this process will log the test scores: see `wandb_run`."""
-    known: Sequence[Row] | None = None
-    """The rows of this seed in its checkpoints: see `MetricsFile`."""
+    state: TrainingState | None = None
+    """Where the training stands, to which the journal is cut back; None if only scores or results
+    are to come."""
 
     def __post_init__(self) -> None:
         self.folder = self.folder.absolute()
+        self._metrics, self._histograms, self._speed = (
+            MetricsFile(self.folder / f"{name}.csv", self.seed, self.stage)
+            for name in ("metrics", "histograms", "speed")
+        )
         self.mode = wandb_mode(self.settings)
         # one event file and one W&B run for each key
         self.key = self.job_type
@@ -168,15 +173,10 @@ class Tracker:
 
     def __enter__(self) -> Tracker:
         with contextlib.ExitStack() as stack:
-            self._csv = MetricsFile(self.folder / "metrics.csv", self.seed, self.known)
-            self._histograms = MetricsFile(self.folder / "histograms.csv", self.seed)
-            if self.known is not None:
-                # without what came after the checkpoint
-                steps = {step for step, _ in self.known}
-                rows = [row for row in self._histograms.kept if row[0] in steps]
-                self._histograms = MetricsFile(self._histograms.path, self.seed, rows)
-            if self.settings.tensorboard and self.job_type != "evaluate" and not self.finished:
-                self._start_tensorboard(stack)
+            if self.state is not None:
+                self._cut_back(self.state)
+                if self.settings.tensorboard:
+                    self._start_tensorboard(stack)
             if self.mode != "disabled":
                 self._start_wandb(stack)
             self._stack = stack.pop_all()
@@ -186,19 +186,27 @@ class Tracker:
         self._stack.__exit__(*raised)
 
     def log(self, metrics: Mapping[str, Any], step: int) -> None:
-        """Write numbers of one training step, and histograms of those in tensors [n]. Steps never
-        decrease; there may be several calls a step."""
-        values = {name: float(value) for name, value in metrics.items() if np.ndim(value) == 0}
-        # speed differs between equal runs, whose files must be equal
-        equal = {name: value for name, value in values.items() if name != THROUGHPUT}
-        self._csv.append(*in_stage((step, equal), self.stage, self.first))
-        for name in metrics.keys() - values.keys():
-            counts = counts_of(name, metrics[name])
-            self._histograms.append(*in_stage((step, counts), self.stage, self.first))
-            values |= counts
+        """Write a row of numbers, and histograms of those in tensors [n]. Steps never decrease; of
+        a step there may be a validation, and after it an iteration (names with `Train/`)."""
+        numbers: dict[str, float] = {}
+        speed: dict[str, float] = {}
+        counts: dict[str, float] = {}
+        for name, value in metrics.items():
+            if np.ndim(value):
+                counts |= counts_of(name, value)
+            elif name == THROUGHPUT:
+                speed[name] = float(value)
+            else:
+                numbers[name] = float(value)
+        self._metrics.append(self.first + step, numbers)
+        if counts:
+            self._histograms.append(self.first + step, counts)
+        if speed:
+            self._speed.append(self.first + step, speed)
+        values = numbers | speed | counts
         self._to_tensorboard(values, step)
         if self._wandb is not None:
-            self._wandb.log(for_wandb(values), step)
+            self._wandb.log(values, step)
 
     def log_scores(self, scores: Mapping[str, float], kept: bool) -> Any:
         """Write the test scores of this seed into the summary of its W&B run.
@@ -222,14 +230,26 @@ class Tracker:
             with self._wandb.reporting("the results"):
                 wandb_results.log_results(self._wandb.run, self.folder, results, images, model)
 
+    def _cut_back(self, state: TrainingState) -> None:
+        """Remove from the journal what came after the checkpoint, and will come again."""
+        # a checkpoint is written before an iteration, and after the validation
+        end = place(self.first + state.iteration, {}) + bool(state.rows)
+        for file in (self._histograms, self._speed):
+            file.cut(end)
+        missing = state.rows - self._metrics.cut(end)
+        if missing > 0:
+            say(
+                f"{self._metrics.path}: {missing} of {state.rows} rows of {self.key} are missing "
+                "or damaged; the training goes on without them"
+            )
+
     def _start_tensorboard(self, stack: contextlib.ExitStack) -> None:
         from torch.utils.tensorboard import SummaryWriter  # slow to import
         from torch.utils.tensorboard.summary import hparams
 
         folder = self.folder / "tensorboard" / self.key
-        # everything is written again: a killed process had not written its last rows. TensorBoard
-        # reads the files by name, and two made in one second may have their names in the wrong
-        # order
+        # a process that was killed had written too few rows, or too many. TensorBoard reads the
+        # files by name, and two made in one second may have their names in the wrong order
         for earlier in folder.glob("events.out.tfevents.*"):
             earlier.unlink()
         writer = SummaryWriter(str(folder), purge_step=0, flush_secs=10)
@@ -239,20 +259,20 @@ class Tracker:
         settings = dict(_single_values({**self.config, "seed": self.seed, "stage": self.stage}))
         for summary in hparams(settings, dict.fromkeys(SCORES, 0.0)):
             self._tensorboard.file_writer.add_summary(summary)
-        for step, values in self._rows(self._csv.kept, self._histograms.kept):
+        for step, values in self._rows():
             self._to_tensorboard(values, step)
 
-    def _rows(self, *files: Sequence[Row]) -> list[Row]:
-        """Return what was logged of each step of this stage, in order, without the stage in the
-        names."""
-        middle = f"/{self.stage}/" if self.stage else "/"
-        joined: dict[int, dict[str, float]] = {}
-        for step, row in itertools.chain(*files):
-            values = {k.replace(middle, "/", 1): v for k, v in row.items() if middle in k}
-            if values:
-                joined.setdefault(step, {}).update(values)
-        first = min(joined, default=0)  # every stage logs its beginning
-        return [(step - first, joined[step]) for step in sorted(joined)]
+    def _rows(self) -> list[Row]:
+        """Return all rows of the journal, in order, with the steps of the stage."""
+        joined: dict[int, Row] = {}
+        for file in (self._metrics, self._histograms, self._speed):
+            for step, values in file.rows():
+                joined.setdefault(place(step, values), (step, {}))[1].update(values)
+        first = self.first
+        if self.stage and self.state is None:
+            # every stage logs its beginning
+            first = min((step for step, _ in joined.values()), default=0)
+        return [(joined[key][0] - first, joined[key][1]) for key in sorted(joined)]
 
     def _to_tensorboard(self, values: Mapping[str, float], step: int) -> None:
         """Write the numbers of a step into the event file, if there is one."""
@@ -265,24 +285,16 @@ class Tracker:
 
     def _start_wandb(self, stack: contextlib.ExitStack) -> None:
         """Start the W&B run of this tracker, if W&B starts."""
-        kept = self._rows(self._csv.kept, self._histograms.kept)
-        run = wandb_run(
-            self.folder,
-            self.key.replace("/", "-"),
-            self._about(),
-            [(step, for_wandb(row)) for step, row in kept],
-            self._rows(self._csv.earlier),
-            insist=self.settings.mode == "online",
-            waits=self.waits,
-        )
+        key = self.key.replace("/", "-")
+        insist = self.settings.mode == "online"
+        run = wandb_run(self.folder, key, self._about(), self._rows(), insist)
         self._wandb = stack.enter_context(run)
         if self._wandb is None:
             self.mode = "disabled"
             return
         if self.mode == "online" and self._wandb.run.offline:
             self.mode = self.settings.mode = "offline"  # the next seeds need not wait again
-        trains = self.job_type == "train" and not self.finished
-        if self.profile and trains and self.mode == "online":
+        if self.profile and self.state is not None and self.mode == "online":
             with self._wandb.reporting("the profile"):
                 wandb_results.log_profile(self._wandb.run, self.profile)
 
@@ -301,14 +313,6 @@ def short_name(experiment: str, name: str, stage: str = "", seed: int | None = N
     if seed is not None:
         parts.append(f"s{seed}")
     return " ".join(filter(None, parts))
-
-
-def in_stage(row: Row, stage: str, first: int) -> Row:
-    """Return a row of a stage as the log of its seed has it: with the stage in its names, and after
-    the steps of earlier stages."""
-    step, values = row
-    middle = f"/{stage}/" if stage else "/"
-    return first + step, {name.replace("/", middle, 1): values[name] for name in values}
 
 
 def _single_values(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

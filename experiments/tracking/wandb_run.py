@@ -1,10 +1,8 @@
 """One run in Weights & Biases: started or resumed, and never the reason that training ends.
 
-An interrupted run resumes as the same W&B run, which holds every number once and every step in
-order. Each session logs again, now, what the run had logged before. Online, W&B ignores the rows
-that it has. Offline, where it cannot continue its file, the new session takes the place of the
-earlier ones; that has all but the speed. A run that `waits` for its test scores stays open, so that
-it keeps its times and system metrics.
+A row of the journal is a row there. A run that goes on, be it for its test scores, is sent the
+whole journal: online the same W&B run, which takes what comes after its last row; offline, where a
+file cannot be continued, a new one in place of the old.
 """
 
 from __future__ import annotations
@@ -20,8 +18,10 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from knobwise.common.errors import InputError
+from knobwise.common.files import write_text
 from knobwise.common.progress import say
-from knobwise.experiments.tracking.metrics_file import Row
+from knobwise.experiments.tracking.histograms import for_wandb
+from knobwise.experiments.tracking.metrics_file import Row, place
 
 OF_AGENT = ("WANDB_RUN_ID", "WANDB_SWEEP_ID", "WANDB_SWEEP_PARAM_PATH")
 """The variables that `wandb agent` sets for a job: the id of a W&B run, its sweep, and a file with
@@ -53,8 +53,6 @@ PLOTTED = {
 }
 """The dozen numbers that W&B plots by itself, and what is best in a run, if anything is; it plots
 the others where somebody asks for them."""
-_waiting: dict[tuple[Path, str], WandbRun] = {}
-"""The offline runs of this process that wait for their test scores, by folder and key."""
 
 
 @contextlib.contextmanager
@@ -63,9 +61,7 @@ def wandb_run(
     key: str,
     about: Mapping[str, Any],
     rows: Sequence[Row],
-    earlier: Sequence[Row],
     insist: bool = False,
-    waits: bool = False,
 ) -> Iterator[WandbRun | None]:
     """Start a W&B run, or resume it, for the length of a block; None if W&B does not start.
 
@@ -75,21 +71,19 @@ def wandb_run(
         folder: the folder of our run; `wandb/` is made inside it.
         key: the name of the file `wandb/<key>.id`, which holds the id of the W&B run.
         about: arguments of `wandb.init`, such as mode (online or offline), project and config.
-        rows: what was logged before and still counts.
-        earlier: all that was logged before, whether it counts or not.
+        rows: what the journal holds of it, with histograms as counts.
         insist: whether W&B must be reached when the first W&B run of the folder starts.
-        waits: offline, leave the run open after success: this process will log its test scores.
 
     Raises:
         InputError: if W&B cannot be reached, with `insist`.
     """
     agent = [os.environ.get(name) for name in OF_AGENT]
     with _quiet(folder / "wandb"):
-        run = _waiting.pop((folder, key), None)
+        run = None
         try:
-            if run is None:
-                run = _start(folder, key, about, insist, *agent)
-                _log_again(run, rows, earlier)
+            run = _start(folder, key, about, insist, *agent)
+            for step, values in rows:
+                run.log(values, step)
         except InputError:
             raise
         except Exception as error:
@@ -100,9 +94,7 @@ def wandb_run(
             yield run
             exit_code = 0
         finally:
-            if run is not None and waits and run.run.offline and exit_code == 0:
-                _waiting[folder, key] = run
-            elif run is not None:
+            if run is not None:
                 run.finish(exit_code)
 
 
@@ -116,38 +108,28 @@ class WandbRun:
     """The folder of our run."""
     name: str
     """Its name there."""
-    replaced: Sequence[Path]
-    """The folders of earlier offline sessions, which this one takes the place of."""
-    first: int = 0
-    """The number of the first row that W&B is sent, see `log`."""
-    halved: int = -1
-    """The step of which an earlier session logged the validation only, see `log`."""
-    number: int = 0
-    """The number of the last row."""
     broken: bool = False
     """True after W&B refused numbers; no more are sent."""
-    logged: list[Mapping[str, Any]] = field(default_factory=list)
+    logged: list[Mapping[str, float]] = field(default_factory=list)
     """What was logged in all sessions."""
 
-    def log(self, values: Mapping[str, Any], step: int) -> None:
-        """Log numbers of one step; W&B joins all of one step as row 2·step. It takes nothing more
-        for a row that an earlier session sent, so a training that was interrupted after a
-        validation goes on in row 2·step + 1."""
+    def log(self, values: Mapping[str, float], step: int) -> None:
+        """Log a row, unless W&B has it."""
         if self.broken:
             return
         self.logged.append(values)
-        self.number = 2 * step + (step == self.halved and _trains(values))
         self.broken = True
         with self.reporting(f"step {step} and all that follows"):
-            if self.number >= self.first:
-                self.run.log({**values, "step": step}, step=self.number)
+            row = place(step, values)
+            # where this session began, or after the row before
+            if row >= self.run.step:
+                self.run.log({**for_wandb(values), "step": step}, step=row, commit=True)
             self.broken = False
 
     def finish(self, exit_code: int) -> None:
         """End the W&B run."""
         with self.reporting("the end of the run"):
             if self.logged and not self.broken:
-                self.run.log({}, step=self.number, commit=True)  # the last row is complete
                 self._summarise()
             self.run.finish(exit_code=exit_code)
 
@@ -171,11 +153,6 @@ class WandbRun:
             say(f"W&B did not take {what} of {self.name} ({reason(error)}); {self.folder} holds it")
 
 
-def _trains(values: Mapping[str, Any]) -> bool:
-    """Return True for numbers of a training iteration, False for those of a validation."""
-    return any(name.startswith("Train/") for name in values)
-
-
 # -- starting --------------------------------------------------------------------------------------
 
 
@@ -188,80 +165,76 @@ def _start(
     sweep: str | None,
     parameters: str | None,
 ) -> WandbRun:
-    """Start a W&B run, or resume it.
+    """Start a W&B run; online, go on with the one that was begun.
 
     Args:
         job, sweep, parameters: the values of `OF_AGENT`.
     """
+    import wandb  # slow to import
+
+    online = about["mode"] == "online"
+    trains = about["job_type"] == "train"
+    begun = any(folder.glob("wandb/*.id"))
     id_file = folder / "wandb" / f"{key}.id"
-    identity = None
-    replaced: list[Path] = []
-    if id_file.exists():
-        identity = id_file.read_text().strip()
-        replaced = list(folder.glob(f"wandb/offline-run-*-{identity}*"))  # …-1 too
-    resume: Any = "allow"
-    if about["job_type"] != "evaluate":
+    identity = id_file.read_text() if id_file.exists() else ""
+    if identity:
+        for session in folder.glob(f"wandb/offline-run-*-{identity}*"):  # …-1 too
+            shutil.rmtree(session)
+    if not (identity and online):
+        identity = _new_identity()
+    if trains:
         sweep = None
-    else:
-        # results are logged once, at the end: a run interrupted there has logged none. A job of a
-        # sweep has its results in the W&B run that the agent names
-        resume = None
-        identity = job if sweep else None
-    run = _init(folder, insist, {**about, "id": identity, "resume": resume}, sweep)
-    id_file.write_text(run.id)
+    elif sweep and job:
+        # a job of a sweep has its results in the W&B run that the agent names
+        identity = job
+    settings: dict[str, Any] = {**about, "settings": _settings(folder, sweep)}
+    # noted first, so that whatever is left of it is found
+    write_text(id_file, identity)
+    try:
+        # results that were not logged to their end are replaced
+        resume: Any = "allow" if online and trains else None
+        run = wandb.init(**settings, id=identity, resume=resume)
+    except wandb.Error as error:
+        if not online:
+            raise
+        problem = f"W&B cannot be reached ({error})"
+        # after the first seed, training goes on rather than stop
+        if insist and not begun:
+            id_file.unlink()
+            raise InputError(f"tracking: {problem}; use tracking=offline") from error
+        say(f"{problem}, so this run is logged offline")
+        # under another id, as wandb still holds this one
+        identity = _new_identity()
+        write_text(id_file, identity)
+        run = wandb.init(**settings | {"mode": "offline"}, id=identity)
     if sweep and parameters:
         # the sweep looks for `optimiser.lr` and the like in the config
         swept: Any = OmegaConf.load(parameters)
         run.config.update({key: swept[key].value for key in swept if key != "wandb_version"})
-    if resume:
+    if trains:
         _define_curves(run)
-    return WandbRun(run, folder, about["name"], replaced)
+    return WandbRun(run, folder, about["name"])
 
 
-def _init(folder: Path, insist: bool, about: dict[str, Any], sweep: str | None) -> Any:
-    """Return W&B's own run, which is offline if W&B cannot be reached."""
-    import wandb  # slow to import
+def _settings(folder: Path, sweep: str | None) -> Any:
+    """Return W&B's own settings of a run."""
+    import wandb
 
     # a key without a network could block for minutes, and init without a terminal raises
-    about["settings"] = wandb.Settings(
+    return wandb.Settings(
         root_dir=str(folder),
         silent=True,
         console="off",
         init_timeout=PATIENCE_S,
         finish_timeout=UPLOAD_S,
         sweep_id=sweep,
-        reinit="create_new",  # others may wait for their scores
+        reinit="create_new",  # that of another run of the process may not have ended
     )
-    try:
-        return wandb.init(**about)
-    except wandb.Error as error:
-        if about["mode"] == "offline":
-            raise
-        problem = f"W&B cannot be reached ({error})"
-        # after the first seed, training goes on rather than stop
-        if insist and not any(folder.glob("wandb/*.id")):
-            raise InputError(f"tracking: {problem}; use tracking=offline") from error
-        say(f"{problem}, so this run is logged offline")
-    # under another id, as wandb still holds this one
-    return wandb.init(**about | {"mode": "offline", "id": os.urandom(4).hex()})
 
 
-def _log_again(run: WandbRun, rows: Sequence[Row], earlier: Sequence[Row]) -> None:
-    """Log what the run had logged before, in place of its earlier offline sessions. What `wandb
-    sync` has sent of these stays, and the rest is sent after it."""
-    synced = any(any(session.glob("*.synced")) for session in run.replaced)
-    if earlier:
-        last, values = earlier[-1]
-        if synced and run.run.offline:
-            run.first = 2 * last + 1
-            run.replaced = ()
-        if not (run.replaced or _trains(values)):
-            run.halved = last
-    for step, values in rows:
-        run.log(values, step)
-    if not run.broken:
-        for session in run.replaced:
-            shutil.rmtree(session)
+def _new_identity() -> str:
+    """Return an id that no other W&B run has."""
+    return os.urandom(4).hex()
 
 
 def _define_curves(run: Any) -> None:

@@ -60,7 +60,6 @@ from knobwise.experiments.inspection.checks import warnings_of
 from knobwise.experiments.settings.options import EvaluateRun, TrainRun, resolve
 from knobwise.experiments.settings.profiles import read_profile, read_questions
 from knobwise.experiments.settings.tracking import TrackingSettings
-from knobwise.experiments.tracking.metrics_file import MetricsFile
 from knobwise.experiments.train.run import Experiment, keep_best, run_logged, seed_folder
 
 
@@ -192,11 +191,7 @@ class ControllerExperiment(Experiment):
                     trainer.title = f"split {self.number}, {trainer.title}"
                 trainer.folder = seed_folder(folder, trainer.seed)
                 trainer.resume(trainer.folder / "last.pt")
-                logged = trainer.state.logged
-                if trainer.state.finished:
-                    MetricsFile(folder / "metrics.csv", trainer.seed, logged)
-                else:
-                    run_logged(trainer, self.config, folder, self.table, known=logged, waits=True)
+                run_logged(trainer, self.config, folder, self.table)
                 say(best_of(trainer))
                 best = trainer.folder / "best.pt"
                 # else an earlier process completed it

@@ -114,9 +114,7 @@ def track_results(config: Any, folder: Path, table: Any, results: RunResults) ->
     kept = (results.get("best_policy", ""), results.get("best_seed"))
     if wandb_mode(config.tracking) != "disabled":
         for (stage, seed), scores in scores_by_seed(results, folder).items():
-            with tracker_of(
-                config, folder, table, "train", seed, stage=stage, finished=True
-            ) as tracker:
+            with tracker_of(config, folder, table, "train", seed, stage=stage) as tracker:
                 model = tracker.log_scores(scores, (stage, seed) == kept) or model
     with tracker_of(config, folder, table, "evaluate") as tracker:
         # drawing pictures takes longer than everything else here

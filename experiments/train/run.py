@@ -6,7 +6,7 @@ import logging
 import shutil
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -79,10 +79,19 @@ def seed_folder(folder: Path, seed: int) -> Path:
     return folder / "checkpoints" / f"seed{seed}"
 
 
-def run_logged(trainer: Trainer, config: Any, folder: Path, table: Any, **options: Any) -> None:
-    """Run a training to its end, and log it; `options` are more arguments of `Tracker`."""
+def run_logged(
+    trainer: Trainer, config: Any, folder: Path, table: Any, stage: str = "", first: int = 0
+) -> None:
+    """Run a training, or what is left of it, to its end, and log it; `stage` and `first` as in
+    `Tracker`."""
+    finished = trainer.state.finished
+    if finished:
+        # W&B gets it whole, with the test scores
+        config = replace(config, tracking=replace(config.tracking, mode="disabled"))
+    options = {"stage": stage, "first": first, "state": trainer.state}
     with tracker_of(config, folder, table, "train", trainer.seed, **options) as trainer.log:
-        trainer.run()
+        if not finished:
+            trainer.run()
 
 
 def tracker_of(

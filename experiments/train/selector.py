@@ -47,8 +47,6 @@ from knobwise.experiments.settings.selector_options import (
     SelectorRun,
     resolve,
 )
-from knobwise.experiments.tracking.metrics_file import MetricsFile, Row
-from knobwise.experiments.tracking.tracker import in_stage
 from knobwise.experiments.train.reward_models import learned_rewards
 from knobwise.experiments.train.run import (
     Experiment,
@@ -216,7 +214,6 @@ def train_graph(run: SeedRun) -> None:
             blind = warmed_up("hidden_", table, run.fresh(table))
         hidden_sft, hidden_rce = blind
         train_variant(run, name, plan, table, hidden_sft, hidden_rce)
-    MetricsFile(run.folder / "metrics.csv", run.seed, run.logged)
 
 
 def train_variant(
@@ -279,7 +276,6 @@ class SeedRun:
         self.folder = folder
         self.data = data._replace(table=as_read(data.table, data.items))
         self.step = 0  # of the next stage, in metrics.csv
-        self.logged = list[Row]()
 
     def trainer(self, stage: str, table: BeamTable, start: Selector, **settings: Any) -> Trainer:
         """Return the trainer of a stage, with `settings` in place of those of the run.
@@ -362,10 +358,6 @@ class SeedRun:
             model.learn(table, recorded_answers(table, self.data.split.train), config.epochs)
         return model
 
-    def _rows_of(self, trainer: Trainer, name: str) -> list[Row]:
-        """Return what the trainer of the next stage has logged, as metrics.csv has it."""
-        return [in_stage(row, name, self.step) for row in trainer.state.logged]
-
     def train(
         self, name: str, stage: str, table: BeamTable, start: Selector, **settings: Any
     ) -> Selector:
@@ -379,21 +371,9 @@ class SeedRun:
         folder = seed_folder(self.folder, self.seed) / name
         trainer = self.trainer(stage, table, start, folder=folder, **settings)
         trainer.title = f"seed {self.seed} · {name}"
-        # a stage that is finished is not run again, but its rows are needed
         trainer.resume(folder / "last.pt")
-        if not trainer.state.finished:
-            run_logged(
-                trainer,
-                self.config,
-                self.folder,
-                self.data.table,
-                stage=name,
-                first=self.step,
-                known=self.logged
-                + [in_stage(row, name, self.step) for row in trainer.state.logged],
-            )
+        run_logged(trainer, self.config, self.folder, self.data.table, name, self.step)
         # the rows of the next stage follow in metrics.csv
-        self.logged += self._rows_of(trainer, name)
         self.step += trainer.total + 1
         best = load_checkpoint(folder / "best.pt").selector
         if best.encoder is not None:

@@ -16,8 +16,9 @@ import torch
 import wandb
 from hypothesis import strategies as st
 from tensorboard.summary.writer import event_file_writer
-from wandb_stub import forget_wandb, joined, offline_runs
+from wandb_stub import forget_wandb, offline_runs
 
+from knobwise.agents.training.state import TrainingState
 from knobwise.common.errors import InputError
 from knobwise.experiments.settings.tracking import TrackingSettings
 from knobwise.experiments.tracking import wandb_run
@@ -36,6 +37,7 @@ def clean(monkeypatch, tmp_path_factory):
 def tracker(folder, mode="offline", **more):
     settings = TrackingSettings(mode=mode, tags=["nightly"], notes="Is a low learning rate better?")
     arguments = {"name": "lr-0.003", "experiment": "controller", "job_type": "train"}
+    arguments["state"] = TrainingState("")
     return Tracker(folder, **arguments | {"config": CONFIG, "settings": settings} | more)
 
 
@@ -63,12 +65,17 @@ def run(tmp_path_factory):
     return folder
 
 
-def sessions_of(folder):
-    """The sessions of every offline run in a folder, by its name."""
-    sessions = {}
-    for session in offline_runs(folder):
-        sessions.setdefault(session.about["displayName"], []).append(session)
-    return sessions
+def saved(iteration, rows):
+    """Where a training stands that was saved in this iteration, with so many rows logged."""
+    return TrainingState("", iteration=iteration, rows=rows)
+
+
+def runs_of(folder):
+    """The offline runs in a folder, by name."""
+    found = offline_runs(folder)
+    by_name = {run.about["displayName"]: run for run in found}
+    assert len(by_name) == len(found)
+    return by_name
 
 
 def written(folder):
@@ -101,8 +108,7 @@ def test_tensorboard_tells_runs_apart_by_their_settings(run):
 
 
 def test_wandb_run_says_where_it_belongs_and_what_was_best(run):
-    ((name, sessions),) = sessions_of(run).items()
-    session = joined(sessions)
+    ((name, session),) = runs_of(run).items()
     assert session.about == {
         "displayName": name,
         "groupName": "controller",
@@ -141,34 +147,30 @@ def test_names_of_runs_are_short(name, stage, seed, title):
 def test_a_stage_is_a_run_of_its_own_and_part_of_its_seed(tmp_path):
     """metrics.csv holds the stages of a seed one after the other, W&B and TensorBoard each from
     step 0."""
-    every = [{"Val/sft/Loss": step / 2} for step in range(3)]
-    every += [{"Val/grpo/Loss": 3 + step / 2} for step in range(3)]
     sessions = [
-        ("sft", 0, 0, range(3)),
-        ("grpo", 3, 3, range(3)),
-        ("grpo", 3, 5, range(2, 3)),  # its last step was not saved
+        ("sft", 0, range(3)),
+        ("grpo", 3, range(3)),
+        ("grpo", 3, range(2, 3)),  # its last step was not saved
+        ("sft", 0, range(2, 3)),  # nor was that of the stage before
+        ("grpo", 3, range(2, 3)),
     ]
-    for stage, first, known, steps in sessions:
-        options = {"stage": stage, "first": first, "known": list(enumerate(every[:known]))}
-        with tracker(tmp_path, seed=2, **options) as log:
+    for stage, first, steps in sessions:
+        state = saved(steps[0], steps[0])
+        with tracker(tmp_path, seed=2, stage=stage, first=first, state=state) as log:
             for step in steps:
-                log.log({"Val/Loss": first + step / 2, THROUGHPUT: 1e3}, step)
+                log.log({"Train/Loss": first + step / 2, THROUGHPUT: 1e3}, step)
     rows = written(tmp_path)
     assert [row["step"] for row in rows] == list("012345")
-    runs = {name: joined(sessions) for name, sessions in sessions_of(tmp_path).items()}
+    runs = runs_of(tmp_path)
     for stage, first in {"sft": 0, "grpo": 3}.items():
         values = [first + step / 2 for step in range(3)]
-        logged = [row for row in rows if row[f"Val/{stage}/Loss"]]
-        assert list(map(values_of, logged)) == [{f"Val/{stage}/Loss": value} for value in values]
+        logged = [row for row in rows if row[f"Train/{stage}/Loss"]]
+        assert list(map(values_of, logged)) == [{f"Train/{stage}/Loss": value} for value in values]
         run = runs[f"lr-0.003 {stage} s2"]
         assert run.config["stage"] == stage
-        logged = run.history
-        speeds = [row.pop(THROUGHPUT, None) for row in logged]
-        # steps before a later session of grpo are logged again, without their speed
-        assert speeds == [1e3 if stage == "sft" or step == 2 else None for step in range(3)]
-        history = [{"step": step, "Val/Loss": value} for step, value in enumerate(values)]
-        assert logged == history
-    assert ("Val/Loss", 2) in events(tmp_path / "tensorboard" / "seed2" / "grpo")
+        history = [{"step": step, "Train/Loss": value} for step, value in enumerate(values)]
+        assert run.history == [row | {THROUGHPUT: 1e3} for row in history]
+    assert ("Train/Loss", 2) in events(tmp_path / "tensorboard" / "seed2" / "grpo")
 
 
 def test_what_ends_a_run_badly_marks_it_as_failed(tmp_path):
@@ -193,8 +195,7 @@ def test_resuming_drops_what_was_logged_after_the_checkpoint(tmp_path, monkeypat
         with tracker(tmp_path, mode, seed=seed) as log:
             for step in range(4):
                 log.log({"Train/Loss": float(step)}, step)
-    known = [(step, {"Train/Loss": float(step)}) for step in range(2)]
-    with tracker(tmp_path, seed=0, known=known) as log:
+    with tracker(tmp_path, seed=0, state=saved(2, 2)) as log:
         log.log({"Train/Loss": 20.0}, 2)
     kept = [(r["seed"], r["step"], r["Train/Loss"]) for r in written(tmp_path) if r["seed"] == "0"]
     assert kept == [("0", "0", "0.0"), ("0", "1", "1.0"), ("0", "2", "20.0")]
@@ -225,8 +226,7 @@ def test_histograms_are_logged_and_kept_up_to_the_checkpoint(tmp_path):
     with tracker(tmp_path, seed=0, stage="grpo") as log:
         for step in (0, 1):
             log.log({"Val/Loss": 1.0, "Val/Advantages": values[step]}, step)
-    known = [(0, {"Val/grpo/Loss": 1.0})]
-    with tracker(tmp_path, seed=0, stage="grpo", known=known) as log:
+    with tracker(tmp_path, seed=0, stage="grpo", state=saved(0, 1)) as log:
         log.log({"Val/Loss": 2.0, "Val/Advantages": values[2]}, 1)
     (session,) = offline_runs(tmp_path)
     counts = [row["Val/Advantages.values"] for row in session.history]
@@ -263,7 +263,7 @@ def test_a_key_without_a_network_falls_back_to_offline(tmp_path, monkeypatch):
     with tracker(tmp_path, mode="online", seed=1) as log:
         log.log({"Train/Loss": 2.0}, 0)
     assert log.mode == "offline"
-    assert sessions_of(tmp_path)["lr-0.003 s1"][0].history == [{"step": 0, "Train/Loss": 2.0}]
+    assert runs_of(tmp_path)["lr-0.003 s1"].history == [{"step": 0, "Train/Loss": 2.0}]
 
 
 def test_mode_follows_settings_then_environment_then_key(monkeypatch):
@@ -326,7 +326,9 @@ def test_metrics_file_gives_back_what_was_written(tmp_path_factory, rows):
 def test_metrics_file_drops_a_line_that_was_cut_off(tmp_path):
     path = tmp_path / "metrics.csv"
     path.write_text("seed,step,Train/Loss,Val/Loss\n0,0,1.0,2.0\n1,0,1.5,\n0,1,0.")
-    MetricsFile(path, seed=0).append(1, {"Train/Loss": 0.5})
+    file = MetricsFile(path, seed=0)
+    assert file.cut(end=4) == 1
+    file.append(1, {"Train/Loss": 0.5})
     assert path.read_text() == "seed,step,Train/Loss,Val/Loss\n0,0,1.0,2.0\n1,0,1.5,\n0,1,0.5,\n"
 
 

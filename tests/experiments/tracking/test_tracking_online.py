@@ -1,6 +1,7 @@
 """What really arrives: runs through the command line, offline, read back record by record; online,
 and by `wandb sync`, at a small W&B server on this machine."""
 
+import contextlib
 import itertools
 import json
 import multiprocessing
@@ -18,6 +19,7 @@ from helpers import small_beams
 from omegaconf import OmegaConf
 from wandb_stub import WandbStub, forget_wandb, offline_runs
 
+from knobwise.agents.training.state import TrainingState
 from knobwise.experiments.command_line.registry import question_of
 from knobwise.experiments.evidence.decisions import read_decisions
 from knobwise.experiments.evidence.results import read_results
@@ -95,12 +97,10 @@ def news(stub, known):
     return [run for name, run in stub.runs.items() if name not in known]
 
 
-def curves(run, seed):
-    """metrics.csv of a seed, everything of one step together."""
-    frame = pl.read_csv(run / "metrics.csv", infer_schema_length=None)
-    rows = frame.filter(seed=seed).drop("seed")
-    steps = rows.group_by("step", maintain_order=True).agg(pl.all().drop_nulls().last())
-    return [whole_of(row) for row in steps.to_dicts()]
+def curves(run, seed, name="metrics"):
+    """The rows of a seed in a file of the journal."""
+    frame = pl.read_csv(run / f"{name}.csv", infer_schema_length=None)
+    return [whole_of(row) for row in frame.filter(seed=seed).drop("seed").to_dicts()]
 
 
 def tables(found):
@@ -171,13 +171,19 @@ def holds(found, run):
         held = [row["step"] for row in rows if "Val/Advantage_Mean" in row]
         assert [step for step, _ in drawn] == held
         assert all(sum(histogram["values"]) > 0 for _, histogram in drawn)
-        speeds = [row.pop(THROUGHPUT) for row in history if THROUGHPUT in row]
+        speeds = of_stage(curves(run, seed, "speed"), stage)
+        assert [row for row in history if THROUGHPUT in row] == [
+            row | speed
+            for row in rows
+            for speed in speeds
+            if row["step"] == speed["step"] and "Train/Reward_Mean" in row
+        ]
+        assert len(speeds) == len([row for row in rows if "Train/Reward_Mean" in row])
+        for row in history:
+            row.pop(THROUGHPUT, None)
         assert history == rows
-        # what a selector logged offline is logged again at the end, without the speed
-        assert len(speeds) in (0, len([row for row in rows if "Train/Reward_Mean" in row]))
-        assert speeds or stage
         assert len({key for row in rows for key in row}) < 40
-        assert [row["step"] for row in rows] == sorted({row["step"] for row in rows})
+        assert together(rows)
     return named["tiny"]
 
 
@@ -197,7 +203,7 @@ def holds_test_scores(found, run):
         assert by_seed == pytest.approx(row[f"{name}_per_seed"], abs=1e-12)
 
 
-def holds_results(evaluated, run):
+def holds_results(evaluated, run, pictures=True):
     """What is in results.json is in its summary and in its tables, over budgets or shots in one of
     them."""
     results = read_json(run / "results.json")
@@ -241,7 +247,7 @@ def holds_results(evaluated, run):
     assert len({key.split(".")[0] for row in evaluated.history for key in row}) <= 40
     pages = [body for path, body in evaluated.files.items() if path.startswith("media/html/report")]
     assert pages == [(run / "report.html").read_bytes()]
-    assert any(path.startswith("media/images/Charts/") for path in evaluated.files)
+    assert pictures == any(path.startswith("media/images/Charts/") for path in evaluated.files)
 
 
 def holds_artifacts(stub, found, run, lineage):
@@ -313,6 +319,7 @@ ROWS = [
 def tracker(folder, mode, **more):
     settings = TrackingSettings(mode=mode, tensorboard=False)
     arguments = {"name": "again", "experiment": "e", "job_type": "train", "config": {}, "seed": 0}
+    arguments["state"] = TrainingState("")
     return Tracker(folder, settings=settings, **arguments | more)
 
 
@@ -327,27 +334,32 @@ def log_rows(log, rows, stop_in=None):
                 raise KeyboardInterrupt
 
 
-def known(steps):
-    """The rows that a checkpoint holds."""
-    rows = [dict(row) for row in ROWS[:steps]]
-    return [(row.pop("step"), row) for row in rows]
+def saved(iteration):
+    """Where the training stands in a checkpoint that was written when so many iterations were
+    done."""
+    return TrainingState("", iteration=iteration, rows=iteration + (iteration + 2) // 3)
 
 
 def stopped_and_gone_on(folder, mode):
     with pytest.raises(KeyboardInterrupt), tracker(folder, mode) as log:
         log_rows(log, ROWS, stop_in=3)
-    with tracker(folder, mode, known=known(2)) as log:  # the last checkpoint is some steps back
+    with tracker(folder, mode, state=saved(2)) as log:  # the last checkpoint is some steps back
         log_rows(log, ROWS[2:])
 
 
-def arrived(run):
+def together(rows):
+    """Rows in which everything of one step is together; each number is there once."""
     joined = {}
-    steps = [row["step"] for row in run.history]
+    steps = [row["step"] for row in rows]
     assert steps == sorted(steps)
-    for row in run.history:
+    for row in rows:
         assert not (joined.setdefault(row["step"], {}).keys() & row.keys()) - {"step"}
         joined[row["step"]] |= row
-    assert list(joined.values()) == ROWS
+    return list(joined.values())
+
+
+def arrived(run):
+    assert together(run.history) == ROWS
     assert run.summary["Val/Utility"] == {"max": 0.5, "last": ROWS[6]["Val/Utility"]}
     assert run.summary["Train/Loss"] == {"min": 1 / 7, "last": 1 / 7}
     assert run.exit_code == 0
@@ -369,14 +381,18 @@ def test_a_resumed_offline_run_is_one_folder(tmp_path, place, stub):
     arrived(run)
 
 
-def test_what_was_synced_before_a_resumed_run_is_not_sent_again(tmp_path, place, stub):
+def test_what_was_synced_before_a_run_went_on_is_a_run_of_its_own(tmp_path, place, stub):
+    """`wandb sync` appends to a run that the server has; so what goes on offline is a new run, and
+    whole."""
     with pytest.raises(KeyboardInterrupt), tracker(tmp_path, "offline") as log:
         log_rows(log, ROWS, stop_in=3)
-    (run,) = sync(stub, tmp_path)
-    with tracker(tmp_path, "offline", known=known(2)) as log:
+    (begun,) = sync(stub, tmp_path)
+    before = begun.history
+    with tracker(tmp_path, "offline", state=saved(2)) as log:
         log_rows(log, ROWS[2:])
-    assert not sync(stub, tmp_path, "--skip-synced")
+    (run,) = sync(stub, tmp_path, "--skip-synced")
     arrived(run)
+    assert begun.history == before
 
 
 def dies(folder, mode):
@@ -387,7 +403,7 @@ def dies(folder, mode):
 
 
 def killed(folder, mode):
-    process = multiprocessing.get_context("spawn").Process(target=dies, args=(folder, mode))
+    process = multiprocessing.get_context("forkserver").Process(target=dies, args=(folder, mode))
     process.start()
     process.join()
     assert process.exitcode == -signal.SIGKILL
@@ -397,7 +413,7 @@ def killed(folder, mode):
 def test_a_killed_online_run_loses_no_row(tmp_path, stub):
     already = set(stub.runs)
     killed(tmp_path, "online")
-    with tracker(tmp_path, "online", known=known(5)) as log:
+    with tracker(tmp_path, "online", state=saved(5)) as log:
         log_rows(log, ROWS[5:])
     (run,) = news(stub, already)
     arrived(run)
@@ -408,9 +424,9 @@ def test_a_killed_offline_run_loses_no_row_and_is_one_folder(tmp_path, place):
     # as if another had begun in the same second
     (begun,) = tmp_path.glob("wandb/offline-run-*")
     begun.rename(f"{begun}-1")
-    with tracker(tmp_path, "offline", known=known(5)) as log:
+    with tracker(tmp_path, "offline", state=saved(5)) as log:
         log_rows(log, ROWS[5:])
-    with tracker(tmp_path, "offline", finished=True) as log:
+    with tracker(tmp_path, "offline", state=None) as log:
         log.log_scores({"Test/Utility": 0.5}, kept=False)
     (run,) = offline_runs(tmp_path)
     arrived(run)
@@ -447,8 +463,33 @@ def test_training_goes_on_without_a_server(tmp_path, monkeypatch, capfd):
             log_rows(log, ROWS[:3])
         log_rows(log, ROWS[3:])
         log.__exit__(None, None, None)
-    assert curves(tmp_path, 0) == ROWS
+    assert together(curves(tmp_path, 0)) == ROWS
     capfd.readouterr()
+
+
+def test_an_agents_job_is_one_run_with_its_results(offline, tmp_path, monkeypatch):
+    """It was interrupted while they were logged, and done again; seeds have runs of their own."""
+    for name in ("decisions.parquet", "report.html"):
+        shutil.copy(offline["controller"] / name, tmp_path)
+    OmegaConf.save({"optimiser.lr": {"value": 0.01}}, tmp_path / "parameters.yaml")
+    monkeypatch.setenv("WANDB_RUN_ID", "job1")
+    monkeypatch.setenv("WANDB_SWEEP_ID", "sweep1")
+    monkeypatch.setenv("WANDB_SWEEP_PARAM_PATH", str(tmp_path / "parameters.yaml"))
+    with tracker(tmp_path, "offline") as log:
+        log_rows(log, ROWS)
+    results = read_results(offline["controller"])
+    for end in (KeyboardInterrupt, None):
+        with (
+            contextlib.suppress(KeyboardInterrupt),
+            tracker(tmp_path, "offline", job_type="evaluate", seed=None, state=None) as log,
+        ):
+            log.log_results(results, {}, None)
+            if end is not None:
+                raise end
+    trained, job = sorted(offline_runs(tmp_path), key=lambda run: run.name == "job1")
+    arrived(trained)
+    assert (job.name, job.exit_code, len(job.history)) == ("job1", 0, 1)
+    holds_results(job, offline["controller"], pictures=False)
 
 
 def test_of_many_decisions_whole_samples_are_kept_and_curves_have_their_axes(
@@ -458,7 +499,7 @@ def test_of_many_decisions_whole_samples_are_kept_and_curves_have_their_axes(
     for name in ("decisions.parquet", "report.html"):
         shutil.copy(offline["controller"] / name, tmp_path)
     monkeypatch.setattr(wandb_results, "CELLS", 1000)
-    with tracker(tmp_path, "offline", job_type="evaluate", seed=None) as log:
+    with tracker(tmp_path, "offline", job_type="evaluate", seed=None, state=None) as log:
         log.log_results(read_results(offline["controller"]), {}, None)
     (logged,) = offline_runs(tmp_path)
     shown = pl.DataFrame(tables(logged)["Test/decisions"])
