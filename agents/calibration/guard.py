@@ -175,19 +175,32 @@ def _calibrated(
         count: how many feasible requests there are.
         clusters: int64 [n], see `cluster_numbers`.
     """
+    means = utilities.mean(0)
     # (misses + 1)/(n + 1) ≤ 1 − level; 1e-9: rounding of 1 − level must not matter
     may_miss = math.floor((1 - level) * (count + 1) + 1e-9) - 1 + ROUNDING
     widest = _widest(misses[:-1], may_miss)
-    if widest is not None and _costs_too_much(widest, utilities, clusters):
+
+    # what would be deployed without the level, and what the level costs from there
+    widest_gain = utilities[:, 0] - utilities[:, -1]
+    otherwise = means[0 if is_better(widest_gain, CONFIDENCE, clusters) else -1]
+    may_cost = LEVEL_COST * max(float(otherwise - means[-1]), 0.0) + 1e-12
+    if widest is not None and otherwise - means[widest] > may_cost:
         widest = None
     chosen = widest or 0
     gain = utilities[:, chosen] - utilities[:, -1]
     better = is_better(gain, CONFIDENCE, clusters)
     deployed = better or (widest is not None and bool(misses[-1] > may_miss))
+
+    # why the level is not kept; what is not possible is without the correction for n
     late = float(misses[chosen if deployed else -1])
+    fewest = float(misses.min())
     missed = ""
     if count and late > may_miss:
-        missed = _why_missed(float(misses.min()), may_miss, level, count)
+        missed = TOO_FEW
+        if may_miss >= 0 and fewest > (1 - level) * count + ROUNDING:
+            missed = OUT_OF_REACH
+        elif fewest <= may_miss:
+            missed = TOO_COSTLY
     row: GuardRow = {
         "budget_ms": budget_ms,
         "level": level,
@@ -196,7 +209,7 @@ def _calibrated(
         "missed": missed,
         "reason": "",
         "satisfaction_deployed": (count - late) / count if count else None,
-        "utility_static": float(utilities.mean(0)[-1]),
+        "utility_static": float(means[-1]),
         "gain": float(gain.mean()),
         "gain_se": standard_error(gain, clusters),
         "feasible": count,
@@ -213,32 +226,6 @@ def _calibrated(
             f"of {count:,} feasible requests"
         )
     return row
-
-
-def _costs_too_much(margin: int, utilities: Tensor, clusters: Tensor) -> bool:
-    """Return whether a margin, by its index, costs too much of what would be gained without the
-    level."""
-    means = utilities.mean(0)
-    # what would be deployed without the level
-    widest_gain = utilities[:, 0] - utilities[:, -1]
-    otherwise = means[0 if is_better(widest_gain, CONFIDENCE, clusters) else -1]
-    may_cost = LEVEL_COST * max(float(otherwise - means[-1]), 0.0) + 1e-12
-    return bool(otherwise - means[margin] > may_cost)
-
-
-def _why_missed(fewest: float, may_miss: float, level: float, count: int) -> str:
-    """Return why the level is not kept.
-
-    Args:
-        fewest: how many of the feasible requests are late at the best margin, or with static.
-        may_miss: how many may be.
-        level: share of the feasible requests whose budget is kept.
-        count: how many feasible requests there are.
-    """
-    # what is not possible is without the correction for n
-    if may_miss >= 0 and fewest > (1 - level) * count + ROUNDING:
-        return OUT_OF_REACH
-    return TOO_COSTLY if fewest <= may_miss else TOO_FEW
 
 
 def _widest(misses: Tensor, may_miss: float) -> int | None:

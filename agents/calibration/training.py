@@ -16,7 +16,6 @@ from knobwise.agents.calibration.deployed_controller import DeployedController
 from knobwise.agents.teacher.distiller import Distiller
 from knobwise.agents.teacher.experts import Experts
 from knobwise.agents.teacher.stages import Distillation, regression_stages
-from knobwise.agents.training.controller_settings import ControllerSettings
 from knobwise.agents.training.controller_stages import grpo_stage
 from knobwise.agents.training.controllers import ControllerSetup, controller_trainer, make_trainer
 from knobwise.agents.training.seeding import seeded
@@ -41,39 +40,28 @@ def distillation_trainer(
     Args:
         experts: returns the teacher's experts, fitted on the training and validation samples; None
             fits them here.
-        table, split: see `ControllerSetup`.
-        settings: see `ControllerSettings`.
+        table, split, settings: see `ControllerSetup`.
         seed, device, folder, log: see `Trainer`.
     """
     policy = settings.get("policy")
     optimiser = settings.get("optimiser")
     warm = optimiser is None or optimiser.pretrain_iterations > 0
     if policy is None or not policy.teacher or not warm:
-        trainer = controller_trainer(table, split, folder=folder, log=log, **about)
-    else:
-        with seeded(seed, device):
-            distiller = Distiller(experts)
-            setup = ControllerSetup(
-                table,
-                split,
-                ControllerSettings(**settings),
-                seed=seed,
-                device=device,
-                distiller=distiller,
-            )
-            agent = DeployedController(setup.controller, distiller.teacher).eval()
-            stages = [
-                *regression_stages(setup, distiller.teacher),
-                Distillation(setup, lambda: distiller.targets),
-                grpo_stage(setup),
-            ]
-            trainer = make_trainer(setup, agent, stages, folder, log)
-    if collectors > 1:
-        # processes are rarely wanted, and load much
-        from knobwise.agents.collectors.processes import SideBySide
-
-        trainer.collector = SideBySide(trainer, collectors)
-    return trainer
+        return controller_trainer(
+            table, split, seed=seed, device=device, folder=folder, log=log, **settings
+        )
+    with seeded(seed, device):
+        distiller = Distiller(experts)
+        setup = ControllerSetup(
+            table, split, seed=seed, device=device, distiller=distiller, **settings
+        )
+        agent = DeployedController(setup.controller, distiller.teacher).eval()
+        stages = [
+            *regression_stages(setup, distiller.teacher),
+            Distillation(setup, lambda: distiller.targets),
+            grpo_stage(setup),
+        ]
+        return make_trainer(setup, agent, stages, folder, log)
 
 
 def best_is_of_grpo(trainer: Trainer) -> bool:

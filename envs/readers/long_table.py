@@ -10,10 +10,9 @@ and all readers end in `table_from_frame`.
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import polars as pl
@@ -35,7 +34,7 @@ from knobwise.envs.readers.frames import (
 from knobwise.envs.readers.layouts import CONFIGURATION, Layout, long_form
 from knobwise.envs.readers.outcome_columns import failures, listed
 from knobwise.envs.tables.columns import Column
-from knobwise.envs.tables.profile_table import Knob, ProfileTable, median_of
+from knobwise.envs.tables.profile_table import ProfileTable, median_of
 from knobwise.envs.tables.units import MS, in_other_unit, kept_as
 
 UNUSED = ("fold", "question_id")
@@ -188,35 +187,31 @@ def table_from_frame(
             knobs = [*dict.fromkeys([*(knobs or ()), CONFIGURATION])]
         if accuracy == "accuracy" and accuracy not in frame.columns and "score" in frame.columns:
             accuracy = "score"
-        # columns with a role of their own
         needed = [c for c in ("sample_id", accuracy, latency, group, time) if c is not None]
         _refuse_missing(needed, frame, described)
         costs = list(dict.fromkeys(costs or ()))
         _refuse_costs(costs, frame, needed, described)
-        other = {*needed, *costs, "dataset", "repeat"} | described.names
-
-        # measurements as numbers
         kept, factor = kept_as(unit)
+        ids = described.id or "sample_id"
         frame, rows = _profiled_rows(
-            frame,
-            ids=described.id or "sample_id",
-            accuracy=accuracy,
-            accuracy_unit=accuracy_unit,
-            latency=latency,
-            timed=kept == MS,
-            notes=notes,
+            frame, ids, accuracy, accuracy_unit, latency, kept == MS, notes
         )
         if factor != 1:
             # before they lose digits as float32, so that the table is that of a file in ms
             rows = rows.with_columns(pl.col("latency") * factor)
-        _note_unit(latency, unit, notes)
-        _note_unused(frame, described, notes)
+            notes.append(f"{latency}: read in {unit}, kept in ms; all budgets are in ms")
+        elif kept == MS and in_other_unit(latency):
+            notes.append(f"{latency}: read in ms; if it is in another unit, unit=… says so")
+        if unused := [name for name in UNUSED if name in {*frame.columns} - described.names]:
+            notes.append(f"keys that are not used: {', '.join(unused)}")
+        other = {"dataset", "sample_id", "repeat", accuracy, latency, *filter(None, (group, time))}
+        other |= described.names
+        other |= {*costs}
         if time is not None:
             rows = rows.with_columns(_times(frame[time]))
-
-        # all other columns: knobs, and perhaps features
+        keys = keys_of(rows)
         knobs, blocks = knobs_and_features(
-            frame, keys_of(rows), knobs, features, columns, other, latency, notes, some_cells
+            frame, keys, knobs, features, columns, other, latency, notes, some_cells
         )
         rows = rows.with_columns(_costs(frame, rows, costs, notes))
         fields = _dense_fields(frame, rows, knobs, group, notes)
@@ -259,21 +254,6 @@ def _refuse_costs(
         )
 
 
-def _note_unit(latency: str, unit: str, notes: list[str]) -> None:
-    """Note if times were converted to ms, or if the name of their column speaks of another unit."""
-    kept, factor = kept_as(unit)
-    if factor != 1:
-        notes.append(f"{latency}: read in {unit}, kept in ms; all budgets are in ms")
-    elif kept == MS and in_other_unit(latency):
-        notes.append(f"{latency}: read in ms; if it is in another unit, unit=… says so")
-
-
-def _note_unused(frame: pl.DataFrame, layout: Layout, notes: list[str]) -> None:
-    """Note the keys of other readers that this one does not use."""
-    if unused := [name for name in UNUSED if name in {*frame.columns} - layout.names]:
-        notes.append(f"keys that are not used: {', '.join(unused)}")
-
-
 def _costs(
     frame: pl.DataFrame, rows: pl.DataFrame, costs: Sequence[str], notes: list[str]
 ) -> list[pl.Series]:
@@ -301,42 +281,6 @@ def _varies_in_rows(frame: pl.DataFrame) -> bool:
     return frame.select(*keys_of(frame).columns, CONFIGURATION).is_duplicated().any()
 
 
-class _Cells(NamedTuple):
-    """Where rows stand in the dense table of N samples and C configurations."""
-
-    shape: tuple[int, int]
-    """N and C."""
-    of_row: np.ndarray
-    """int64 [rows], the cell of each row; cells are numbered sample by sample."""
-
-    @property
-    def times(self) -> np.ndarray:
-        """How many rows each cell has, int64 [N·C]."""
-        return np.bincount(self.of_row, minlength=math.prod(self.shape))
-
-    def means(self, values: pl.Series) -> torch.Tensor:
-        """Return the mean of each cell's values that are known, float32 [N, C], NaN where there are
-        none."""
-        known = _Cells(self.shape, self.of_row[values.is_not_null().to_numpy()])
-        times = known.times
-        sums = np.bincount(known.of_row, values.drop_nulls(), times.size)
-        means = sums / np.where(times, times, np.nan)
-        return torch.from_numpy(means).float().view(self.shape)
-
-    def repeated(self, values: pl.Series) -> torch.Tensor:
-        """Return all values of each cell, float32 [N, C, R], filled up by NaN. Where a cell has
-        several rows, they are neighbours."""
-        times = self.times
-        position = np.zeros_like(self.of_row)
-        if times.max() > 1:
-            # each row is numbered from the first of its cell
-            first_of_cell = times.cumsum() - times
-            position = np.arange(self.of_row.size) - first_of_cell[self.of_row]
-        repeats = np.full((times.size, times.max()), np.nan, np.float32)
-        repeats[self.of_row, position] = values
-        return torch.from_numpy(repeats).view(*self.shape, -1)
-
-
 def _dense_fields(
     frame: pl.DataFrame,
     rows: pl.DataFrame,
@@ -349,81 +293,69 @@ def _dense_fields(
 
     `frame` and `rows` are what `_profiled_rows` returns.
     """
-    knobs, chosen = _coded_knobs(frame.select(columns), notes)
-    configurations = chosen.unique().sort(chosen.columns)
-    samples = _samples_in_order(frame.drop(columns), rows, group, notes)
-    # each row belongs to one cell of the dense table
-    shape = len(samples), len(configurations)
-    of_sample = _row_numbers(keys_of(rows), samples)
-    cells = _Cells(shape, of_sample * shape[1] + _row_numbers(chosen, configurations))
-    if cells.times.max() > 1:
-        rows = _repeated_rows(frame, rows.with_columns(cell=cells.of_row), columns, notes)
-        cells = _Cells(shape, rows["cell"].to_numpy())
-    return {
-        "knobs": knobs,
-        "configurations": torch.from_numpy(configurations.to_numpy().astype(np.int64)),
-        **_measured_fields(rows, cells),
-        **_names(samples, notes),
-    }
-
-
-def _coded_knobs(columns: pl.DataFrame, notes: list[str]) -> tuple[tuple[Knob, ...], pl.DataFrame]:
-    """Return the knobs in these columns, and the columns with each value as its index."""
-    knobs, codes = zip(*(knob_column(column) for column in columns), strict=True)
+    # each knob is coded by the index of its value
+    knobs, codes = zip(*(knob_column(frame[column]) for column in columns), strict=True)
     for knob in knobs:
         note_look_alikes(f"knob {knob.name}", knob.values, notes)
-    return knobs, pl.DataFrame([code.alias(f"knob {k}") for k, code in enumerate(codes)])
-
-
-def _samples_in_order(
-    frame: pl.DataFrame, rows: pl.DataFrame, group: str | None, notes: list[str]
-) -> pl.DataFrame:
-    """Return one row per sample as `_samples` does, sorted by the first time of each if rows have
-    times."""
+    chosen = pl.DataFrame([code.alias(f"knob {k}") for k, code in enumerate(codes)])
+    configurations = chosen.unique().sort(chosen.columns)
     keys = keys_of(rows)
-    samples = _samples(frame, keys, group)
+    samples = _samples(frame.drop(columns), keys, group)
     for name in keys.columns:
         note_look_alikes(name, samples[name].unique().to_list(), notes)
-    if TIME not in rows.columns:
-        return samples
-    first = rows.group_by(keys.columns).agg(pl.col(TIME).min())
-    samples = samples.join(first, on=keys.columns, how="left", maintain_order="left")
-    return samples.sort(TIME, maintain_order=True).drop(TIME)
-
-
-def _repeated_rows(
-    frame: pl.DataFrame, rows: pl.DataFrame, columns: Sequence[str], notes: list[str]
-) -> pl.DataFrame:
-    """Return rows with their `cell`, cell by cell and in the order of the measurements, without
-    copies. Raises InputError if measurements of a cell cannot be told apart."""
-    names = [pl.format("{}={}", pl.lit(column), column) for column in columns]
-    setting = frame.select(setting=pl.concat_str(names, separator=" "))
-    rows = _without_copies(frame, rows.with_columns(setting), notes)
-    rows = rows.sort("cell", "repeat", "latency", "accuracy")
-    _check_repeated(rows, notes)
-    return rows
-
-
-def _measured_fields(rows: pl.DataFrame, cells: _Cells) -> dict[str, Any]:
-    """Return the fields of a `ProfileTable` that hold what was measured in each cell."""
-    repeats_ms = cells.repeated(rows["latency"].clip(0))
-    accuracy = cells.means(rows["accuracy"].clip(0, 1))
-    first_look_ms = cells.means(rows["first_look"]).nan_to_num(0.0)
-    fields: dict[str, Any] = {
+    if TIME in rows.columns:
+        first = rows.group_by(keys.columns).agg(pl.col(TIME).min())
+        samples = samples.join(first, on=keys.columns, how="left", maintain_order="left")
+        samples = samples.sort(TIME, maintain_order=True).drop(TIME)
+    shape = len(samples), len(configurations)
+    # each row belongs to one cell of the dense table
+    cell = _row_numbers(keys, samples) * shape[1] + _row_numbers(chosen, configurations)
+    count = np.bincount(cell, minlength=shape[0] * shape[1])
+    repetition = np.zeros_like(cell)
+    if count.max() > 1:
+        names = [pl.format("{}={}", pl.lit(column), column) for column in columns]
+        setting = frame.select(setting=pl.concat_str(names, separator=" "))
+        rows = _without_copies(frame, rows.with_columns(setting, cell=cell), notes)
+        rows = rows.sort("cell", "repeat", "latency", "accuracy")
+        # rows of a cell are neighbours now; each is numbered from the first of its cell
+        cell = rows["cell"].to_numpy()
+        count = np.bincount(cell, minlength=count.size)
+        first_of_cell = count.cumsum() - count
+        repetition = np.arange(cell.size) - first_of_cell[cell]
+        _check_repeated(rows, notes)
+    # from rows to cells
+    repeats = np.full((count.size, count.max()), np.nan, np.float32)
+    repeats[cell, repetition] = rows["latency"].clip(0)
+    repeats_ms = torch.from_numpy(repeats).view(*shape, -1)
+    accuracy = _means(rows["accuracy"].clip(0, 1), cell, count).view(shape)
+    first_look_ms = _means(rows["first_look"], cell, count).view(shape).nan_to_num(0.0)
+    fields = {
+        "knobs": knobs,
+        "configurations": torch.from_numpy(configurations.to_numpy().astype(np.int64)),
         "accuracy": accuracy,
         "latency_ms": median_of(repeats_ms) + first_look_ms,
         "mask": ~accuracy.isnan(),
+        **_names(samples, notes),
     }
     if (rows["weight"] != 1).any():
-        fields[WEIGHT] = cells.means(rows["weight"]).nan_to_num(0.0)
+        weight = _means(rows["weight"], cell, count)
+        fields[WEIGHT] = weight.view(shape).nan_to_num(0.0)
     if first_look_ms.any():
         fields["first_look_ms"] = first_look_ms
-    costs = [name for name in rows.columns if name.startswith(COST)]
-    if costs:
-        fields["costs"] = {name.removeprefix(COST): cells.means(rows[name]) for name in costs}
-    if repeats_ms.shape[-1] > 1:
+    for name in (name for name in rows.columns if name.startswith(COST)):
+        known = rows[name].is_not_null().to_numpy()
+        known_times = np.bincount(cell[known], minlength=count.size)
+        means = _means(rows[name].drop_nulls(), cell[known], known_times).view(shape)
+        fields.setdefault("costs", {})[name.removeprefix(COST)] = means
+    if count.max() > 1:
         fields["repeats_ms"] = repeats_ms + first_look_ms.unsqueeze(-1)
     return fields
+
+
+def _means(values: pl.Series, cell: np.ndarray, times: np.ndarray) -> torch.Tensor:
+    """Return the mean of each cell's values, float32, NaN where there are none."""
+    means = np.bincount(cell, values, times.size) / np.where(times, times, np.nan)
+    return torch.from_numpy(means).float()
 
 
 def long_frame(table: ProfileTable) -> pl.DataFrame:
@@ -485,39 +417,7 @@ def _profiled_rows(
         one, and `sample_id`), accuracy, latency, `repeat` (null without such a column),
         `first_look` (0 without one) and `weight` (1 without one).
     """
-    measured = _as_numbers(frame, accuracy, accuracy_unit, latency, timed, notes)
-    # what failed is late and wrong, not unmeasured
-    shares = measured["accuracy"].alias(accuracy)
-    failed = failures(frame, shares, measured["latency"], notes)
-    has_time = measured["latency"].is_not_null()
-    wrong = pl.when(failed & has_time).then(0.0).otherwise("accuracy")
-    measured = measured.with_columns(accuracy=wrong)
-    # a row that lacks one of the two says nothing
-    profiled = measured["accuracy"].is_not_null() & has_time
-    if not profiled.all():
-        _note_not_profiled(profiled, failed, has_time, accuracy, notes)
-        frame = frame.filter(profiled)
-        measured = measured.filter(profiled)
-    if frame.is_empty():
-        raise InputError(f"no row with both {accuracy} and {latency}")
-    keys = [name_column(frame[ids]).alias("sample_id")]
-    if "dataset" in frame.columns:
-        keys.insert(0, name_column(frame["dataset"]))
-    rows = measured.with_columns(keys)
-    _check_ranges(rows, accuracy, latency)
-    return frame, rows
-
-
-def _as_numbers(
-    frame: pl.DataFrame,
-    accuracy: str,
-    accuracy_unit: str,
-    latency: str,
-    timed: bool,
-    notes: list[str],
-) -> pl.DataFrame:
-    """Return the measurements of rows as numbers: accuracy and latency, null where unknown,
-    `repeat`, `first_look` and `weight`; see `_profiled_rows`."""
+    # every measurement as a number
     shares = as_share(number_column(frame[accuracy]), accuracy_unit, notes)
     measured = pl.DataFrame(
         {"accuracy": shares, "latency": number_column(frame[latency], False)}
@@ -531,31 +431,39 @@ def _as_numbers(
         measured = measured.with_columns(first_look=first_look)
     if WEIGHT in frame.columns:
         measured = measured.with_columns(weight=number_column(frame[WEIGHT], False))
-    return measured
-
-
-def _note_not_profiled(
-    profiled: pl.Series, failed: pl.Series, has_time: pl.Series, accuracy: str, notes: list[str]
-) -> None:
-    """Note how many rows lack an accuracy or a latency, and what those need that failed."""
-    notes.append(f"{(~profiled).sum()} rows without accuracy or latency: not profiled")
-    if untimed := (failed & ~has_time).sum():
-        notes.append(f"{untimed} of them failed: give them the time after which they were given up")
-    if unscored := (has_time & ~profiled).sum():
-        notes.append(
-            f"{unscored} of them lack {accuracy} alone: if they failed or timed out, they were "
-            f"late and wrong; give them {accuracy} 0"
-        )
-
-
-def _check_ranges(rows: pl.DataFrame, accuracy: str, latency: str) -> None:
-    """Raise InputError for accuracies out of range, impossible times, and unknown weights."""
+    # what failed is late and wrong, not unmeasured
+    failed = failures(frame, shares, measured["latency"], notes)
+    has_time = measured["latency"].is_not_null()
+    wrong = pl.when(failed & has_time).then(0.0).otherwise("accuracy")
+    measured = measured.with_columns(accuracy=wrong)
+    # a row that lacks one of the two says nothing
+    profiled = measured["accuracy"].is_not_null() & has_time
+    if not profiled.all():
+        notes.append(f"{(~profiled).sum()} rows without accuracy or latency: not profiled")
+        if untimed := (failed & ~has_time).sum():
+            notes.append(
+                f"{untimed} of them failed: give them the time after which they were given up"
+            )
+        if unscored := (has_time & ~profiled).sum():
+            notes.append(
+                f"{unscored} of them lack {accuracy} alone: if they failed or timed out, they were "
+                f"late and wrong; give them {accuracy} 0"
+            )
+        frame = frame.filter(profiled)
+        measured = measured.filter(profiled)
+    if frame.is_empty():
+        raise InputError(f"no row with both {accuracy} and {latency}")
+    keys = [name_column(frame[ids]).alias("sample_id")]
+    if "dataset" in frame.columns:
+        keys.insert(0, name_column(frame["dataset"]))
+    rows = measured.with_columns(keys)
     check_range(rows, "accuracy", accuracy)
     check_range(rows, "latency", latency)
     check_range(rows, "first_look", "first_look_ms")
     check_range(rows, "weight", WEIGHT)
     if rows["weight"].null_count():
         raise InputError(f"{WEIGHT} is empty in some rows; write 1 where all cells were measured")
+    return frame, rows
 
 
 def _as_above(*columns: str) -> pl.Expr:

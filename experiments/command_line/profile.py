@@ -262,18 +262,17 @@ def inspect(config: InspectRun) -> None:
     """Print what a profile or a log holds, and write it where the settings say."""
     from rich.console import Console
 
-    from knobwise.experiments.inspection.facts import inspect_table
-    from knobwise.experiments.inspection.logs import inspect_log
-    from knobwise.experiments.report import inspection
+    from knobwise.experiments.inspection import facts as of_profile
+    from knobwise.experiments.inspection import logs, page
 
     if config.log is not None:
-        facts = inspect_log(config.log)
-        inspection.print_log(facts, Console())
+        facts = logs.inspect_log(config.log)
+        logs.print_log(facts, Console())
     else:
         workers = workers_of(getattr(config.profile, "path", None))
         table = read_profile(config.profile)
-        facts = inspect_table(table, config.learning_curve, workers)
-        inspection.print_inspection(facts, Console())
+        facts = of_profile.inspect_table(table, config.learning_curve, workers)
+        page.print_inspection(facts, Console())
         if config.html is not None:
-            print(f"page: {inspection.write_inspection(facts, config.html)}")
+            print(f"page: {page.write_inspection(facts, config.html)}")
     write_json(config.json, facts)

@@ -22,7 +22,7 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
-import polars as pl
+import torch
 from rich.console import Console
 from threadpoolctl import threadpool_limits
 from torch import Tensor
@@ -40,6 +40,8 @@ from knobwise.common.imports import in_a_line
 from knobwise.common.progress import progress, say
 from knobwise.envs.bandit.budgets import MIN_LATENCY_MS
 from knobwise.envs.tables.profile_table import ProfileTable, Split
+from knobwise.experiments.compare.comparison import Comparison
+from knobwise.experiments.compare.runs import Run
 from knobwise.experiments.deploy.live_results import (
     Record,
     ServedRequest,
@@ -48,11 +50,9 @@ from knobwise.experiments.deploy.live_results import (
 )
 from knobwise.experiments.evidence.decisions import write_decisions
 from knobwise.experiments.evidence.schema import RunResults
-from knobwise.experiments.report.comparison import Comparison
 from knobwise.experiments.report.report import print_comparison, write_page
-from knobwise.experiments.report.runs import Run
-from knobwise.experiments.report.words import FROZEN, LEARNED, STATIC
 from knobwise.experiments.settings.options import EvaluateRun, LiveConfig
+from knobwise.experiments.wording.words import FROZEN, LEARNED, STATIC
 from knobwise.profiling.measuring.adaptive_model import AdaptiveVLM, clock_ms, clocked_by
 from knobwise.profiling.measuring.machine import one_thread
 from knobwise.profiling.measuring.measuring import collected_between
@@ -95,18 +95,28 @@ def run_live(
             another profile, as model or requests may be; or these failed, and what was served
             before is printed and written first.
     """
-    _refuse_unsuited(checkpoint, loaded, table)
-    split = _split_of(loaded)
-    settings = config.stream
+    if loaded.profile_digest != table.digest or "test_rows" not in loaded.extra:
+        raise InputError(
+            f"{checkpoint}: live needs a run that was trained on profile {table.name!r}"
+        )
+    if loaded.controller.calibration.limits:
+        raise InputError(
+            f"{checkpoint}: was trained with budget.limits, but a live run knows only times; leave "
+            "out live=true, which replays the measured costs"
+        )
+    test = loaded.extra["test_rows"]
+    fitted = torch.cat([loaded.extra["train_rows"], loaded.extra["validation_rows"]])
     if isinstance(requests, ElasticRequests):
         requests.soft = bool(((table.accuracy > 0) & (table.accuracy < 1)).any())
     budgets = judged_budgets(table, config.budgets_ms)
+    settings = config.stream
     # as in training; what was served is then replayed by predictions where nothing was measured
+    split = Split(loaded.extra["train_rows"], loaded.extra["validation_rows"], test)
     measured = table
     table = table_for(config.unprofiled, table, split)
     if isinstance(table, CompletedTable):
         say("the profile was measured in part; replays go by predictions elsewhere")
-    stream = draw_stream(table, split.test, split.fitted, budgets, requests, settings)
+    stream = draw_stream(table, test, fitted, budgets, requests, settings)
     with one_thread(), threadpool_limits(1), collected_between(), clocked_by(settings.clock):
         check_features(model, table, stream)
         served = AdaptiveModel(model, loaded.controller, clock=settings.clock)
@@ -117,8 +127,8 @@ def run_live(
             choices, ratios = served.timed_cells(measured, stream.timed, CALIBRATION)
         speed = float(np.exp(np.nanmedian(ratios or [0.0])))
         stream = replace(stream, budgets_ms=stream.budgets_ms * speed)
-        fixed = fixed_configurations(table, split.fitted, budgets)
-        server = Server(served, fit_static(table, split.fitted), fixed, stream, requests, settings)
+        fixed = fixed_configurations(table, fitted, budgets)
+        server = Server(served, fit_static(table, fitted), fixed, stream, requests, settings)
         for tracker in server.trackers:
             tracker.warm_start(choices, ratios)
         stopped = server.serve()
@@ -127,7 +137,8 @@ def run_live(
     results: RunResults = {}
     if server.done:
         policies = list(server.policies)
-        results, decisions = live_results(table, stream, policies, record, served.controller, speed)
+        about = table, stream, policies, record, served.controller, speed
+        results, decisions = live_results(*about)
         results["live"] |= {
             "model": model.name,
             "clock": settings.clock,
@@ -135,40 +146,16 @@ def run_live(
             "tracker": served.tracker.factors(),
             "ignored": served.tracker.ignored,
         }
-        _show_and_write(results, decisions, config)
+        comparison = Comparison([Run(results, results["live"]["kind"])])
+        print_comparison(comparison, Console())
+        write_json(config.json, results)
+        if config.decisions is not None:
+            write_decisions(config.decisions, decisions)
+        if config.html is not None:
+            write_page(comparison, config.html)
     if stopped is not None:
         raise stopped
     return results
-
-
-def _refuse_unsuited(checkpoint: str | Path, loaded: Loaded, table: ProfileTable) -> None:
-    """Raise InputError if a controller was not trained on this profile, or not for times alone."""
-    if loaded.profile_digest != table.digest or "test_rows" not in loaded.extra:
-        raise InputError(
-            f"{checkpoint}: live needs a run that was trained on profile {table.name!r}"
-        )
-    if loaded.controller.calibration.limits:
-        raise InputError(
-            f"{checkpoint}: was trained with budget.limits, but a live run knows only times; leave "
-            "out live=true, which replays the measured costs"
-        )
-
-
-def _split_of(loaded: Loaded) -> Split:
-    """Return the split that a controller was trained on."""
-    extra = loaded.extra
-    return Split(extra["train_rows"], extra["validation_rows"], extra["test_rows"])
-
-
-def _show_and_write(results: RunResults, decisions: pl.DataFrame, config: EvaluateRun) -> None:
-    """Print results, and write the files that a user asks for."""
-    comparison = Comparison([Run(results, results["live"]["kind"])])
-    print_comparison(comparison, Console())
-    write_json(config.json, results)
-    if config.decisions is not None:
-        write_decisions(config.decisions, decisions)
-    if config.html is not None:
-        write_page(comparison, config.html)
 
 
 def fixed_configurations(table: ProfileTable, fitted: Tensor, budgets_ms: Tensor) -> dict[str, int]:

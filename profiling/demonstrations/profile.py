@@ -92,7 +92,11 @@ def profile_beams(
         task.scorer.keep(state)
 
     # the search, by methods that need no policy
-    in_chunks = partial(_in_chunks, chunk=config.chunk, do=do or partial(_one_by_one, task))
+    def one_by_one(find: Find, chunks: Iterable[Tensor]) -> Iterator[tuple[Tensor, Fields]]:
+        for rows in chunks:
+            yield rows, find(task, rows)
+
+    in_chunks = partial(_in_chunks, chunk=config.chunk, do=do or one_by_one)
     beams = in_chunks(state / "search", table=task.table, find=partial(_search, config))
     table = _with_found(task.table, beams)
     zero_shot = with_prefix(beams, "zero_shot.")
@@ -119,14 +123,6 @@ def profile_beams(
     write_json(out / "beams-info.json", info)
     print_figures(info["figures"])
     return table
-
-
-def _one_by_one(
-    task: BeamTask, find: Find, chunks: Iterable[Tensor]
-) -> Iterator[tuple[Tensor, Fields]]:
-    """Find sequences for one chunk of queries after the other, here."""
-    for rows in chunks:
-        yield rows, find(task, rows)
 
 
 def _with_found(table: BeamTable, beams: Fields, index: int = 0) -> BeamTable:

@@ -39,7 +39,6 @@ from knobwise.profiling.measuring.measuring import (
     EXTRA,
     LOG,
     SEED,
-    Bools,
     LocalRunner,
     MeasurementPlan,
     Runner,
@@ -97,13 +96,23 @@ def profile_vlm(
     state = out / "state"
     # check everything before anything is written
     items = draw_items(items, config)
+    requests = Questions(items, config.metric, config.prompt)
     config = replace(config, repeats=config.repeats or getattr(model, "repeats", None))
+    configurations = chosen_configurations(model.knobs, config, getattr(model, "measured", {}))
     name = config.name or "data"
-    plan = _first_plan(model, items, config)
-    identity = _identity(model, identity or {})
-    design = plan.design
-    parts = plan.parts
-    rounds = Rounds(state / ROUNDS, plan)
+    folder_name("knobs.name", name)
+    values = {k.name: [k.default, *(k.values or (k.least, k.most))] for k in model.knobs}
+    versions = getattr(model, "identity", {})
+    identity = {"model": model.name, "knobs": values, **versions, **(identity or {})}
+    identity.setdefault("machine", machine())
+    # a change of the prompt changes the content of every sample
+    questions = [question_text(item, config.prompt) for item in items]
+    contents = content_keys(items, questions)
+    parts = drawn_parts(items, config, len(configurations))
+    design = cells_to_measure(
+        parts, len(items), len(configurations), config.per_sample, config.whole_test
+    )
+    plan = MeasurementPlan(items, requests, contents, configurations, config, design, parts)
     settings = {"max_new_tokens": config.max_new_tokens, "clock": config.clock}
     claim(state / "run.json", {"dataset": name, **identity, **settings})
     store = FeatureStore(state / "features")
@@ -114,7 +123,7 @@ def profile_vlm(
         "config": asdict(config),
         "split": SPLIT,
         **identity,
-        "metrics": dict(sorted(Counter(plan.requests.metrics.values()).items())),
+        "metrics": dict(sorted(Counter(requests.metrics.values()).items())),
     }
     limit_s = 3600 * (config.max_hours or math.inf)
 
@@ -122,82 +131,37 @@ def profile_vlm(
         return clock_s() - start_s >= limit_s
 
     with appended(path) as log:
-        sure = _sure_cells(state / FILE, plan, needed)
-        while True:
-            plan = rounds.plan()
-            plan = replace(plan, design=plan.design.with_sure(sure))
-            known = read_measurements(path)
-            done = plan.done(known)
-            if hasattr(model, "continues"):
-                model.continues(known)
-            run: Runner = LocalRunner(model, plan)
-            if runner is not None:
-                run = runner(model, plan, state)
-            whole = measure(run, plan, log, done, store, out_of_time)
-            measurements = read_measurements(path)
-            limit = f"knobs.max_hours={config.max_hours}"
-            if not whole:
-                limit = getattr(model, "limit", "") or limit
-                plan = part_of(plan, measurements, limit)
-            store.write(features, plan.contents, [item.id for item in items])
-            further = getattr(model, "columns", ())
-            profile = write_vlm_profile(out, plan, measurements, model.knobs, facts, further)
-            if config.rounds == 1 or choose is None or not parts:
-                break
-            table = read_long_table(out / "table.parquet", features=str(features))
-            outlook = choose(table)
-            if rounds.end(plan, measurements, outlook.gain, whole, limit):
-                profile["measured"] |= rounds.report
-                write_json(out / "profile.json", profile)
-                break
-            together = hasattr(model, "answer_all")
-            rounds.add(further_round(plan, measurements, table, outlook, together), outlook.gain)
-    if not whole and not parts:
-        cells = int(plan.design.cells.sum())
+        sure = read_sure_cells(state / FILE, contents, configurations)
+        if needed is not None:
+            table, wanted = needed()
+            ids = [item.id for item in items]
+            sure |= cells_of_plan(wanted, table, ids, configurations)
+            write_sure_cells(state / FILE, sure, contents, configurations)
+        plan = replace(plan, design=design.with_sure(sure))
+        wanted_cells = int(plan.design.cells.sum())
+        known = read_measurements(path)
+        done = plan.done(known)
+        if hasattr(model, "continues"):
+            model.continues(known)
+        run: Runner = LocalRunner(model, plan)
+        if runner is not None:
+            run = runner(model, plan, state)
+        whole = measure(run, plan, log, done, store, out_of_time)
+        measurements = read_measurements(path)
+        limit = getattr(model, "limit", "") or f"knobs.max_hours={config.max_hours}"
+        if not whole:
+            taken = plan.done(measurements)[0] & plan.design.cells
+            plan = replace(plan, design=part_of(design, sure, taken, parts, limit))
+        store.write(features, plan.contents, [item.id for item in items])
+        further = getattr(model, "columns", ())
+        profile = write_vlm_profile(out, plan, measurements, model.knobs, facts, further)
+    if not whole:
         print(
             f"{limit}: is reached, with {plan.design.cells.sum()} of {wanted_cells} cells "
             "measured, which the table holds; the same command with a higher limit goes on"
         )
     print(*knob_lines(profile), sep="\n")
     return out
-
-
-def _identity(model: AdaptiveVLM, further: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what tells this model and machine from others."""
-    values = {k.name: [k.default, *(k.values or (k.least, k.most))] for k in model.knobs}
-    versions = getattr(model, "identity", {})
-    identity = {"model": model.name, "knobs": values, **versions, **further}
-    identity.setdefault("machine", machine())
-    return identity
-
-
-def _first_plan(
-    model: AdaptiveVLM, items: tuple[VQAItem, ...], config: VLMProfileConfig
-) -> MeasurementPlan:
-    """Return what is measured first of these samples."""
-    requests = Questions(items, config.metric, config.prompt)
-    configurations = chosen_configurations(model.knobs, config, getattr(model, "measured", {}))
-    folder_name("knobs.name", config.name or "data")
-    # a change of the prompt changes the content of every sample
-    questions = [question_text(item, config.prompt) for item in items]
-    contents = content_keys(items, questions)
-    parts = drawn_parts(items, config, len(configurations))
-    design = first_round(parts, len(items), len(configurations), config)
-    return MeasurementPlan(items, requests, contents, configurations, config, design, parts)
-
-
-def _sure_cells(
-    path: Path, plan: MeasurementPlan, needed: Callable[[], tuple[ProfileTable, Tensor]] | None
-) -> Bools:
-    """Return the cells that are measured whatever is drawn, bool [N, C]: those of earlier calls,
-    and those that this one needs, which are noted in the file."""
-    sure = read_sure_cells(path, plan.contents, plan.configurations)
-    if needed is not None:
-        table, wanted = needed()
-        ids = [item.id for item in plan.items]
-        sure |= cells_of_plan(wanted, table, ids, plan.configurations)
-        write_sure_cells(path, sure, plan.contents, plan.configurations)
-    return sure
 
 
 def draw_items(items: Sequence[VQAItem], config: VLMProfileConfig) -> tuple[VQAItem, ...]:

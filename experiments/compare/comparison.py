@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from knobwise.common.errors import InputError
+from knobwise.experiments.compare.paired import differences, judged_alike
+from knobwise.experiments.compare.runs import Run, differing, find_runs, read_runs
 from knobwise.experiments.evidence.results import (
     baselines,
     kept_before_grpo,
@@ -16,9 +18,6 @@ from knobwise.experiments.evidence.results import (
 )
 from knobwise.experiments.evidence.statistics import Difference, holm
 from knobwise.experiments.evidence.task import LEARNED, condition_of
-from knobwise.experiments.report.paired import differences, judged_alike
-from knobwise.experiments.report.runs import Run, differing, find_runs, read_runs
-from knobwise.experiments.report.sentences import Sentence
 
 MAX_DRAWN = 4
 """So many lines can be told apart in a chart; the tables hold all runs."""
@@ -39,7 +38,7 @@ class Comparison:
 
     Args:
         runs: at least one, all of the same task.
-        notes: on what was left out.
+        notes: sentences on what was left out.
 
     Attributes:
         runs: `reference` is the first one.
@@ -53,10 +52,10 @@ class Comparison:
         by_policy: the differences at `main` for every other policy that both runs trained
             (selectors).
         comparable: the indices of the first run and of those judged like it (see `judged_alike`).
-        notes: on everything that was left out or restricted.
+        notes: sentences on everything that was left out or restricted.
     """
 
-    def __init__(self, runs: Sequence[Run], notes: Sequence[Sentence] = ()) -> None:
+    def __init__(self, runs: Sequence[Run], notes: Sequence[str] = ()) -> None:
         self.runs = list(runs)
         self.notes = list(notes)
         reference = self.reference = self.runs[0]
@@ -88,8 +87,8 @@ class Comparison:
         for i, run in enumerate(self.runs[1:], 1):
             tested, note = differences(reference, run, (reference.policy, run.policy), conditions)
             every += tested
-            if note and str(note) not in map(str, self.notes):
-                self.notes.append(note)
+            if note and f"{note}." not in self.notes:
+                self.notes.append(f"{note}.")
             if main is not None and tested:
                 # stages that both runs went through
                 for name in reference.trained:
@@ -104,8 +103,10 @@ class Comparison:
         self.by_policy = holm(by_policy)
         elsewhere = [run.label for run in self.runs if run.conditions != conditions]
         if main is None and elsewhere:
-            others = ", ".join(elsewhere)
-            self.notes.append(Sentence("other_budgets", runs=others, reference=reference.label))
+            self.notes.append(
+                f"{', '.join(elsewhere)}: means are over other budgets than those of "
+                f"{reference.label}."
+            )
         self.notes += _before_grpo(self.runs)
 
     def ranking(self) -> list[int]:
@@ -181,20 +182,22 @@ def read_comparison(folders: Sequence[str]) -> Comparison:
     runs = read_runs(finished)
     notes = []
     if unfinished:
-        notes.append(Sentence("unfinished", runs=", ".join(unfinished)))
+        notes.append(f"Left out because not finished: {', '.join(unfinished)}.")
     if bare := [run.label for run in runs if not run.settings]:
-        notes.append(Sentence("no_settings", runs=", ".join(bare)))
+        notes.append(f"{', '.join(bare)}: without config.yaml the settings are unknown.")
     for run in runs:
         if not run.policy:
             raise InputError(f"{run.folder}: no learned policy was judged in it; leave it out")
     return Comparison(runs, notes)
 
 
-def _before_grpo(runs: Sequence[Run]) -> list[Sentence]:
-    """Name the runs whose best checkpoint is from before GRPO; [] without any."""
+def _before_grpo(runs: Sequence[Run]) -> list[str]:
+    """Return a sentence on the runs whose best checkpoint is from before GRPO; [] without any."""
     early = []
     for run in runs:
         if count := kept_before_grpo(run.results):
-            seeds = len(run.results["chosen"])
-            early.append(str(Sentence("of_seeds", run=run.label, count=count, seeds=seeds)))
-    return [Sentence("no_better_checkpoint", runs=", ".join(early))] if early else []
+            early.append(f"{run.label} ({count} of {len(run.results['chosen'])} seeds)")
+    if not early:
+        return []
+    named = ", ".join(early)
+    return [f"GRPO gave no better checkpoint for {named}: the pre-GRPO policy is kept."]
