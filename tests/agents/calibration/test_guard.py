@@ -210,7 +210,7 @@ def test_deployed_where_better_by_more_than_chance(policy, confidence, deployed)
     accuracy = [[max(-value, 0.0), max(value, 0.0)] for value in policy]
     row = calibrated([{0.0: 1}] * 4, accuracy, [[5.0, 5.0]] * 4, CONFIDENCE=confidence)
     assert (row["gain"], row["deployed"]) == (sum(policy) / 4, deployed)
-    static = SimpleNamespace(single=lambda limit: 7)
+    static = SimpleNamespace(single=lambda limit, mask: 7)
     # the whole of the budget is planned with
     assert Guard(arrays_of([row]), static).single(BUDGET) == (None if deployed else 7, BUDGET)
 
