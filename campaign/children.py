@@ -27,7 +27,7 @@ PRELOADED = [
     "torchrl.weight_update",
     "knobwise.experiments.train.controller",
     "knobwise.experiments.train.selector",
-    "knobwise.experiments.report.compare",
+    "knobwise.experiments.report.report",
     "knobwise.experiments.deploy.update",
 ]
 VARIABLES = {

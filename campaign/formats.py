@@ -34,8 +34,8 @@ from knobwise.envs.demonstrations.beam_files import read_beam_data, write_rl_dat
 from knobwise.envs.readers.exp_files import read_core_exp, read_exp5_exp6, write_exp5_exp6
 from knobwise.envs.readers.feature_files import read_features, write_features
 from knobwise.envs.readers.long_table import long_frame, read_long_table
-from knobwise.experiments.report.compare import compare
 from knobwise.experiments.report.content import main_table
+from knobwise.experiments.report.report import compare
 from knobwise.experiments.settings.options import CompareRun
 from knobwise.profiling.measuring.machine import claim
 from knobwise.profiling.measuring.measuring import TIMES, TOKENS, read_measurements

@@ -194,8 +194,8 @@ def curve_of(run: Path, start: int) -> list[float]:
 def over(run: Path, baseline: str) -> list[float] | None:
     """Return controller − baseline with its interval; None for a profile that was split several
     times, which is not tested."""
-    from knobwise.experiments.compare.paired import differences
-    from knobwise.experiments.compare.runs import read_runs
+    from knobwise.experiments.report.paired import differences
+    from knobwise.experiments.report.runs import read_runs
 
     (read_run,) = read_runs([run])
     policies = (baseline, "controller")

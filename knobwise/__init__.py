@@ -23,12 +23,12 @@ if TYPE_CHECKING:
     from knobwise.api import load as load
     from knobwise.api import read as read
     from knobwise.api import wrap as wrap
-    from knobwise.experiments.compare.policies import compare_policies as compare_policies
+    from knobwise.experiments.report.policies import compare_policies as compare_policies
 
 registration.register()
 
 MODULES = dict.fromkeys(("KnobPolicy", "fit", "load", "read"), "api")
 MODULES["wrap"] = "serving.wrapper"  # without torch
-MODULES["compare_policies"] = "experiments.compare.policies"
+MODULES["compare_policies"] = "experiments.report.policies"
 __getattr__ = lazy(__name__, MODULES)
 __all__ = ["__version__", *MODULES]

@@ -22,10 +22,10 @@ from knobwise.envs.readers.feature_files import attach_features, features_from
 from knobwise.envs.readers.long_table import table_from_frame
 from knobwise.envs.tables.profile_table import ProfileTable
 from knobwise.experiments.evidence.run_folder import checkpoint_at
+from knobwise.experiments.report.verdict import verdict
 from knobwise.experiments.settings.profiles import TableProfile, read_profile
 from knobwise.experiments.settings.values import training_settings
 from knobwise.experiments.train.controller import ControllerExperiment
-from knobwise.experiments.wording.sentences import verdict
 from knobwise.serving.knob_policy import Blocks, Explanation, KnobPolicy
 from knobwise.serving.wrapper import wrap
 

@@ -89,7 +89,7 @@ def _little_work(request):
         for name, (value, *about) in (LESS | LESS_OF_RUNS if runs else LESS).items():
             if folder not in about:
                 patch.setattr(f"knobwise.{name}", value)
-        if runs and folder not in ("report", "compare"):
+        if runs and folder != "report":
             _draw_little(patch)
         yield
 

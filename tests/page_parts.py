@@ -11,6 +11,7 @@ from rich.console import Console
 from knobwise.experiments.evidence.results import write_results
 from knobwise.experiments.report import page
 from knobwise.experiments.report.report import write_report
+from knobwise.experiments.report.sentences import Sentence
 from knobwise.experiments.settings.config_file import text_of
 
 
@@ -74,6 +75,25 @@ def rows_of(text):
         re.findall(r"<tr.*?</tr>", table, re.S)
         for table in re.findall(r"<tbody>(.*?)</tbody>", text, re.S)
     ]
+
+
+def said(sentences):
+    """What is said: the name of each sentence, and of each of its parts → what is filled in."""
+    by_name = {}
+    for sentence in sentences:
+        parts = [part for part in sentence.fields.values() if isinstance(part, Sentence)]
+        by_name |= {sentence.name: sentence.fields} | said(parts)
+    return by_name
+
+
+def headings_of(text):
+    """The headings of a page, in order."""
+    return re.findall("<h2>(.*?)</h2>", text.replace(page._vega(), ""))
+
+
+def folded_in(text):
+    """The titles of what a page folds, in order."""
+    return re.findall("<summary>(.*?)</summary>", text)
 
 
 def printed(show, content, width=None):

@@ -102,7 +102,7 @@ def test_only_what_made_the_shipped_files_imports_what_made_them():
             assert not [word for word in words if "testbeds.make" in word], path
 
 
-PLAIN = ("evidence", "settings", "tracking", "train", "wording")
+PLAIN = ("evidence", "inspection", "settings", "tracking", "train")
 """Folders of `experiments` that make no page."""
 
 

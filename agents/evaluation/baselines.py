@@ -231,7 +231,7 @@ def make_baselines(
 
     A new baseline is listed here; one that predicts is listed in `FAMILIES` of
     `knobwise.agents.teacher.regressors` instead. Either also needs its name, colour and
-    description in `experiments/wording/policies.json`, and a line in `docs/metrics.md`. Mean
+    description in `experiments/report/policies.json`, and a line in `docs/metrics.md`. Mean
     budgets have a list of their own: `make_priced_baselines` in
     `knobwise.agents.calibration.mean_policies`.
 

@@ -24,7 +24,7 @@ VERBS = {
     "train": "command_line.train:train",
     "evaluate": "deploy.evaluate:run",
     "explain": "deploy.explain:run",
-    "compare": "report.compare:compare",
+    "compare": "report.report:compare",
     "inspect": "command_line.profile:inspect",
     "profile": "command_line.profile:profile",
     "export": "deploy.export:run",

@@ -262,17 +262,18 @@ def inspect(config: InspectRun) -> None:
     """Print what a profile or a log holds, and write it where the settings say."""
     from rich.console import Console
 
-    from knobwise.experiments.inspection import facts as of_profile
-    from knobwise.experiments.inspection import logs, page
+    from knobwise.experiments.inspection.facts import inspect_table
+    from knobwise.experiments.inspection.logs import inspect_log
+    from knobwise.experiments.report import inspection
 
     if config.log is not None:
-        facts = logs.inspect_log(config.log)
-        logs.print_log(facts, Console())
+        facts = inspect_log(config.log)
+        inspection.print_log(facts, Console())
     else:
         workers = workers_of(getattr(config.profile, "path", None))
         table = read_profile(config.profile)
-        facts = of_profile.inspect_table(table, config.learning_curve, workers)
-        page.print_inspection(facts, Console())
+        facts = inspect_table(table, config.learning_curve, workers)
+        inspection.print_inspection(facts, Console())
         if config.html is not None:
-            print(f"page: {page.write_inspection(facts, config.html)}")
+            print(f"page: {inspection.write_inspection(facts, config.html)}")
     write_json(config.json, facts)

@@ -20,6 +20,7 @@ from knobwise.agents.training.checkpoint import Loaded, load_checkpoint
 from knobwise.common.errors import InputError, naming
 from knobwise.common.files import write_json
 from knobwise.common.progress import say
+from knobwise.common.words import quantity
 from knobwise.envs.bandit.reward import RewardTable
 from knobwise.envs.tables.divisions import divide
 from knobwise.envs.tables.profile_table import ProfileTable, Split
@@ -41,7 +42,6 @@ from knobwise.experiments.settings.device import a_device
 from knobwise.experiments.settings.options import EvaluateRun, ExplainRun, ExportRun
 from knobwise.experiments.settings.profiles import measured_at_once, of_run, read_profile
 from knobwise.experiments.train.controller import evaluate_beside_baselines
-from knobwise.experiments.wording.words import quantity
 from knobwise.profiling.endpoint.settings import NAME as ENDPOINT
 from knobwise.profiling.endpoint.settings import NAMES, options_in
 

@@ -18,6 +18,7 @@ from knobwise.agents.training.checkpoint import load_checkpoint
 from knobwise.common.errors import InputError
 from knobwise.common.files import write_json
 from knobwise.common.json_text import decoded
+from knobwise.common.words import number, quantity, setting
 from knobwise.envs.bandit.budgets import MIN_LATENCY_MS
 from knobwise.envs.tables.cost_words import in_words
 from knobwise.envs.tables.profile_table import ProfileTable
@@ -25,12 +26,10 @@ from knobwise.envs.tables.units import check_time
 from knobwise.experiments.deploy.evaluate import fitting_profile
 from knobwise.experiments.evidence.results import read_results
 from knobwise.experiments.evidence.run_folder import checkpoint_at
-from knobwise.experiments.report.details import print_explanation
+from knobwise.experiments.report.choices import decision, print_explanation
 from knobwise.experiments.report.tables import print_lines, print_table, table_of
 from knobwise.experiments.settings.options import ExplainRun
 from knobwise.experiments.settings.profiles import read_questions
-from knobwise.experiments.wording.choice_sentences import decision, setting
-from knobwise.experiments.wording.words import number, quantity
 from knobwise.serving.knob_policy import KnobPolicy
 from knobwise.serving.tracker import LatencyTracker
 

@@ -18,6 +18,7 @@ from knobwise.agents.evaluation.own_cost import decision_us
 from knobwise.agents.training.checkpoint import load_checkpoint
 from knobwise.common.errors import InputError
 from knobwise.common.files import write_json, written_whole
+from knobwise.common.words import counted
 from knobwise.envs.bandit.budgets import default_budgets
 from knobwise.envs.tables.profile_table import ProfileTable
 from knobwise.experiments.deploy.evaluate import fitting_profile
@@ -25,7 +26,6 @@ from knobwise.experiments.evidence.run_folder import checkpoint_at
 from knobwise.experiments.report.tables import print_lines
 from knobwise.experiments.settings.options import ExportRun
 from knobwise.experiments.train.controller import copy_policy
-from knobwise.experiments.wording.words import counted
 from knobwise.serving.onnx_graph import (
     Deployed,
     OnnxController,

@@ -40,8 +40,6 @@ from knobwise.common.imports import in_a_line
 from knobwise.common.progress import progress, say
 from knobwise.envs.bandit.budgets import MIN_LATENCY_MS
 from knobwise.envs.tables.profile_table import ProfileTable, Split
-from knobwise.experiments.compare.comparison import Comparison
-from knobwise.experiments.compare.runs import Run
 from knobwise.experiments.deploy.live_results import (
     Record,
     ServedRequest,
@@ -50,9 +48,11 @@ from knobwise.experiments.deploy.live_results import (
 )
 from knobwise.experiments.evidence.decisions import write_decisions
 from knobwise.experiments.evidence.schema import RunResults
+from knobwise.experiments.report.comparison import Comparison
 from knobwise.experiments.report.report import print_comparison, write_page
+from knobwise.experiments.report.runs import Run
+from knobwise.experiments.report.words import FROZEN, LEARNED, STATIC
 from knobwise.experiments.settings.options import EvaluateRun, LiveConfig
-from knobwise.experiments.wording.words import FROZEN, LEARNED, STATIC
 from knobwise.profiling.measuring.adaptive_model import AdaptiveVLM, clock_ms, clocked_by
 from knobwise.profiling.measuring.machine import one_thread
 from knobwise.profiling.measuring.measuring import collected_between

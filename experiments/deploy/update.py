@@ -24,11 +24,11 @@ from knobwise.agents.training.checkpoint import Loaded, load_checkpoint
 from knobwise.common.errors import InputError
 from knobwise.common.files import is_damaged, locked, write_text
 from knobwise.common.progress import say
+from knobwise.common.words import counted, points
 from knobwise.experiments.evidence.run_folder import VERSION, checkpoint_at
 from knobwise.experiments.settings.options import UpdateRun
 from knobwise.experiments.settings.profiles import LongTables, read_profile
 from knobwise.experiments.settings.words import typed
-from knobwise.experiments.wording.words import counted, points
 from knobwise.serving.versions import (
     CONTROLLER,
     CURRENT,

@@ -7,13 +7,14 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeGuard
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from knobwise.common.errors import Damaged, InputError
 from knobwise.common.files import write_json
 from knobwise.common.json_text import decoded, is_deeper
+from knobwise.common.words import known
 from knobwise.experiments.evidence.decisions import FILE
 from knobwise.experiments.evidence.schema import (
     DifferenceRow,
@@ -94,10 +95,6 @@ def read_results(run_folder: str | Path) -> RunResults:
             f"{path}: not the results of a run: `rows`, one for each policy and budget, is missing"
         )
     return results
-
-
-def known(value: object) -> TypeGuard[float]:
-    return isinstance(value, int | float) and math.isfinite(value)
 
 
 def unit_of(results: RunResults) -> str:

@@ -56,18 +56,9 @@ def inspect_table(
         workers: those that measured it, as `profile.json` notes them.
 
     Returns:
-        - `samples`, `configurations`, `grid` (how many there could be), `unit` of latencies
-        - `coverage`: share of the cells that are profiled
-        - `config_dependent_share`: of the samples, whose accuracy differs between configurations
-        - `fractional`: whether accuracies other than 0 and 1 occur
-        - `accuracy_range`: a sample's highest accuracy minus its lowest, median over the samples
-        - `median_latency_ms`: over all profiled cells
-        - `latency_cv_within_configuration`: standard deviation / mean over the samples, mean over
-          the configurations
-        - `latency_jitter_within_cell`: standard deviation of ln latency over a cell's measurements,
-          median over the cells; None if few cells were measured repeatedly
-        - `repeated_share`: share of the cells that were measured more than once
-        - `latency_spread_between_configurations`: the same over a sample's configurations
+        - `name`, `digest`, `unit` of latencies, `notes` (of the reader), `workers`
+        - what the profile holds, see `_contents`; how accuracies and latencies vary, see
+          `_accuracies` and `_latencies`
         - `knobs`: means over the profiled cells with each value
         - `costs`: the further costs, whose means are `cost_usd_mean` in knobs and configurations
         - `headroom`: see `_headroom`
@@ -75,7 +66,6 @@ def inspect_table(
         - `learning_curve`: likewise; [] without `curve`
         - `configuration_means`: see `_configurations`; `pareto`: which of them are on the front
         - `examples`: samples from easy to hard, with the latency of their cheapest right answer
-        - `datasets`, `clusters`, `features`, `digest`, `notes` (of the reader), `workers`
         - `findings`: what the checks notice, refused ones first, see `_findings`; `faults` and
           `warnings`: the same in sentences
     """
@@ -84,47 +74,24 @@ def inspect_table(
     # digest and policies are those of the whole profile, which may have a first look
     whole = table
     table = whole.without_first_look
-    # NaN where a cell was not profiled
-    accuracy = table.accuracy.double()
-    latency = table.latency_ms.double()
     means = _configurations(table)
     plane = pl.DataFrame(means).select("accuracy", "latency_ms")
     front = pareto_front(*(column.to_numpy() for column in plane)).nonzero()[0]
-    differs = (accuracy - accuracy.nanmean(1, keepdim=True)).abs() > 1e-6
-    known = accuracy[table.mask]
-    repeated = repeated_share(table)
-    jitter = None
-    if repeated > 0.5 or repeated * int(table.mask.sum()) >= FEWEST_REPEATED:
-        jitter = _log_spread(table.measurements_ms)
     budgets_ms = default_budgets(table)
-    mean_ms = latency.nanmean(0)
-    deviation = (latency - mean_ms).square().nanmean(0).sqrt()
     facts = {
         "name": table.name,
         "digest": whole.digest,
         "unit": table.unit,
-        "samples": table.num_samples,
-        "configurations": table.num_configurations,
-        "grid": math.prod(table.knob_sizes),
-        "coverage": float(table.mask.double().mean()),
-        "config_dependent_share": float(differs.any(1).double().mean()),
-        "fractional": bool((torch.minimum(known, 1 - known) > 1e-6).any()),
-        "accuracy_range": float(median_of(_range_of(accuracy))),
-        "median_latency_ms": float(median_of(table.latency_ms.flatten())),
-        "latency_cv_within_configuration": float((deviation / mean_ms.clamp_min(1e-9)).mean()),
-        "latency_jitter_within_cell": jitter,
-        "repeated_share": repeated,
-        "latency_spread_between_configurations": _log_spread(table.latency_ms),
-        "knobs": _marginals(table, accuracy, latency),
+        **_contents(table),
+        **_accuracies(table),
+        **_latencies(table),
+        "knobs": _marginals(table),
         "costs": costs_of(table),
         "headroom": _headroom(table, budgets_ms),
         "attainable": attainable(whole, budgets_ms),
         "oracle_of_halves": oracle_of_halves(table, budgets_ms),
         "learning_curve": learning_curve(whole, budgets_ms) if curve else [],
         "configuration_means": means,
-        "datasets": dict(Counter(table.dataset_names)),
-        "clusters": len(set(table.clusters)) or None,
-        "features": {name: block.shape[1] for name, block in table.features.items()},
         "notes": list(table.notes),
         "workers": list(workers),
         "examples": _examples(table),
@@ -134,6 +101,69 @@ def inspect_table(
     faults = [each["text"] for each in findings if each["kind"] == FAULT]
     warnings = [each["text"] for each in findings if each["kind"] != FAULT]
     return facts | {"findings": findings, "faults": faults, "warnings": warnings}
+
+
+def _contents(table: ProfileTable) -> dict[str, Any]:
+    """Return the numbers of `samples`, `configurations` and `clusters`, how many configurations
+    there could be (`grid`), the `coverage`, which is the share of the cells that are profiled, the
+    samples of the `datasets` and the widths of the `features`."""
+    return {
+        "samples": table.num_samples,
+        "configurations": table.num_configurations,
+        "grid": math.prod(table.knob_sizes),
+        "coverage": float(table.mask.double().mean()),
+        "datasets": dict(Counter(table.dataset_names)),
+        "clusters": len(set(table.clusters)) or None,
+        "features": {name: block.shape[1] for name, block in table.features.items()},
+    }
+
+
+def _accuracies(table: ProfileTable) -> dict[str, Any]:
+    """Return how much the accuracy of a sample depends on the configuration.
+
+    Returns:
+        - `config_dependent_share`: of the samples, whose accuracy differs between configurations
+        - `fractional`: whether accuracies other than 0 and 1 occur
+        - `accuracy_range`: a sample's highest accuracy minus its lowest, median over the samples
+    """
+    # NaN where a cell was not profiled
+    accuracy = table.accuracy.double()
+    differs = (accuracy - accuracy.nanmean(1, keepdim=True)).abs() > 1e-6
+    known = accuracy[table.mask]
+    return {
+        "config_dependent_share": float(differs.any(1).double().mean()),
+        "fractional": bool((torch.minimum(known, 1 - known) > 1e-6).any()),
+        "accuracy_range": float(median_of(_range_of(accuracy))),
+    }
+
+
+def _latencies(table: ProfileTable) -> dict[str, Any]:
+    """Return how much latencies vary.
+
+    Returns:
+        - `median_latency_ms`: over all profiled cells
+        - `latency_cv_within_configuration`: standard deviation / mean over the samples, mean over
+          the configurations
+        - `latency_jitter_within_cell`: standard deviation of ln latency over a cell's measurements,
+          median over the cells; None if few cells were measured repeatedly
+        - `repeated_share`: share of the cells that were measured more than once
+        - `latency_spread_between_configurations`: standard deviation of ln latency over a
+          sample's configurations, median over the samples
+    """
+    latency = table.latency_ms.double()
+    mean_ms = latency.nanmean(0)
+    deviation = (latency - mean_ms).square().nanmean(0).sqrt()
+    repeated = repeated_share(table)
+    jitter = None
+    if repeated > 0.5 or repeated * int(table.mask.sum()) >= FEWEST_REPEATED:
+        jitter = _log_spread(table.measurements_ms)
+    return {
+        "median_latency_ms": float(median_of(table.latency_ms.flatten())),
+        "latency_cv_within_configuration": float((deviation / mean_ms.clamp_min(1e-9)).mean()),
+        "latency_jitter_within_cell": jitter,
+        "repeated_share": repeated,
+        "latency_spread_between_configurations": _log_spread(table.latency_ms),
+    }
 
 
 def _encoded(table: ProfileTable) -> ProfileTable:
@@ -208,9 +238,11 @@ def _examples(table: ProfileTable) -> list[dict[str, Any]]:
     ]
 
 
-def _marginals(table: ProfileTable, accuracy: Tensor, latency: Tensor) -> dict[str, Any]:
+def _marginals(table: ProfileTable) -> dict[str, Any]:
     """Return for each value of each knob the mean accuracy and latency over all profiled cells with
     this value."""
+    accuracy = table.accuracy.double()
+    latency = table.latency_ms.double()
     marginals = {}
     for k, knob in enumerate(table.knobs):
         # [C, V]: whether a configuration has a value

@@ -3,19 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
 from typing import Any
 
 import polars as pl
-from rich.console import Console
 
 from knobwise.agents.learning.logged import read_log
-from knobwise.experiments.report.tables import print_lines
-from knobwise.experiments.wording.choice_sentences import setting
-from knobwise.experiments.wording.words import counted, number
+from knobwise.common.words import setting
 
-Facts = Mapping[str, Any]
-"""What `inspect_log` returns."""
 LOGGED = ("met", "accuracy", "choice", "best", "controller")
 """The columns of a log that shares are taken of."""
 
@@ -53,27 +47,3 @@ def inspect_log(folder: str) -> dict[str, Any]:
         "unlike": sum(bool(row.get("unlike")) for row in log.rows),
         "set_aside": dict(log.aside),
     }
-
-
-def print_log(facts: Facts, console: Console) -> None:
-    """Print the facts in words."""
-    total = facts["requests"]
-    controllers = counted(len(facts["controllers"]), "controller")
-    accuracy = f"{number(facts['accuracy'], '.1%')} are right"
-    if facts["fractional"]:
-        accuracy = f"the mean accuracy is {number(facts['accuracy'], '.3f')}"
-    lines = [
-        f"{facts['log']}: {counted(total, 'request')} by {controllers}",
-        f"{facts['on_time']:.1%} on time, {facts['labelled']:.1%} labelled, of which "
-        f"{accuracy}, {facts['explored']:.1%} explored",
-    ]
-    if facts["unlike"]:
-        lines.append(
-            f"{counted(facts['unlike'], 'request')} with a text unlike those of training, decided "
-            "by static"
-        )
-    for reason, count in sorted(facts["set_aside"].items()):
-        lines.append(f"{count:,} skipped: {reason}")
-    for label, count in facts["configurations"].items():
-        lines.append(f"{label}: {counted(count, 'request')}, {count / total:.1%}")
-    print_lines(console, lines)

@@ -7,8 +7,8 @@ import torch
 
 from knobwise.agents.evaluation.budgets import few_budgets
 from knobwise.common.errors import InputError
+from knobwise.common.words import number
 from knobwise.experiments.inspection.measured import Finding, Findings, Measured
-from knobwise.experiments.wording.words import number
 
 FEW_SAMPLES = 200
 FEW_CLUSTERS = 100

@@ -1,4 +1,5 @@
-"""What a page says of one finished run or of several: the answer, one table, sentences."""
+"""The numbers of one finished run or of several: on what they were judged, those to be seen first,
+the tables."""
 
 from __future__ import annotations
 
@@ -6,15 +7,10 @@ from collections.abc import Sequence
 from dataclasses import asdict
 
 from knobwise.common.progress import duration
+from knobwise.common.words import known, number
 from knobwise.envs.tables.cost_words import in_words
 from knobwise.envs.tables.units import TIMES
-from knobwise.experiments.compare.comparison import Comparison, Entry
-from knobwise.experiments.evidence.results import (
-    baselines,
-    differences_at,
-    known,
-    unit_of,
-)
+from knobwise.experiments.evidence.results import baselines, differences_at, unit_of
 from knobwise.experiments.evidence.schema import RunFacts, RunResults
 from knobwise.experiments.evidence.statistics import Difference
 from knobwise.experiments.evidence.task import (
@@ -31,42 +27,16 @@ from knobwise.experiments.evidence.task import (
     shown_at,
     task_of,
 )
-from knobwise.experiments.report import live as live_report
-from knobwise.experiments.report.tables import Content, Table, Tile, gain_tile, reworded, table_of
-from knobwise.experiments.wording import words
-from knobwise.experiments.wording.between_runs import between_runs, condition_name, p_words
-from knobwise.experiments.wording.sentences import verdict
-from knobwise.experiments.wording.words import cell, number, policy_name
+from knobwise.experiments.report import words
+from knobwise.experiments.report.between_runs import condition_name, p_words
+from knobwise.experiments.report.comparison import Comparison, Entry
+from knobwise.experiments.report.tables import Table, Tile, gain_tile, reworded, table_of
+from knobwise.experiments.report.words import cell, policy_name
+
+# -- the head of a page ----------------------------------------------------------------------------
 
 
-def content_of(comparison: Comparison) -> Content:
-    """Write title, verdict, tiles and tables of a page about one run or several; details and
-    figures follow apart."""
-    run = comparison.reference
-    kind = "knobwise run report"
-    name = run.label
-    facts = [_when(run.results.get("run")), _facts(comparison)]
-    if comparison.single:
-        lead, *sentences = verdict(run.results)
-        sentences += run.results.get("warnings", [])
-        if live := run.results.get("live"):
-            kind = "knobwise live run"
-            facts = [live_report.machine_words(run.results)]
-            sentences += live_report.on_serving(live)
-    else:
-        kind = "knobwise comparison"
-        name = f"{len(comparison.runs)} runs"
-        facts = facts[1:]
-        lead, *sentences = reworded(between_runs(comparison), comparison.unit)
-        sentences += comparison.notes
-    tiles = reworded(_tiles(comparison), comparison.unit)
-    return Content(kind, name, lead, main_table(comparison), sentences, facts, tiles)
-
-
-# -- the head of the page --------------------------------------------------------------------------
-
-
-def _when(run: RunFacts | None) -> str:
+def when_made(run: RunFacts | None) -> str:
     """Say when the run was made, how long it took and with which code; "" if that is not known."""
     if not run:
         return ""
@@ -75,7 +45,7 @@ def _when(run: RunFacts | None) -> str:
     return f"{run['started']} UTC · took {duration(run['seconds'])} · commit {code}"
 
 
-def _facts(comparison: Comparison) -> str:
+def judged_on(comparison: Comparison) -> str:
     """Say what the runs were trained and judged on."""
     results = comparison.reference.results
     task = comparison.task
@@ -104,7 +74,7 @@ def _facts(comparison: Comparison) -> str:
     return in_words(" · ".join(facts), comparison.unit)
 
 
-def _tiles(comparison: Comparison) -> list[Tile]:
+def tiles_of(comparison: Comparison) -> list[Tile]:
     """Return the numbers to be seen first: what each of several runs gains over the first one, or
     of the policy that stands for the run its gain over static, or of selectors over the strongest
     simple baseline, its share on time or accuracy, and the time of a decision."""

@@ -11,8 +11,8 @@ from typing import Any
 
 import polars as pl
 
+from knobwise.common.words import listed, points, quantity
 from knobwise.envs.tables.cost_words import in_words
-from knobwise.experiments.compare.comparison import Comparison, Entry
 from knobwise.experiments.evidence.results import calibration_error
 from knobwise.experiments.evidence.task import (
     DEADLINE,
@@ -22,13 +22,14 @@ from knobwise.experiments.evidence.task import (
     Task,
     condition_of,
 )
-from knobwise.experiments.report import charts
+from knobwise.experiments.report import charts, words
+from knobwise.experiments.report.comparison import Comparison, Entry
 from knobwise.experiments.report.content import name_of
 from knobwise.experiments.report.page import Figure, colours_of, unchecked
-from knobwise.experiments.report.tables import reworded, texts
+from knobwise.experiments.report.sentences import texts
+from knobwise.experiments.report.tables import reworded
 from knobwise.experiments.report.training_curves import on_validation
-from knobwise.experiments.wording import words
-from knobwise.experiments.wording.words import policy_name, quantity
+from knobwise.experiments.report.words import policy_name
 
 Figures = dict[str, Figure]
 """Heading → figure."""
@@ -102,7 +103,9 @@ def _frame(
     return pl.DataFrame(rows, infer_schema_length=None)
 
 
-def _at_conditions(comparison: Comparison, metric: str, *entries: Entry) -> pl.DataFrame | None:
+def _at_conditions(
+    comparison: Comparison, metric: str, entries: Sequence[Entry] | None = None
+) -> pl.DataFrame | None:
     """Return the rows at all conditions that have a number, with its interval; None without any."""
     rows = _frame(comparison, "rows", f"{metric}_ci95", entries or None)
     needed = {metric, comparison.task.condition}
@@ -154,7 +157,7 @@ def _gains(comparison: Comparison) -> pl.DataFrame | None:
     rows = None
     if comparison.single and task.name == DEADLINE.name:
         others = [each for each in comparison.lines() if each.policy not in (task.low, task.high)]
-        rows = _at_conditions(comparison, "over_static", *others)
+        rows = _at_conditions(comparison, "over_static", others)
         if rows is not None:
             rows = rows.rename({"over_static": "gain"}).drop_nulls("low")
     drawn = {run.label for run in comparison.drawn()}
@@ -195,7 +198,7 @@ def _plane(comparison: Comparison) -> Drawn:
     if corners:
         # the static mix has a line along its corners instead of its rows
         entries = [each for each in entries if each.policy != mix]
-    paths = _at_conditions(comparison, "accuracy", *entries)
+    paths = _at_conditions(comparison, "accuracy", entries)
     if not configurations or paths is None:
         return None
     rows = paths.select("policy", "accuracy", latency_ms="latency_ms_mean")
@@ -231,11 +234,14 @@ def _reliability(comparison: Comparison) -> Drawn:
     if not len(rows):
         return None
     bins = [run.results.get("reliability") or [] for run in comparison.drawn()]
-    errors = [words.points(calibration_error(each), ".1f") for each in bins if each]
-    titles = ("predicted probability of being on time", "observed share on time")
-    titles_of_unit = [in_words(title, comparison.unit) for title in titles]
+    errors = [points(calibration_error(each), ".1f") for each in bins if each]
     rows = rows.rename({"expected_in_time": "predicted", "in_time": "observed"})
-    return [charts.predictions(rows, *titles_of_unit)], {"error": words.listed(errors)}
+    chart = charts.predictions(
+        rows,
+        x=in_words("predicted probability of being on time", comparison.unit),
+        y=in_words("observed share on time", comparison.unit),
+    )
+    return [chart], {"error": listed(errors)}
 
 
 def _calibration(comparison: Comparison) -> Drawn:
@@ -251,8 +257,13 @@ def _calibration(comparison: Comparison) -> Drawn:
             title = policy_name(str(policy), run.results)
             if not comparison.single:
                 title = f"{run.label}: {title}"
-            titles = ("predicted probability", "share of right answers")
-            pictures.append(charts.predictions(rows, *titles, title=charts.titled(title)))
+            chart = charts.predictions(
+                rows,
+                x="predicted probability",
+                y="share of right answers",
+                title=charts.titled(title),
+            )
+            pictures.append(chart)
     return pictures, {}
 
 

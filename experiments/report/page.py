@@ -23,8 +23,9 @@ from markupsafe import Markup
 
 from knobwise.common.files import write_text
 from knobwise.envs.tables.cost_words import in_words
-from knobwise.experiments.report.tables import TEMPLATES, Content
-from knobwise.experiments.wording.words import POLICIES
+from knobwise.experiments.report.sentences import TEMPLATES
+from knobwise.experiments.report.tables import Content
+from knobwise.experiments.report.words import POLICIES
 
 HUES: dict[str, str] = json.loads(Path(__file__).with_name("hues.json").read_text(encoding="utf-8"))
 """Name → the colour. The first are the easiest to distinguish; policies that are never drawn

@@ -1,4 +1,4 @@
-"""Show finished runs: on the terminal, as a page, and as pictures for W&B.
+"""Show finished runs: on the terminal, as a page, and as pictures for W&B; `knobwise compare`.
 
 A page is made from the files in the folders of runs alone (`results.json`, `metrics.csv`,
 `config.yaml`, `decisions.parquet`), so it can be written again at any time.
@@ -6,18 +6,23 @@ A page is made from the files in the folders of runs alone (`results.json`, `met
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
-from knobwise.experiments.compare.comparison import Comparison
-from knobwise.experiments.compare.runs import Run
+from knobwise.common.files import write_json
 from knobwise.experiments.evidence.results import read_results
 from knobwise.experiments.evidence.schema import RunResults
-from knobwise.experiments.report.content import content_of
-from knobwise.experiments.report.details import details
+from knobwise.experiments.evidence.statistics import Difference
+from knobwise.experiments.report.comparison import Comparison, read_comparison
+from knobwise.experiments.report.runs import Run
+from knobwise.experiments.report.sections import content_of
 from knobwise.experiments.report.tables import print_content
-from knobwise.experiments.wording.sentences import verdict as verdict
+from knobwise.experiments.report.words import shown_by
+from knobwise.experiments.settings.options import CompareRun
 
 
 def write_report(run_folder: str | Path) -> Path:
@@ -37,9 +42,8 @@ def write_page(comparison: Comparison, path: str | Path) -> Path:
     from knobwise.experiments.report.figures import figures_of
     from knobwise.experiments.report.page import render_page
 
-    sections = {heading: [figure] for heading, figure in figures_of(comparison).items()}
-    content = content_of(comparison)._replace(details=details(comparison))
-    return render_page(path, content, sections)
+    figures = {heading: [figure] for heading, figure in figures_of(comparison).items()}
+    return render_page(path, content_of(comparison), figures)
 
 
 def print_results(results: RunResults, console: Console) -> None:
@@ -49,7 +53,7 @@ def print_results(results: RunResults, console: Console) -> None:
 
 def print_comparison(comparison: Comparison, console: Console) -> None:
     """Print the table, what is open of the details, and the sentences of a page."""
-    print_content(console, content_of(comparison)._replace(details=details(comparison)))
+    print_content(console, content_of(comparison))
 
 
 def result_images(results: RunResults) -> dict[str, bytes]:
@@ -59,3 +63,59 @@ def result_images(results: RunResults) -> dict[str, bytes]:
 
     figures = figures_of(Comparison([Run(results)]))
     return {name: png(figure) for name, figure in figures.items()}
+
+
+# -- knobwise compare ------------------------------------------------------------------------------
+
+
+def compare(config: CompareRun) -> Comparison:
+    """Read runs, print what differs, and write the page and the numbers. Every run is compared with
+    the first one; why some are not tested is said.
+
+    Raises:
+        InputError: see `read_comparison`; nothing has been written then.
+    """
+    comparison = read_comparison(config.runs)
+    # the page first: it reads further files
+    if config.html is not None:
+        write_page(comparison, config.html)
+    write_json(config.json, numbers(comparison))
+    print_comparison(comparison, Console())
+    for output, path in (("page", config.html), ("numbers", config.json)):
+        if path is not None:
+            print(f"{output}: {path}")
+    return comparison
+
+
+def numbers(comparison: Comparison) -> dict[str, Any]:
+    """Return the content of the JSON file. Differences are `run` − `against`; `condition` is a
+    budget in ms or a number of shots, None for the mean over budgets."""
+    runs = []
+    for run, row in zip(comparison.runs, comparison.rows, strict=True):
+        about = {
+            "label": run.label,
+            "folder": str(run.folder),
+            "experiment": run.settings.get("experiment"),
+            "profile": run.results.get("profile"),
+            "seeds": run.results.get("seeds"),
+            "policy": run.policy,
+            "row": row,
+        }
+        runs.append(about)
+    return {
+        "kind": comparison.task.name,
+        "reference": comparison.reference.label,
+        "conditions": comparison.conditions,
+        "main_condition": comparison.main,
+        "runs": runs,
+        "settings": comparison.settings,
+        "comparable": [comparison.runs[i].label for i in comparison.comparable],
+        "differences": _plain(comparison.differences),
+        "differences_per_condition": _plain(comparison.by_condition),
+        "differences_of_policies": _plain(comparison.by_policy),
+        "notes": list(map(str, comparison.notes)),
+    }
+
+
+def _plain(family: Sequence[Difference]) -> list[dict[str, Any]]:
+    return [asdict(difference) | {"shown": shown_by(difference)} for difference in family]

@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
-import yaml  # type: ignore[import-untyped]
 from markupsafe import Markup
 from rich.console import Console
 from rich.table import Table as RichTable
 
+from knobwise.common.words import number, points, quantity, setting
 from knobwise.envs.tables.cost_words import in_words
 from knobwise.envs.tables.units import TIMES
 from knobwise.experiments.evidence.schema import RunResults
+from knobwise.experiments.evidence.statistics import sign_of
 from knobwise.experiments.evidence.task import TASKS
-from knobwise.experiments.wording import words
-from knobwise.experiments.wording.choice_sentences import setting
-
-TEMPLATES = Path(__file__).with_name("templates")
+from knobwise.experiments.report.sentences import texts
+from knobwise.experiments.report.words import interval, policy_name, span
 
 
 class Table(NamedTuple):
@@ -71,13 +68,6 @@ class Content(NamedTuple):
     details: list[Folded] = []
 
 
-@functools.cache
-def texts() -> dict[str, Any]:
-    """Return the content of `texts.yaml`."""
-    read: dict[str, Any] = yaml.safe_load((TEMPLATES / "texts.yaml").read_text(encoding="utf-8"))
-    return read
-
-
 def table_of(
     lines: Sequence[Mapping[str, str]], strong: Collection[str] = (), wordy: Collection[int] = ()
 ) -> Table:
@@ -111,13 +101,13 @@ def records(
         line = {}
         for heading, column in columns.items():
             keys, _, how = column.partition(" ")
-            key, _, interval = keys.partition("/")
+            key, _, interval_key = keys.partition("/")
             value: Any = row
             for part in key.split("."):
                 value = (value or {}).get(part)
             if how == "policy":
-                value = words.policy_name(value, results)
-            line[heading] = _formatted(value, row.get(interval), how, unit)
+                value = policy_name(value, results)
+            line[heading] = _formatted(value, row.get(interval_key), how, unit)
         lines.append(line)
     return table_of(lines, wordy=wordy)
 
@@ -130,18 +120,17 @@ def _formatted(value: Any, ci95: Any, how: str, unit: str) -> str:
         case "setting":
             return setting(value)
         case "quantity":
-            return words.quantity(value, unit) + words.interval(ci95, ".3g")
+            return quantity(value, unit) + interval(ci95, ".3g")
         case "points":
-            return words.points(value, ".1f") + words.span(ci95).replace(" ", "\n", 1)
+            return points(value, ".1f") + span(ci95).replace(" ", "\n", 1)
         case "" | "policy" | "words":
             return str(value)
-    return words.number(value, how) + words.interval(ci95, how)
+    return number(value, how) + interval(ci95, how)
 
 
 def gain_tile(meaning: str, difference: Any, ci95: Any) -> Tile:
     """Return the tile of a difference, in points, with its interval."""
-    interval = words.span(ci95).strip()
-    return Tile(f"{words.points(difference)} points", meaning, interval, not words.sign_of(ci95))
+    return Tile(f"{points(difference)} points", meaning, span(ci95).strip(), not sign_of(ci95))
 
 
 OURS = ("policy", "decision")

@@ -11,13 +11,13 @@ import polars as pl
 
 from knobwise.common.errors import InputError
 from knobwise.envs.tables.cost_words import in_words
-from knobwise.experiments.compare.comparison import Comparison
-from knobwise.experiments.compare.runs import Run
 from knobwise.experiments.evidence.results import grpo_begins
 from knobwise.experiments.evidence.task import CONTROLS, Task
 from knobwise.experiments.report import charts
-from knobwise.experiments.report.tables import texts
-from knobwise.experiments.wording.words import policy_name
+from knobwise.experiments.report.comparison import Comparison
+from knobwise.experiments.report.runs import Run
+from knobwise.experiments.report.sentences import texts
+from knobwise.experiments.report.words import policy_name
 
 OF_STAGES = ("Reward_Mean", "Accuracy_Mean")
 """The numbers shown first of each stage of a selector's training. A stage logs under its name, as
@@ -93,7 +93,7 @@ def _drawn(
     most = max(10, POINTS // max(1, points.select(curve).n_unique()))
     every = (pl.len().over(curve) - 1) // most + 1
     points = points.filter(pl.int_range(pl.len()).over(curve) % every == 0)
-    of_stages = texts()["figures"]["training"]["stages"].format(sep=" ") * bool(stages)
+    of_stages = texts()["figures"]["training"]["stages"] * bool(stages)
     return charts.curves(points, stages), {"stages": of_stages}
 
 

@@ -22,7 +22,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from knobwise.common.checks import distinct
 from knobwise.common.errors import InputError
-from knobwise.experiments.compare.runs import read_settings_of
+from knobwise.experiments.report.runs import read_settings_of
 
 
 @dataclass

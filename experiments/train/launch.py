@@ -12,7 +12,6 @@ from typing import Any
 from rich.console import Console
 
 from knobwise.common.progress import say
-from knobwise.experiments.compare.runs import find_runs
 from knobwise.experiments.evidence.decisions import write_decisions
 from knobwise.experiments.evidence.results import write_results
 from knobwise.experiments.evidence.run_folder import (
@@ -25,6 +24,7 @@ from knobwise.experiments.evidence.schema import RunResults
 from knobwise.experiments.evidence.statistics import sign_of
 from knobwise.experiments.evidence.task import Row, task_of
 from knobwise.experiments.report.report import print_results, result_images, write_report
+from knobwise.experiments.report.runs import find_runs
 from knobwise.experiments.settings.words import typed
 from knobwise.experiments.tracking.tracker import git_commit, wandb_mode
 from knobwise.experiments.tracking.wandb_results import scores_by_seed

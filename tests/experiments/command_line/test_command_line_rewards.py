@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 from commands import OPTIMISER, TABLE, launch, read_json, refused, words_of, write_table
 from omegaconf import OmegaConf
+from page_parts import said
 from wandb_stub import forget_wandb, offline_runs
 
-from knobwise.experiments.wording.sentences import verdict
+from knobwise.experiments.report.verdict import shown_by_run
 
 TRAIN = words_of(
     "train", TABLE, OPTIMISER, "policy=utility policy.fold_networks=2 seeds=[0] reward=function"
@@ -74,14 +75,14 @@ def test_what_its_training_gained_is_a_reward_and_not_a_utility(home, monkeypatc
     start = trained["chosen"][0]["grpo"]["start"]
     assert gain["held_out"] == pytest.approx(score - start, abs=1e-6)
     assert gain["test"] > 0.1
-    (line,) = [line for line in verdict(trained) if "GRPO raised reward" in line]
-    assert f"+{gain['test']:.3g} [" in line
-    assert "points" not in line
+    raised = said(shown_by_run(trained))["raised"]
+    assert (raised["method"], raised["score"]) == ("GRPO", "reward")
+    assert raised["gains"].startswith(f"+{gain['test']:.3g} [")
+    assert "points" not in raised["gains"]
     launch("evaluate", TABLE, words.split()[0], "reward=function json=again.json baselines=false")
     again = read_json("again.json")
     assert again["validation_reward"] == [score]
-    (line,) = [line for line in verdict(again) if "GRPO raised reward" in line]
-    assert "points" not in line
+    assert "points" not in said(shown_by_run(again))["raised"]["gains"]
 
 
 MISTAKES = {

@@ -17,6 +17,7 @@ import pytest
 import torch
 from commands import OPTIMISER, TABLE, launch, mistake, read_json, refused, words_of, write_table
 from helpers import arrays, deployed, driven_apart, small_table
+from page_parts import said
 from replayed import logging_model, serve_requests, untrained
 from rich.console import Console
 
@@ -26,7 +27,7 @@ from knobwise.agents.learning import adaptation
 from knobwise.agents.training.checkpoint import load_checkpoint, save_checkpoint
 from knobwise.envs import default_budgets
 from knobwise.envs.readers.long_table import read_long_table
-from knobwise.experiments.inspection.logs import print_log
+from knobwise.experiments.report.inspection import logged, print_log
 from knobwise.serving.versions import add_version, serve, serving
 
 BEST = "runs/latest/checkpoints/best.pt"
@@ -166,10 +167,12 @@ def test_a_log_gives_versions_of_which_the_better_serves_and_rollback_goes_back(
     assert facts["set_aside"] == {"a label of an unknown request": 1}
     # the mean of scores between 0 and 1 is no share that is right
     assert facts["fractional"] == bool(((table.accuracy > 0) & (table.accuracy < 1)).any())
-    for fractional, wanted in ((False, "are right"), (True, "mean accuracy")):
+    for fractional, wanted in ((False, "right"), (True, "mean_accuracy")):
+        lines = logged(facts | {"fractional": fractional})
+        assert said(lines)["shares"]["accuracy"].name == wanted
         capsys.readouterr()
         print_log(facts | {"fractional": fractional}, Console())
-        assert wanted in capsys.readouterr().out
+        assert capsys.readouterr().out.splitlines() == list(map(str, lines))
 
     launch(words)
     facts = facts_in(current)

@@ -18,7 +18,7 @@ import knobwise
 from knobwise.__main__ import main
 from knobwise.agents import NumpyController, load_checkpoint
 from knobwise.experiments.deploy import decide as module
-from knobwise.experiments.report.details import rule_condition
+from knobwise.experiments.report.choices import rule_condition
 
 WIDE = words_of("profile=table profile.path=wide.csv profile.features=auto")
 QUICK = words_of(OPTIMISER, "policy=independent policy.fold_networks=1 baselines=false seeds=[0]")

@@ -14,9 +14,9 @@ from tensordict import TensorDict
 
 import knobwise
 from knobwise.agents import make_actor
+from knobwise.common.words import quantity
 from knobwise.envs.readers.long_table import read_long_table
 from knobwise.experiments.evidence.results import write_results
-from knobwise.experiments.wording.words import quantity
 from knobwise.losses import GRPOLoss
 from knobwise.serving.tracker import LatencyTracker
 

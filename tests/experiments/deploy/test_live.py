@@ -20,6 +20,7 @@ from replayed import small_stack, untrained
 from knobwise.agents import DeployedController, PolicyConfig
 from knobwise.agents.evaluation.baselines import fit_static
 from knobwise.agents.training.checkpoint import load_checkpoint, save_checkpoint
+from knobwise.common.words import quantity
 from knobwise.envs import default_budgets
 from knobwise.envs.tables.profile_table import Split
 from knobwise.experiments.deploy import live
@@ -27,7 +28,6 @@ from knobwise.experiments.deploy.live import LiveConfig, Server, draw_stream
 from knobwise.experiments.deploy.live_results import ServedRequest, Stream, live_results
 from knobwise.experiments.evidence.schema import LiveFacts, PolicyRow, RunResults
 from knobwise.experiments.settings.options import EvaluateRun
-from knobwise.experiments.wording.words import quantity
 from knobwise.serving import AdaptiveModel
 from knobwise.testbeds import builtin_profile
 from knobwise.testbeds.elastic.adapter import ElasticAdaptive, ElasticRequests

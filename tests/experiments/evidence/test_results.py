@@ -23,6 +23,7 @@ from helpers import (
     small_table,
     table_of,
 )
+from page_parts import said
 from ruled import Ruled, ruled_at_means
 
 from knobwise.__main__ import main
@@ -33,6 +34,7 @@ from knobwise.agents.controller.settings import PolicyConfig
 from knobwise.agents.evaluation.baselines import Oracle, fit_static
 from knobwise.agents.teacher.regressors import FAMILIES
 from knobwise.agents.training.checkpoint import Loaded
+from knobwise.common.words import quantity
 from knobwise.envs.bandit.budgets import default_budgets, judged_values
 from knobwise.envs.readers.long_table import long_frame
 from knobwise.envs.tables.profile_table import Split
@@ -44,8 +46,7 @@ from knobwise.experiments.evidence.controllers import (
 from knobwise.experiments.evidence.decisions import read_decisions
 from knobwise.experiments.evidence.evaluate import Deadlines
 from knobwise.experiments.evidence.mean_budgets import MeanBudgets, Reference
-from knobwise.experiments.wording.sentences import verdict
-from knobwise.experiments.wording.words import quantity
+from knobwise.experiments.report.verdict import shown_by_run
 
 MEAN = words_of(
     "train experiment=mean_budget",
@@ -328,9 +329,9 @@ def test_a_network_without_guard_under_chosen_mean_budgets_and_evaluated_again(f
         assert quantity(spent["latency_ms_mean"]) in printed.split("mean budget  ")[1]
     for budget, above in ((12, 1e-6), (20, -1e-6)):
         before["controller", budget]["latency_ms_mean_ci95"] = [budget + above, 30]
-    (line,) = [line for line in verdict(results) if "more than its mean budget" in line]
-    assert "at 12.0 ms" in line
-    assert "at 20.0 ms" not in line
+    spent = said(shown_by_run(results))["overspends"]["budgets"]
+    assert "12.0 ms" in spent
+    assert "20.0 ms" not in spent
     launch("evaluate baselines=false json=again.json own_cost=false", TABLE)
     again = at_budgets(results_in("again.json"))
     assert {policy for policy, _ in again} == {"controller", "static_mix", "best_single", "oracle"}

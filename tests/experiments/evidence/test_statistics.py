@@ -9,8 +9,7 @@ from numpy.testing import assert_allclose
 from run_folders import write_run, write_selector_run
 from scipy.stats import norm, permutation_test, t, ttest_1samp
 
-from knobwise.experiments.compare.paired import differences
-from knobwise.experiments.compare.runs import read_runs
+from knobwise.common.words import counted
 from knobwise.experiments.evidence import statistics
 from knobwise.experiments.evidence.decisions import read_decisions, write_decisions
 from knobwise.experiments.evidence.results import write_results
@@ -23,7 +22,10 @@ from knobwise.experiments.evidence.statistics import (
     paired,
     resampled_means,
 )
-from knobwise.experiments.wording.words import counted, difference_cell, shown_by, span
+from knobwise.experiments.report.paired import differences
+from knobwise.experiments.report.runs import read_runs
+from knobwise.experiments.report.sentences import Sentence
+from knobwise.experiments.report.words import difference_cell, shown_by, span
 
 
 def test_means_of_draws_by_hand(monkeypatch):
@@ -230,7 +232,7 @@ def against(*runs, policies=("controller", "controller"), conditions=(10.0, 20.0
 def test_the_mean_comes_first_then_each_budget(tmp_path):
     folders = [write_run(tmp_path / "a"), write_run(tmp_path / "b", gain=0.3)]
     found, note = against(*folders)
-    assert note == ""
+    assert note is None
     assert [(one.condition, one.samples) for one in found] == [(None, 60), (10.0, 60), (20.0, 60)]
     runs = read_runs(folders)
     for one in found:
@@ -251,18 +253,19 @@ def test_the_mean_comes_first_then_each_budget(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("settings", "reason"),
+    ("settings", "name", "numbers"),
     [
-        ({"digest": "sha256:other", "samples": range(1, 61)}, "measurements"),
-        ({"samples": range(100, 160)}, "0 test samples"),
-        ({"samples": range(58, 118)}, "2 test samples"),
-        ({"budgets": (11.0, 21.0)}, "0 budgets"),
+        ({"digest": "sha256:other", "samples": range(1, 61)}, "other_measurements", {}),
+        ({"samples": range(100, 160)}, "little_in_common", {"samples": 0}),
+        ({"samples": range(58, 118)}, "little_in_common", {"samples": 2}),
+        ({"budgets": (11.0, 21.0)}, "little_in_common", {"samples": 60, "count": 0}),
     ],
 )
-def test_what_cannot_be_paired_is_not_tested_and_it_is_said_why(tmp_path, settings, reason):
+def test_what_cannot_be_paired_is_not_tested_and_it_is_said_why(tmp_path, settings, name, numbers):
     found, note = against(write_run(tmp_path / "a"), write_run(tmp_path / "b", **settings))
     assert found == []
-    assert reason in note
+    assert note.name == name
+    assert numbers.items() <= note.fields.items()
 
 
 def test_what_is_restricted_is_said(tmp_path):
@@ -270,10 +273,16 @@ def test_what_is_restricted_is_said(tmp_path):
     other = write_run(tmp_path / "b", samples=range(20, 80), budgets=(10.0, 30.0), seeds=(0, 1, 2))
     found, note = against(first, other)
     assert [(one.condition, one.samples) for one in found] == [(None, 40), (10.0, 40)]
-    assert all(words in note for words in ("40", "1 of", "other seeds"))
+    counts = {"samples": "40", "reference": "a", "judged": "60", "run": "b", "judged_of_run": "60"}
+    restrictions = (
+        Sentence("shared_samples", **counts),
+        Sentence("conditions_left_out", count=1, conditions="budgets"),
+        Sentence("other_seeds"),
+    )
+    assert note.fields["parts"] == "; ".join(map(str, restrictions))
     # other features of the same measurements are no obstacle
     found, note = against(first, write_run(tmp_path / "c", digest="sha256:other", gain=0.2))
-    assert (len(found), note) == (3, "")
+    assert (len(found), note) == (3, None)
 
 
 def test_under_mean_budgets_latency_is_charged_what_it_brings_the_static_mix(tmp_path):
@@ -289,9 +298,9 @@ def test_selectors_are_compared_at_each_number_of_shots_where_answers_are_known(
     second = write_selector_run(tmp_path / "b", wrong=0.3, form="grpo_live", unknown=7)
     policies = ("grpo_recorded", "grpo_live")
     found, note = against(first, second, policies=policies, conditions=(1.0, 2.0))
-    assert note == ""
+    assert note is None
     assert [(one.condition, one.samples) for one in found] == [(1.0, 60), (2.0, 53)]
     assert found[0].difference == pytest.approx(0.3, abs=0.08)
     assert (found[0].against_policy, found[0].policy) == policies
     other = write_selector_run(tmp_path / "c", digest="sha256:else")
-    assert "other measurements" in against(first, other, policies=("sft", "sft"))[1]
+    assert against(first, other, policies=("sft", "sft"))[1].name == "other_measurements"

@@ -42,7 +42,7 @@ from knobwise.experiments.inspection.measured import (
     numbers_of,
     residuals,
 )
-from knobwise.experiments.inspection.page import print_inspection
+from knobwise.experiments.report.inspection import print_inspection
 
 
 def sound_table(seed=0, **options):

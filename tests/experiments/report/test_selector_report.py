@@ -13,36 +13,35 @@ from helpers import small_beams
 from page_parts import (
     charts_of,
     data_of,
+    folded_in,
+    headings_of,
     points_of,
     printed,
     report_of,
     rows_of,
     run_folder,
+    said,
     specifications,
     svg_of,
     titles_of,
 )
 
 from knobwise.agents.selector.evaluation import Decided
-from knobwise.experiments.compare.comparison import Comparison
-from knobwise.experiments.compare.runs import Run
 from knobwise.experiments.evidence.selectors import (
     Demonstrations,
     selector_decisions,
     selector_results,
 )
 from knobwise.experiments.evidence.task import CONTROLS, LEARNED
-from knobwise.experiments.report import page
+from knobwise.experiments.report.comparison import Comparison
 from knobwise.experiments.report.content import main_table
 from knobwise.experiments.report.figures import figures_of
-from knobwise.experiments.report.report import (
-    print_results,
-    result_images,
-    verdict,
-    write_report,
-)
+from knobwise.experiments.report.report import print_results, result_images, write_report
+from knobwise.experiments.report.runs import Run
+from knobwise.experiments.report.sentences import Sentence
+from knobwise.experiments.report.verdict import shown_by_run, verdict
+from knobwise.experiments.report.words import policy_name
 from knobwise.experiments.settings.beams import SelectorData
-from knobwise.experiments.wording.words import policy_name
 
 SEEDS, QUERIES = (0, 1, 2), 600
 LIVE = "GRPO on live draws"
@@ -132,15 +131,16 @@ def text(tmp_path_factory):
 
 
 def test_the_page_holds_all_sections(text):
-    headings = re.findall(r"<h2>(.*?)</h2>", text.replace(page._vega(), ""))
-    assert headings == [
+    assert headings_of(text) == [
         *("What it shows", "Accuracy by number of shots", "Training, on validation queries"),
         "Details",
     ]
+    assert folded_in(text) == [
+        *("Every number of shots", *(f"{shots} shot{'s' * (shots > 1)}" for shots in MORE)),
+        *("Differences", "Negative controls", "What the words mean", "How to reproduce"),
+        "The resolved configuration (config.yaml)",
+    ]
     for part in (
-        "<summary>Every number of shots</summary>",
-        "<summary>Differences</summary>",
-        "<summary>Negative controls</summary>",
         "<b>+37.0 points</b>of accuracy against careful",
         "<b>0.920</b>",
         "<b>640 µs</b>",
@@ -218,9 +218,11 @@ def test_one_number_of_shots_needs_no_chart_over_shots(tmp_path):
 def test_baselines_alone_make_a_report(tmp_path):
     content = results(**dict.fromkeys((*LEARNED, *CONTROLS)))
     text = report_of(tmp_path, content)
-    assert re.search(r"<p class=lead>[^<]*careful-annotator rule \(0.550 \[", text)
+    told = said(shown_by_run(content))
+    assert "no_policy" in told
+    assert told["best_baseline"]["policy"].startswith("careful-annotator rule (0.550 [")
     assert main_table(one(content)).strong == []
-    assert not re.findall("<summary>(?:Negative controls|Differences)", text)
+    assert {"Negative controls", "Differences"}.isdisjoint(folded_in(text))
 
 
 EVEN = {"grpo_live": 0.675, "careful_rule": 0.675}
@@ -228,35 +230,74 @@ EVEN = {"grpo_live": 0.675, "careful_rule": 0.675}
 
 
 @pytest.mark.parametrize(
-    ("accuracy", "line"),
+    ("accuracy", "name", "fields", "is_control"),
     [
-        ({}, r"With 2 shots.*GRPO on live draws answers 92.0% .* of 600.* \+37.0 .*rule \(0.550"),
-        ({}, r"GRPO on live draws is better than RCE: \+24.5 "),
-        ({}, r"GRPO on live draws is better than SFT: \+26.0 "),
-        ({}, "Of 7 simple .*than 7 and worse than 0"),
-        (EVEN, r".*GRPO on live draws and RCE: 0.0"),
-        ({"grpo_live": 0.6}, "GRPO on live draws is worse than RCE: -7.5"),
-        ({"careful_rule": 0.97, "vote": 0.95}, "Of 7 .*than 5 and worse than 2"),
-        ({"shuffled_live": 0.8}, r"shuffled, live draws is better than SFT: \+14.0 .*control"),
-        ({"shuffled_live": 0.67}, r"shuffled, live draws is worse than RCE: -0.5 .*control"),
+        ({}, "better", (LIVE, "RCE", "+24.5 "), False),
+        ({}, "better", (LIVE, "SFT", "+26.0 "), False),
+        (EVEN, "no_difference", (LIVE, "RCE", "0.0 "), False),
+        ({"grpo_live": 0.6}, "worse", (LIVE, "RCE", "-7.5 "), False),
+        (
+            {"shuffled_live": 0.8},
+            "better",
+            ("shuffled, live draws", "SFT", "+14.0 "),
+            True,
+        ),
+        (
+            {"shuffled_live": 0.67},
+            "worse",
+            ("shuffled, live draws", "RCE", "-0.5 "),
+            True,
+        ),
         (
             {"hidden_live": 0.7},
-            r"GRPO, annotator hidden is better than SFT, .*: \+10.0 .*control",
+            "better",
+            ("GRPO, annotator hidden", "SFT, annotator hidden", "+10.0 "),
+            True,
         ),
     ],
 )
-def test_the_verdict_says_what_is_shown_and_which_are_controls(accuracy, line):
-    assert any(re.match(line, each) for each in verdict(results(**accuracy)))
+def test_the_verdict_says_which_stage_is_better_and_which_are_controls(
+    accuracy, name, fields, is_control
+):
+    policy, against, gain = fields
+    (stage,) = [
+        sentence
+        for sentence in shown_by_run(results(**accuracy))
+        if (sentence.fields.get("policy"), sentence.fields.get("against")) == (policy, against)
+    ]
+    assert stage.name == name
+    assert stage.fields["gain"].startswith(gain)
+    assert ("control" in said([stage])) == is_control
+
+
+@pytest.mark.parametrize(
+    ("accuracy", "better", "worse"),
+    [({}, 7, 0), ({"careful_rule": 0.97, "vote": 0.95}, 5, 2)],
+)
+def test_the_verdict_says_what_is_answered_and_how_many_baselines_answer_less(
+    accuracy, better, worse
+):
+    told = said(shown_by_run(results(**accuracy)))
+    counts = {"count": 7, "better": better, "worse": worse}
+    assert told["of_baselines"] == counts
+    answers = {"shots": "2 shots", "policy": LIVE, "share": "92.0%", "queries": "600"}
+    assert answers.items() <= told["answers"].items()
+    if not accuracy:
+        assert told["over_best_baseline"]["gain"].startswith("+37.0 ")
+        assert told["over_best_baseline"]["baseline"].startswith("careful-annotator rule (0.550")
 
 
 def test_what_limits_the_results_is_said(tmp_path):
-    recorded = verdict(results() | {"judged_by": "recorded"})
-    assert len(recorded) == len(verdict(results())) + 1
-    assert recorded[1] not in verdict(results())
+    names = [sentence.name for sentence in shown_by_run(results())]
+    recorded = [each.name for each in shown_by_run(results() | {"judged_by": "recorded"})]
+    assert recorded == [names[0], "judged_by_recorded", *names[1:]]
     decided = outcomes(TWO)
     for by_shots in decided.values():
         by_shots[4].correct[:, :10] = torch.nan
-    assert "590 with 4" in report_of(tmp_path, results_of(decided))
+    content = results_of(decided)
+    at_4 = Sentence("left_out_at", queries="590", shots="4 shots")
+    assert said(shown_by_run(content))["left_out"] == {"queries": str(at_4), "total": "600"}
+    assert str(at_4) in report_of(tmp_path, content)
 
 
 def test_a_terminal_shows_the_table_and_the_verdict():

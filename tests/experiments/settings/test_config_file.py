@@ -11,8 +11,8 @@ from helpers import input_error
 from run_folders import write_run
 
 from knobwise.experiments.command_line.compose import read_settings
-from knobwise.experiments.compare.runs import read_settings_of
 from knobwise.experiments.evidence import results as report
+from knobwise.experiments.report.runs import read_settings_of
 from knobwise.experiments.settings.config_file import (
     read_settings_file,
     settings_text,

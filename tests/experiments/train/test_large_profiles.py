@@ -9,7 +9,8 @@ from knobwise.agents.teacher import experts
 from knobwise.agents.training.checkpoint import load_checkpoint
 from knobwise.experiments.evidence import evaluate
 from knobwise.experiments.evidence.decisions import read_decisions
-from knobwise.experiments.wording.sentences import verdict
+from knobwise.experiments.report.sentences import Sentence
+from knobwise.experiments.report.verdict import shown_by_run
 
 TRAIN = words_of(
     "train",
@@ -47,9 +48,10 @@ def test_what_was_sampled_is_said_and_in_the_results(said):
     large, small = (read_json(f"{RUNS}/{name}/results.json") for name in ("large", "small"))
     assert large["sampled"] == {"test": [9, 18], "experts": [36, 72]}
     assert "sampled" not in small
-    words = " ".join(verdict(large))
-    assert "judged on 9 of 18 samples, experts are fitted on 36 of 72" in words
-    assert "The profile is large" not in " ".join(verdict(small))
+    (sampled,) = [each for each in shown_by_run(large) if each.name == "sampled"]
+    parts = Sentence("judged_on", used=9, total=18), Sentence("fitted_on", used=36, total=72)
+    assert sampled.fields["parts"] == ", ".join(map(str, parts))
+    assert "sampled" not in {each.name for each in shown_by_run(small)}
 
 
 def test_the_judged_samples_are_every_other_one_also_when_it_is_judged_again(said):

@@ -8,11 +8,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from knobwise.common.words import counted, known, listed, number, points, quantity
 from knobwise.envs.tables.cost_words import in_words
-from knobwise.experiments.evidence.results import known, unit_of, value_of
+from knobwise.experiments.evidence.results import unit_of, value_of
 from knobwise.experiments.evidence.schema import RunResults
-from knobwise.experiments.evidence.statistics import Difference
-from knobwise.experiments.evidence.statistics import sign_of as sign_of
+from knobwise.experiments.evidence.statistics import Difference, sign_of
 from knobwise.experiments.evidence.task import Metric, Row, task_of
 
 LEARNED = "controller"
@@ -41,32 +41,6 @@ def hidden_words(results: RunResults) -> str:
 
 
 # -- numbers ---------------------------------------------------------------------------------------
-
-
-def quantity(value: object, unit: str = "ms") -> str:
-    """Format a number and its unit, with three significant figures, or with all digits before the
-    point from 100 on."""
-    if not known(value):
-        return "–"
-    # some files keep only six figures of a budget: rounding to six first makes 2.185 look the same
-    # from every file
-    rounded = float(f"{value:.6g}")
-    # "#" keeps trailing zeros, and also a point at the end
-    figures = re.sub(r"e([+-])0*", r"e\1", f"{rounded:#.3g}").rstrip(".")
-    if abs(value) >= 100:
-        figures = f"{value:,.0f}"
-    return f"{figures} {unit}".rstrip()
-
-
-def number(value: object, how: str) -> str:
-    """Format a number, for example with ".3f" or "+.1%"; return a dash if it is not known. What is
-    rounded to 0 has no sign."""
-    if not known(value):
-        return "–"
-    plain = f"{value:z{how.removeprefix('+')}}"  # z: no −0.0
-    if how.startswith("+") and value > 0 and re.search("[1-9]", plain):
-        return f"+{plain}"
-    return plain
 
 
 def interval(ci95: Any, how: str) -> str:
@@ -101,13 +75,6 @@ def cell(row: Mapping[str, object], metric: Metric, unit: str = "ms") -> str:
     return number(value, metric.how) + interval(ci95, metric.how.removeprefix("+"))
 
 
-def points(share: object, how: str = "+.1f") -> str:
-    """Format a share in points (hundredths); return a dash if it is not known."""
-    if not known(share):
-        return "–"
-    return number(100 * share, how)
-
-
 def span(ci95: Sequence[float] | None, how: str = "") -> str:
     """Write an interval for a sentence, in the format `how`, or in points if that is "".
 
@@ -120,40 +87,16 @@ def span(ci95: Sequence[float] | None, how: str = "") -> str:
     return f" {bracketed(ci95, how or '.1f')}"
 
 
-def listed(words: Sequence[str]) -> str:
-    """Join words with commas and "and"."""
-    if len(words) == 1:
-        return words[0]
-    return f"{', '.join(words[:-1])} and {words[-1]}"
-
-
-def counted(count: int, noun: str) -> str:
-    """Return a number of things in words, such as `1 request` and `1,000 requests`."""
-    return f"{count:,} {noun}{'s' * (count != 1)}"
-
-
 def shots_words(count: int) -> str:
     return counted(count, "shot")
 
 
 # -- differences -----------------------------------------------------------------------------------
 
-COMPARED = {
-    1: "{} is better than {}",
-    -1: "{} is worse than {}",
-    0: "No measurable difference between {} and {}",
-}
-"""`sign_of` a difference → what it shows of two, in a sentence."""
 SIGN_WORDS = {1: "better", -1: "worse", 0: "no difference shown"}
 """`sign_of` a difference → what it shows, in a table."""
-LEANING = {
-    1: "{} looks better than {}, but the test does not confirm it",
-    -1: "{} looks worse than {}, but the test does not confirm it",
-}
-"""`sign_of` a difference whose interval excludes 0 while its p is not small → the same, in a
-sentence."""
 LEANING_WORDS = {1: "perhaps better", -1: "perhaps worse"}
-"""The same, in a table."""
+"""`sign_of` a difference whose interval excludes 0 while its p is not small → the same."""
 
 
 def shown_by(difference: Difference) -> str:

@@ -6,17 +6,17 @@ from pathlib import Path
 
 import pytest
 from commands import launch, read_json, refused
-from page_parts import printed
+from page_parts import printed, said
 from run_folders import write_run, write_selector_run
 
-from knobwise.experiments.compare.comparison import read_comparison
 from knobwise.experiments.evidence.results import write_results
 from knobwise.experiments.evidence.run_folder import UNFINISHED
 from knobwise.experiments.evidence.statistics import sign_of
-from knobwise.experiments.report.compare import numbers
+from knobwise.experiments.report.between_runs import between_runs, method
+from knobwise.experiments.report.comparison import read_comparison
 from knobwise.experiments.report.content import main_table
-from knobwise.experiments.report.report import print_comparison, write_page
-from knobwise.experiments.wording.between_runs import between_runs, method
+from knobwise.experiments.report.report import numbers, print_comparison, write_page
+from knobwise.experiments.report.sentences import Sentence
 
 
 def group_size(size):
@@ -58,16 +58,18 @@ def test_two_runs_and_what_differs(tmp_path):
     assert one.difference == pytest.approx(after - before)
     gap, low, high = (f"{100 * value:+.1f}" for value in (one.difference, *one.ci95))
     against, tested = between_runs(comparison)
-    assert against.startswith(f"size-64 is better than default: {gap} points [")
-    assert [tested] == method(comparison)
-    assert "60 test samples" in tested
+    assert against.name == "better"
+    assert (against.fields["policy"], against.fields["against"]) == ("size-64", "default")
+    assert against.fields["gain"].startswith(f"{gap} points [")
+    assert (tested.name, tested.fields["sizes"]) == ("method", "60")
+    assert tested.fields["comparisons"].startswith("1 ")
     lines = rows_of(comparison)
     assert [line["shown"] for line in lines] == ["–", "better", "–", "–"]
     assert lines[1]["run"] == "size-64"
     assert lines[1]["utility"].startswith(f"{after:.3f}\n[")
     assert lines[1]["gain, points"].startswith(f"{gap} [{low}, {high}]\np ")
     text = printed(print_comparison, comparison)
-    for part in ("loss.group_size", against, tested, f"{after:.3f}"):
+    for part in ("loss.group_size", str(against), str(tested), f"{after:.3f}"):
         assert part in text
 
 
@@ -94,12 +96,14 @@ def test_of_many_runs_it_is_said_how_many_are_better(tmp_path):
     better = signs.count(1)
     assert signs == [0] * (9 - better) + [1] * better
     assert 0 < better < 5
-    counted, *_ = between_runs(comparison)
+    (outcomes, *_) = between_runs(comparison)
     # of some the interval excludes 0, but p is not small enough
     unsure = sum(not one.sign and sign_of(one.ci95) > 0 for one in comparison.differences)
     assert unsure
-    counts = [9, 0, better, 0, 9 - better - unsure, unsure]
-    assert re.findall(r"\d+", counted)[:6] == list(map(str, counts))
+    counts = {"better": better, "worse": 0, "nothing": 9 - better - unsure}
+    assert counts.items() <= outcomes.fields.items()
+    assert outcomes.fields["runs"].startswith("9 ")
+    assert said([outcomes])["borderline"]["count"] == unsure
     # more comparisons, more caution
     (alone,) = read_comparison([str(tmp_path / "size-0"), str(tmp_path / "size-9")]).differences
     last = comparison.differences[-1]
@@ -110,6 +114,7 @@ def test_of_many_runs_it_is_said_how_many_are_better(tmp_path):
 def test_the_same_run_twice_differs_in_nothing(tmp_path):
     comparison = compared(tmp_path, {"default": {}, "default-2": {}})
     assert comparison.settings == {}
+    assert {"no_difference", "same_options"} <= {*said(between_runs(comparison))}
     assert comparison.differences[0].difference == 0
     assert comparison.differences[0].p == 1
     assert comparison.best() is None
@@ -124,8 +129,9 @@ def test_older_runs_are_shown_and_not_tested(tmp_path):
     assert comparison.differences == []
     assert comparison.comparable == [0]
     left_out, untested = comparison.notes
-    assert str(stopped) in left_out
-    assert untested.startswith("b has no decisions.parquet")
+    assert (left_out.name, left_out.fields["runs"]) == ("unfinished", str(stopped))
+    assert (untested.name, untested.fields["run"]) == ("no_decisions", "b")
+    assert "decisions.parquet" in untested.fields["missing"]
     assert rows_of(comparison)[1]["shown"] == "–"
     assert method(comparison) == []
 
@@ -136,8 +142,9 @@ def test_runs_at_other_budgets_are_tested_where_both_were_judged(tmp_path):
     assert at_20.condition == 20
     assert comparison.differences[0].difference == at_20.difference
     untested, means = comparison.notes
-    assert "not judged at 1 of" in untested
-    assert means.startswith("b: means are over other budgets")
+    left_out = Sentence("conditions_left_out", count=1, conditions="budgets")
+    assert (untested.name, untested.fields["parts"]) == ("restricted", str(left_out))
+    assert (means.name, means.fields["runs"]) == ("other_budgets", "b")
     assert comparison.rows[1] == comparison.runs[1].row("controller", None)
 
 
@@ -223,8 +230,8 @@ def test_another_profile_is_shown_with_its_own_numbers_and_not_the_highest(tmp_p
     assert comparison.comparable == [0, 1]
     assert comparison.ranking()[0] == 1
     measured, means = comparison.notes
-    assert measured.startswith("c was judged on other measurements")
-    assert means.startswith("c: means are over other budgets")
+    assert (measured.name, measured.fields["run"]) == ("other_measurements", "c")
+    assert (means.name, means.fields["runs"]) == ("other_budgets", "c")
 
 
 def test_runs_under_other_limits_are_not_tested(tmp_path):
@@ -234,7 +241,8 @@ def test_runs_under_other_limits_are_not_tested(tmp_path):
         change_results(tmp_path / name, costs={"usd": {"limit": limit}, "tokens": {}})
     comparison = read_comparison([str(tmp_path)])
     assert comparison.comparable == [0, 1]
-    assert comparison.notes[0].startswith("c was judged on other measurements, or under other limi")
+    assert comparison.notes[0].name == "other_measurements"
+    assert comparison.notes[0].fields["run"] == "c"
 
 
 @pytest.mark.parametrize(
@@ -275,7 +283,8 @@ def test_what_is_best_on_validation_stands_for_a_selector(tmp_path):
         change_results(tmp_path / "b", best_policy=best)
         comparison = read_comparison([str(tmp_path)])
         assert [run.policy for run in comparison.runs] == ["grpo_recorded", stands]
-    assert "not judged at 1 of" in comparison.notes[-1]
+    left_out = Sentence("conditions_left_out", count=1, conditions="numbers of shots")
+    assert comparison.notes[-1].fields["parts"] == str(left_out)
 
 
 def test_where_grpo_added_nothing_is_said(tmp_path):
@@ -286,7 +295,9 @@ def test_where_grpo_added_nothing_is_said(tmp_path):
         change_results(write_run(tmp_path / name), chosen=chosen, training=training)
     change_results(tmp_path / "d", training=None)  # no GRPO
     (note,) = read_comparison([str(tmp_path)]).notes
-    assert re.findall(r"(\w) \((\d of \d) seeds", note) == [("a", "2 of 2"), ("b", "1 of 2")]
+    counts = [Sentence("of_seeds", run=run, count=n, seeds=2) for run, n in (("a", 2), ("b", 1))]
+    assert note.name == "no_better_checkpoint"
+    assert note.fields["runs"] == ", ".join(map(str, counts))
 
 
 def test_many_runs_with_long_names_fit_a_terminal_of_120_columns(tmp_path):

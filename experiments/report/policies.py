@@ -42,21 +42,13 @@ def compare_policies(
             for mean budgets, for another unit or other configurations, or that was trained on some
             of the samples.
     """
-    if len(policies) < 2 or len(rows) < FEWEST:
-        raise InputError(
-            f"compare_policies: {len(policies)} policies and {len(rows)} samples; give at least 2 "
-            f"and {FEWEST}"
-        )
     costs_ms = costs_ms or {}
-    if unknown := costs_ms.keys() - policies.keys():
-        raise InputError(f"compare_policies: costs_ms of {unknown.pop()!r}, which is no policy")
+    _check(policies, table, rows, costs_ms)
     clusters = None
     if (names := clusters_of(table)) is not None:
         clusters = np.unique([names[row] for row in rows.tolist()], return_inverse=True)[1]
     scores = {}
     for name, policy in policies.items():
-        if isinstance(policy, KnobPolicy):
-            _check(name, policy, table, rows)
         cost_ms = costs_ms.get(name, 0.0)
         judged = evaluate_policy(policy, table, rows, budgets_ms, cost_ms=cost_ms)
         # [S, n, C] for one seed and the mean over budgets
@@ -66,14 +58,43 @@ def compare_policies(
     for name in others:
         (test,) = paired(scores[name], scores[against], True, clusters)
         gap, low, high, p = test
-        about = name, against, name, against, None, len(rows)
-        differences.append(Difference(*about, gap, (low, high), p))
+        difference = Difference(
+            run=name,
+            against=against,
+            policy=name,
+            against_policy=against,
+            condition=None,
+            samples=len(rows),
+            difference=gap,
+            ci95=(low, high),
+            p=p,
+        )
+        differences.append(difference)
     return holm(differences)
 
 
-def _check(name: str, policy: KnobPolicy, table: ProfileTable, rows: Tensor) -> None:
-    """Refuse a policy that this table or deadlines cannot judge, and samples that it was trained
-    on."""
+def _check(
+    policies: Mapping[str, Policy],
+    table: ProfileTable,
+    rows: Tensor,
+    costs_ms: Mapping[str, Tensor | float],
+) -> None:
+    """Refuse what cannot be compared."""
+    if len(policies) < 2 or len(rows) < FEWEST:
+        raise InputError(
+            f"compare_policies: {len(policies)} policies and {len(rows)} samples; give at least 2 "
+            f"and {FEWEST}"
+        )
+    if unknown := costs_ms.keys() - policies.keys():
+        raise InputError(f"compare_policies: costs_ms of {unknown.pop()!r}, which is no policy")
+    for name, policy in policies.items():
+        if isinstance(policy, KnobPolicy):
+            _check_loaded(name, policy, table, rows)
+
+
+def _check_loaded(name: str, policy: KnobPolicy, table: ProfileTable, rows: Tensor) -> None:
+    """Refuse a loaded policy that this table or deadlines cannot judge, and samples that it was
+    trained on."""
     if policy.agent.constraint == "mean":
         raise InputError(
             f"{name}: decides for mean budgets, but every request is judged by a deadline; "

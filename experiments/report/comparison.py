@@ -7,8 +7,6 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from knobwise.common.errors import InputError
-from knobwise.experiments.compare.paired import differences, judged_alike
-from knobwise.experiments.compare.runs import Run, differing, find_runs, read_runs
 from knobwise.experiments.evidence.results import (
     baselines,
     kept_before_grpo,
@@ -18,6 +16,9 @@ from knobwise.experiments.evidence.results import (
 )
 from knobwise.experiments.evidence.statistics import Difference, holm
 from knobwise.experiments.evidence.task import LEARNED, condition_of
+from knobwise.experiments.report.paired import differences, judged_alike
+from knobwise.experiments.report.runs import Run, differing, find_runs, read_runs
+from knobwise.experiments.report.sentences import Sentence
 
 MAX_DRAWN = 4
 """So many lines can be told apart in a chart; the tables hold all runs."""
@@ -38,7 +39,7 @@ class Comparison:
 
     Args:
         runs: at least one, all of the same task.
-        notes: sentences on what was left out.
+        notes: on what was left out.
 
     Attributes:
         runs: `reference` is the first one.
@@ -52,10 +53,10 @@ class Comparison:
         by_policy: the differences at `main` for every other policy that both runs trained
             (selectors).
         comparable: the indices of the first run and of those judged like it (see `judged_alike`).
-        notes: sentences on everything that was left out or restricted.
+        notes: on everything that was left out or restricted.
     """
 
-    def __init__(self, runs: Sequence[Run], notes: Sequence[str] = ()) -> None:
+    def __init__(self, runs: Sequence[Run], notes: Sequence[Sentence] = ()) -> None:
         self.runs = list(runs)
         self.notes = list(notes)
         reference = self.reference = self.runs[0]
@@ -87,8 +88,8 @@ class Comparison:
         for i, run in enumerate(self.runs[1:], 1):
             tested, note = differences(reference, run, (reference.policy, run.policy), conditions)
             every += tested
-            if note and f"{note}." not in self.notes:
-                self.notes.append(f"{note}.")
+            if note and str(note) not in map(str, self.notes):
+                self.notes.append(note)
             if main is not None and tested:
                 # stages that both runs went through
                 for name in reference.trained:
@@ -103,10 +104,8 @@ class Comparison:
         self.by_policy = holm(by_policy)
         elsewhere = [run.label for run in self.runs if run.conditions != conditions]
         if main is None and elsewhere:
-            self.notes.append(
-                f"{', '.join(elsewhere)}: means are over other budgets than those of "
-                f"{reference.label}."
-            )
+            others = ", ".join(elsewhere)
+            self.notes.append(Sentence("other_budgets", runs=others, reference=reference.label))
         self.notes += _before_grpo(self.runs)
 
     def ranking(self) -> list[int]:
@@ -182,22 +181,20 @@ def read_comparison(folders: Sequence[str]) -> Comparison:
     runs = read_runs(finished)
     notes = []
     if unfinished:
-        notes.append(f"Left out because not finished: {', '.join(unfinished)}.")
+        notes.append(Sentence("unfinished", runs=", ".join(unfinished)))
     if bare := [run.label for run in runs if not run.settings]:
-        notes.append(f"{', '.join(bare)}: without config.yaml the settings are unknown.")
+        notes.append(Sentence("no_settings", runs=", ".join(bare)))
     for run in runs:
         if not run.policy:
             raise InputError(f"{run.folder}: no learned policy was judged in it; leave it out")
     return Comparison(runs, notes)
 
 
-def _before_grpo(runs: Sequence[Run]) -> list[str]:
-    """Return a sentence on the runs whose best checkpoint is from before GRPO; [] without any."""
+def _before_grpo(runs: Sequence[Run]) -> list[Sentence]:
+    """Name the runs whose best checkpoint is from before GRPO; [] without any."""
     early = []
     for run in runs:
         if count := kept_before_grpo(run.results):
-            early.append(f"{run.label} ({count} of {len(run.results['chosen'])} seeds)")
-    if not early:
-        return []
-    named = ", ".join(early)
-    return [f"GRPO gave no better checkpoint for {named}: the pre-GRPO policy is kept."]
+            seeds = len(run.results["chosen"])
+            early.append(str(Sentence("of_seeds", run=run.label, count=count, seeds=seeds)))
+    return [Sentence("no_better_checkpoint", runs=", ".join(early))] if early else []

@@ -15,12 +15,13 @@ import numpy as np
 import polars as pl
 from markupsafe import Markup
 
+from knobwise.common.words import listed, quantity
 from knobwise.envs.tables.cost_words import in_words
 from knobwise.experiments.evidence.task import Row
 from knobwise.experiments.inspection.facts import Facts
 from knobwise.experiments.report import charts
 from knobwise.experiments.report.page import Figure
-from knobwise.experiments.wording.words import listed, policy_name, quantity
+from knobwise.experiments.report.words import policy_name
 
 
 def figures_of(facts: Facts) -> dict[str, list[Any]]:

@@ -9,8 +9,9 @@ from collections.abc import Sequence
 import numpy as np
 import polars as pl
 
-from knobwise.experiments.compare.runs import Run
 from knobwise.experiments.evidence.statistics import FEWEST, Difference, paired
+from knobwise.experiments.report.runs import Run
+from knobwise.experiments.report.sentences import Sentence
 
 KEYS = ("seed", "sample", "condition")
 """The columns that tell the decisions of a policy apart."""
@@ -51,7 +52,7 @@ def judged_alike(reference: Run, run: Run, conditions: Sequence[float]) -> bool:
 
 def differences(
     reference: Run, run: Run, policies: tuple[str, str], conditions: Sequence[float]
-) -> tuple[list[Difference], str]:
+) -> tuple[list[Difference], Sentence | None]:
     """Compare a policy of `run` with one of `reference`, a run of the same task: the mean over
     `conditions` where that has a meaning, then each condition.
 
@@ -62,55 +63,98 @@ def differences(
         conditions: sorted; only those that both runs were judged at count.
 
     Returns:
-        the differences, and in words what is restricted, or why there are none.
+        the differences, and what is restricted, or why there are none.
     """
-    # what cannot be compared
-    sides = []
-    for side, policy in zip((reference, run), policies, strict=True):
-        if "split_seeds" in side.results:
-            return [], f"{side.label} was judged on several splits, so it is not tested"
-        decisions = decisions_of(side, policy)
-        if decisions is None:
-            missing = side.missing or "has incomplete decisions"
-            return [], f"{side.label} {missing}, so it is not tested"
-        sides.append(decisions)
-    if not same_measurements(reference, run):
-        measured = f"judged on other measurements, or under other limits, than {reference.label}"
-        return [], f"{run.label} was {measured}, so it is not tested"
+    sides, refusal = _comparable(reference, run, policies)
+    if refusal is not None:
+        return [], refusal
     seeds, samples, shared = (set(sides[0][key]) & set(sides[1][key]) for key in KEYS)
     common = [condition for condition in conditions if condition in shared]
-    condition_words = run.task.condition_words[1]
     if len(samples) < FEWEST or not common:
-        return [], (
-            f"{run.label} has {len(samples)} test samples and {len(common)} {condition_words} in "
-            f"common with {reference.label}, so it is not tested"
+        return [], Sentence(
+            "little_in_common",
+            run=run.label,
+            samples=len(samples),
+            count=len(common),
+            conditions=run.task.condition_words[1],
+            reference=reference.label,
         )
     # the same samples and conditions of both, in the same order
     both = pl.col("sample").is_in(samples) & pl.col("condition").is_in(common)
-    pair = [side.filter(both) for side in sides]
+    scores = _scores(reference, [side.filter(both) for side in sides])
     same_seeds = all(set(side["seed"]) == seeds for side in sides)
-    scores = _scores(reference, pair)
     columns: list[float | None] = list(common)
     if run.task.averaged:
         scores = [np.concatenate([side.mean(2, keepdims=True), side], 2) for side in scores]
         columns.insert(0, None)
-    names = (run.label, reference.label, policies[1], policies[0])
     tested = []
     tests = _tests(scores, same_seeds, _clusters(reference, samples))
     for column, count, (gap, low, high, p) in tests:
-        tested.append(Difference(*names, columns[column], count, gap, (low, high), p))
-    restrictions = []
-    judged = [side["sample"].n_unique() for side in sides]
-    if len(samples) < max(judged):
-        counts = f"{reference.label}: {judged[0]:,}, {run.label}: {judged[1]:,}"
-        restrictions.append(f"tested on {len(samples):,} samples that both share ({counts})")
-    if left_out := len(conditions) - len(common):
-        restrictions.append(
-            f"not judged at {left_out} of the {condition_words}, which do not count"
+        difference = Difference(
+            run=run.label,
+            against=reference.label,
+            policy=policies[1],
+            against_policy=policies[0],
+            condition=columns[column],
+            samples=count,
+            difference=gap,
+            ci95=(low, high),
+            p=p,
         )
+        tested.append(difference)
+    left_out = len(conditions) - len(common)
+    return tested, _restrictions(reference, run, sides, len(samples), left_out, same_seeds)
+
+
+def _comparable(
+    reference: Run, run: Run, policies: tuple[str, str]
+) -> tuple[list[pl.DataFrame], Sentence | None]:
+    """Return the decisions of both, or why they cannot be compared."""
+    sides = []
+    for side, policy in zip((reference, run), policies, strict=True):
+        if "split_seeds" in side.results:
+            return [], Sentence("several_splits", run=side.label)
+        decisions = decisions_of(side, policy)
+        if decisions is None:
+            missing = side.missing or "has incomplete decisions"
+            return [], Sentence("no_decisions", run=side.label, missing=missing)
+        sides.append(decisions)
+    if not same_measurements(reference, run):
+        return [], Sentence("other_measurements", run=run.label, reference=reference.label)
+    return sides, None
+
+
+def _restrictions(
+    reference: Run,
+    run: Run,
+    sides: Sequence[pl.DataFrame],
+    samples: int,
+    left_out: int,
+    same_seeds: bool,
+) -> Sentence | None:
+    """Say what of two runs was not compared: samples beyond those that both share, conditions that
+    were left out, and whether seeds were paired; None if everything was."""
+    parts = []
+    judged, judged_of_run = (side["sample"].n_unique() for side in sides)
+    if samples < max(judged, judged_of_run):
+        parts.append(
+            Sentence(
+                "shared_samples",
+                samples=f"{samples:,}",
+                reference=reference.label,
+                judged=f"{judged:,}",
+                run=run.label,
+                judged_of_run=f"{judged_of_run:,}",
+            )
+        )
+    if left_out:
+        words = run.task.condition_words[1]
+        parts.append(Sentence("conditions_left_out", count=left_out, conditions=words))
     if not same_seeds:
-        restrictions.append("trained with other seeds, so seeds are not paired")
-    return tested, f"{run.label}: {'; '.join(restrictions)}" * bool(restrictions)
+        parts.append(Sentence("other_seeds"))
+    if not parts:
+        return None
+    return Sentence("restricted", run=run.label, parts="; ".join(map(str, parts)))
 
 
 def _tests(

@@ -1,5 +1,6 @@
 """Finding runs and reading what they left; the page of their comparison."""
 
+import html
 import itertools
 import json
 import math
@@ -10,20 +11,30 @@ import polars as pl
 import pytest
 from commands import read_json, refused
 from helpers import input_error
-from page_parts import data_of, points_of, rows_of, specifications, svg_of, titles_of
+from page_parts import (
+    data_of,
+    folded_in,
+    points_of,
+    rows_of,
+    said,
+    specifications,
+    svg_of,
+    titles_of,
+)
 from polars.testing import assert_frame_equal
 from run_folders import BUDGETS, write_run, write_selector_run
 
-from knobwise.experiments.compare.comparison import read_comparison
-from knobwise.experiments.compare.paired import decisions_of
-from knobwise.experiments.compare.runs import differing, find_runs, read_runs, value_words
+from knobwise.common.words import number, quantity
 from knobwise.experiments.evidence.decisions import read_decisions
 from knobwise.experiments.evidence.results import read_results, write_results
 from knobwise.experiments.evidence.run_folder import UNFINISHED
+from knobwise.experiments.report.between_runs import between_runs
+from knobwise.experiments.report.comparison import read_comparison
 from knobwise.experiments.report.content import main_table
 from knobwise.experiments.report.figures import figures_of
+from knobwise.experiments.report.paired import decisions_of
 from knobwise.experiments.report.report import write_page
-from knobwise.experiments.wording.words import number
+from knobwise.experiments.report.runs import differing, find_runs, read_runs, value_words
 
 
 def test_runs_are_found_in_folders_in_order_and_once(tmp_path):
@@ -182,6 +193,10 @@ def three(tmp_path_factory):
 def test_the_page_holds_every_number(tmp_path, three):
     text = write_page(three, tmp_path / "page.html").read_text()
     assert "train &lt;script&gt;" in text
+    assert folded_in(text) == [
+        *("Options that differ", "Every budget", *map(quantity, BUDGETS)),
+        *("What the words mean", "How to reproduce"),
+    ]
     means, settings, *per_budget = rows_of(text)
     assert re.findall(r"<td.*?>(.*?)</td>", settings[0]) == ["loss.group_size", "0", "1", "2"]
     for i, run in enumerate(three.runs):
@@ -267,9 +282,12 @@ def test_what_is_missing_from_a_folder_is_left_out(tmp_path, missing):
     text = write_page(comparison, tmp_path / "page.html").read_text()
     assert ("<h2>Training" in text) == (missing != "metrics.csv")
     assert (comparison.runs[0].settings == {}) == (missing == "config.yaml")
-    assert ("the settings are unknown" in text) == (missing == "config.yaml")
-    assert "The settings are the same" not in text
-    assert ("so it is not tested" in text) == (missing == "decisions.parquet")
+    notes = said(comparison.notes)
+    assert ("no_settings" in notes) == (missing == "config.yaml")
+    assert ("no_decisions" in notes) == (missing == "decisions.parquet")
+    # without their options it is not known whether they are the same
+    assert "same_options" not in said(between_runs(comparison))
+    assert all(html.escape(str(note)) in text for note in comparison.notes)
 
 
 def test_mean_budgets_and_selectors_have_charts_of_their_own(tmp_path):
@@ -295,8 +313,13 @@ def test_mean_budgets_and_selectors_have_charts_of_their_own(tmp_path):
     for run, shots in itertools.product(comparison.runs, (1, 2)):
         assert lines[run.label, shots] == run.row("grpo_recorded", shots)["accuracy"]
     text = write_page(comparison, tmp_path / "page.html").read_text()
-    for title in ("Every number of shots", "Stage by stage", "GRPO on recorded groups"):
-        assert title in text
+    assert folded_in(text) == [
+        *("Every number of shots", "1 shot", "2 shots", "Stage by stage"),
+        *("What the words mean", "How to reproduce"),
+    ]
+    (stages,) = [rows for rows in rows_of(text) if "<td>b</td>" in rows[0]]
+    (stage,) = comparison.by_policy
+    assert f"<td>{number(100 * stage.difference, '.1f')}<" in stages[0]
 
 
 # -- damage ----------------------------------------------------------------------------------------

@@ -1,1 +1,0 @@
-"""Policies, numbers and what a run shows, in words; pages and printed lines are made of them."""

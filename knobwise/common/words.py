@@ -1,0 +1,63 @@
+"""Numbers and configurations in words, for what is printed, logged and shown on pages."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeGuard
+
+
+def known(value: object) -> TypeGuard[float]:
+    """Return whether this is a finite number."""
+    return isinstance(value, int | float) and math.isfinite(value)
+
+
+def number(value: object, how: str) -> str:
+    """Format a number, for example with ".3f" or "+.1%"; return a dash if it is not known. What is
+    rounded to 0 has no sign."""
+    if not known(value):
+        return "–"
+    plain = f"{value:z{how.removeprefix('+')}}"  # z: no −0.0
+    if how.startswith("+") and value > 0 and re.search("[1-9]", plain):
+        return f"+{plain}"
+    return plain
+
+
+def quantity(value: object, unit: str = "ms") -> str:
+    """Format a number and its unit, with three significant figures, or with all digits before the
+    point from 100 on."""
+    if not known(value):
+        return "–"
+    # some files keep only six figures of a budget: rounding to six first makes 2.185 look the same
+    # from every file
+    rounded = float(f"{value:.6g}")
+    # "#" keeps trailing zeros, and also a point at the end
+    figures = re.sub(r"e([+-])0*", r"e\1", f"{rounded:#.3g}").rstrip(".")
+    if abs(value) >= 100:
+        figures = f"{value:,.0f}"
+    return f"{figures} {unit}".rstrip()
+
+
+def points(share: object, how: str = "+.1f") -> str:
+    """Format a share in points (hundredths); return a dash if it is not known."""
+    if not known(share):
+        return "–"
+    return number(100 * share, how)
+
+
+def counted(count: int, noun: str) -> str:
+    """Return a number of things in words, such as `1 request` and `1,000 requests`."""
+    return f"{count:,} {noun}{'s' * (count != 1)}"
+
+
+def listed(words: Sequence[str]) -> str:
+    """Join words with commas and "and"."""
+    if len(words) == 1:
+        return words[0]
+    return f"{', '.join(words[:-1])} and {words[-1]}"
+
+
+def setting(knobs: Mapping[str, Any]) -> str:
+    """Return a configuration in words: `crops=2, mode=fast`."""
+    return ", ".join(f"{name}={value}" for name, value in knobs.items())
