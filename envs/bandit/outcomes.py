@@ -92,12 +92,12 @@ def outcomes_of(
     limits = (budgets_ms - added_ms).clamp_min(MIN_LATENCY_MS)
     device = rewards.accuracy.device
     # a request of one choice for each sample and deadline
-    asked_rows = cells[0].to(device)
-    asked = chosen.unsqueeze(2).to(device)
+    row_of = cells[0].to(device)
+    choice = chosen.unsqueeze(2).to(device)
     limits = limits.to(device)
-    reward = rewards.chosen(asked_rows, asked, limits)
+    reward = rewards.chosen(row_of, choice, limits)
     if table.first_look_ms is not None:
-        unread = RewardTable(quick, rewards.config, device).chosen(asked_rows, asked, limits)
+        unread = RewardTable(quick, rewards.config, device).chosen(row_of, choice, limits)
         reward = reward.where(reads.to(device).unsqueeze(1), unread)
         added_ms = added_ms - table.first_look_ms[cells] * ~reads
     fastest = quick.latency_ms[rows].masked_fill(~table.mask[rows], torch.inf).amin(1)

@@ -7,7 +7,7 @@ equal files. `speed.csv` has the speed.
 from __future__ import annotations
 
 import csv
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 from knobwise.common.files import locked, sync, written_whole
@@ -16,10 +16,15 @@ Row = tuple[int, dict[str, float]]
 """A step, and the numbers that were logged of it, by name."""
 
 
-def place(step: int, names: Mapping[str, object]) -> int:
+def place(step: int, names: Iterable[str]) -> int:
     """Return the place of a row among all of its training: each step has a validation, and after it
     an iteration."""
-    return 2 * step + any(name.startswith("Train/") for name in names)
+    return 2 * step + ends_step(names)
+
+
+def ends_step(names: Iterable[str]) -> bool:
+    """Return True for the names of an iteration, which is the last of its step."""
+    return any(name.startswith("Train/") for name in names)
 
 
 class MetricsFile:

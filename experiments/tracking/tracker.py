@@ -233,7 +233,7 @@ class Tracker:
     def _cut_back(self, state: TrainingState) -> None:
         """Remove from the journal what came after the checkpoint, and will come again."""
         # a checkpoint is written before an iteration, and after the validation
-        end = place(self.first + state.iteration, {}) + bool(state.rows)
+        end = place(self.first + state.iteration, []) + bool(state.rows)
         for file in (self._histograms, self._speed):
             file.cut(end)
         missing = state.rows - self._metrics.cut(end)

@@ -21,7 +21,7 @@ from knobwise.common.errors import InputError
 from knobwise.common.files import write_text
 from knobwise.common.progress import say
 from knobwise.experiments.tracking.histograms import for_wandb
-from knobwise.experiments.tracking.metrics_file import Row, place
+from knobwise.experiments.tracking.metrics_file import Row, ends_step
 
 OF_AGENT = ("WANDB_RUN_ID", "WANDB_SWEEP_ID", "WANDB_SWEEP_PARAM_PATH")
 """The variables that `wandb agent` sets for a job: the id of a W&B run, its sweep, and a file with
@@ -112,22 +112,40 @@ class WandbRun:
     """True after W&B refused numbers; no more are sent."""
     logged: list[Mapping[str, float]] = field(default_factory=list)
     """What was logged in all sessions."""
+    waiting: dict[str, float] = field(default_factory=dict)
+    """What waits for the rest of its step."""
+    step: int = 0
+    """The step of what waits."""
 
     def log(self, values: Mapping[str, float], step: int) -> None:
-        """Log a row, unless W&B has it."""
+        """Log numbers of a step, unless W&B has the step; all of one step is one row of W&B."""
         if self.broken:
             return
         self.logged.append(values)
+        if step != self.step:
+            self._send()
+        self.step = step
+        self.waiting |= values
+        if ends_step(values):
+            self._send()
+
+    def _send(self) -> None:
+        """Send what waits: W&B takes a step only once."""
+        values, self.waiting = self.waiting, {}
+        if not values or self.broken:
+            return
         self.broken = True
-        with self.reporting(f"step {step} and all that follows"):
-            row = place(step, values)
+        with self.reporting(f"step {self.step} and all that follows"):
             # where this session began, or after the row before
-            if row >= self.run.step:
-                self.run.log({**for_wandb(values), "step": step}, step=row, commit=True)
+            if self.step >= self.run.step:
+                row = {**for_wandb(values), "step": self.step}
+                self.run.log(row, step=self.step, commit=True)
             self.broken = False
 
     def finish(self, exit_code: int) -> None:
-        """End the W&B run."""
+        """End the W&B run. If it failed, half a step is not sent: the rest may come later."""
+        if exit_code == 0:
+            self._send()
         with self.reporting("the end of the run"):
             if self.logged and not self.broken:
                 self._summarise()

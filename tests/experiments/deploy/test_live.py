@@ -20,7 +20,7 @@ from replayed import small_stack, untrained
 from knobwise.agents import DeployedController, PolicyConfig
 from knobwise.agents.evaluation.baselines import fit_static
 from knobwise.agents.training.checkpoint import load_checkpoint, save_checkpoint
-from knobwise.common.words import quantity
+from knobwise.common.words import points, quantity
 from knobwise.envs import default_budgets
 from knobwise.envs.tables.profile_table import Split
 from knobwise.experiments.deploy import live
@@ -103,7 +103,7 @@ def check_page(text, results):
     live = results["live"]
     tiles = re.findall("<b>(.*?)</b>", text.split("<h2>")[0])
     assert tiles == [
-        f"{100 * learned['over_static']:+z.1f} points",
+        f"{points(learned['over_static'])} points",
         f"{learned['satisfaction_feasible']:.1%}",
         quantity(learned["decision_us_p50"], "µs"),
     ]
