@@ -11,6 +11,7 @@ from torch import Tensor
 from knobwise.agents.evaluation.limits import judged_by_limits
 from knobwise.agents.evaluation.policy import Policy, choices_of, reads_features, requests_of
 from knobwise.agents.teacher.completed import CompletedTable, estimated
+from knobwise.common.errors import InputError
 from knobwise.envs.bandit.budgets import MIN_LATENCY_MS
 from knobwise.envs.bandit.outcomes import DeadlineOutcomes, outcomes_of
 from knobwise.envs.bandit.reward import RewardTable
@@ -37,11 +38,18 @@ def evaluate_policy(
         budgets_ms: float [B].
         rewards: defaults to those of training.
         cost_ms: float [B], the time of a decision.
+
+    Raises:
+        InputError: the policy chooses outside the mask or returns no configurations, or a cost is
+            not finite.
     """
+    if not torch.as_tensor(cost_ms).isfinite().all():
+        raise InputError(f"cost_ms={cost_ms}: must be finite")
     left = (budgets_ms.double() - cost_ms).clamp_min(MIN_LATENCY_MS).numpy()
     # the policy decides for the time that its own cost leaves
     features, mask = requests_of(table, rows)
     chosen = choices_of(policy, features, left, mask)
+    _refuse_unmeasured(policy, chosen, table.mask[rows])
     reads = torch.from_numpy(reads_features(policy, left))
     if isinstance(table, CompletedTable) and not getattr(policy, "hindsight", False):
         return _estimated_outcomes(
@@ -51,6 +59,18 @@ def evaluate_policy(
         table, rows, chosen, budgets_ms, rewards=rewards, cost_ms=cost_ms, reads=reads
     )
     return judged_by_limits(outcomes, table, rows, budgets_ms)
+
+
+def _refuse_unmeasured(policy: Policy, chosen: Tensor, mask: Tensor) -> None:
+    """Raise InputError if some choices, int64 [n, B], lie outside the mask, bool [n, C]; their
+    outcomes would be NaN, and so would every mean."""
+    outside = int((~mask.gather(1, chosen)).sum())
+    if outside:
+        raise InputError(
+            f"{type(policy).__name__}.choose: {outside} of {chosen.numel()} choices are "
+            "configurations that were not measured for their sample; `mask`, its third argument, "
+            "says which were"
+        )
 
 
 def _estimated_outcomes(

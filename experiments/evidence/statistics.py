@@ -193,6 +193,8 @@ def paired(
     That is about these trained policies; where seeds differ p is at least that of a t test with the
     variance of the interval.
 
+    A difference that is NaN, since some score is, has a p of 1.
+
     Args:
         first: float [S, n, C].
         second: float [T, n, C], of the same samples.
@@ -214,6 +216,8 @@ def paired(
     wider, p = _for_seeds(sides, drawn, observed)
     bounds = observed + wider * (np.quantile(drawn, [0.025, 0.975], axis=0) - observed)
     p = np.maximum(p, _sign_flips(first.mean(0) - second.mean(0), clusters))
+    # no comparison with NaN is true, so no draw counts as large
+    p = np.where(np.isnan(observed), 1.0, p)
     return list(zip(*np.stack([observed, *bounds, p]).tolist(), strict=True))
 
 

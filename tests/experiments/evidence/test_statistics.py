@@ -94,6 +94,14 @@ def test_the_probability_is_that_of_scipys_sign_flips():
     assert found == pytest.approx(wanted, abs=0.015)
 
 
+def test_a_difference_that_is_nan_has_no_small_p():
+    scores = np.random.default_rng(0).normal(size=(1, 40, 2))
+    scores[0, 3, 1] = np.nan
+    (_, (gap, *_, p)) = paired(scores, 0 * scores.copy(), True)
+    assert np.isnan(gap)
+    assert p == 1
+
+
 def test_rounding_of_scores_breaks_no_tie():
     scores = np.float32([0.9, 0.8, 0.3, 0.6, 0.7, 0.4]).astype(float)
     about = scores[None, :, None], np.full((1, 6, 1), 0.5)

@@ -124,3 +124,16 @@ def test_what_is_no_choice_is_named(value, message):
     table = small_table(40)
     with input_error(message):
         evaluate_policy(Returns(value), table, torch.arange(40), torch.tensor([5.0]))
+
+
+def test_choices_that_nobody_measured_are_refused_with_their_number():
+    table = table_of([[0.25, 0.75]] * 6, [[1.0, 2.0]] * 6)
+    hole = [0.25, float("nan")]
+    holes = table_of([hole] * 2 + [[0.25, 0.75]] * 4, [hole] * 2 + [[1.0, 2.0]] * 4)
+    about = torch.arange(6), torch.tensor([3.0, 4.0])
+    with input_error("Always.choose: 4 of 12 choices"):
+        evaluate_policy(Always(1), holes, *about)
+    with input_error("cost_ms"):
+        knobwise.compare_policies(
+            {"a": Always(0), "b": Always(0)}, table, *about, costs_ms={"b": float("nan")}
+        )
