@@ -3,6 +3,7 @@ configuration."""
 
 from __future__ import annotations
 
+import warnings
 from abc import abstractmethod
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -332,6 +333,7 @@ class GRPOLoss(GroupLoss):
     ) -> None:
         super().__init__(actor_network, **settings)
         self.masked = masked
+        self._warned = False
         self._forward_value_estimator_keys()
 
     @property
@@ -357,6 +359,7 @@ class GRPOLoss(GroupLoss):
             raise ValueError(
                 f"{shapes}; both must be [contexts, group]: give env and policy the same group_size"
             )
+        self._warn_of_single_draws(reward)
         # the index of a configuration spares the search for its knob values
         index = None
         if not isinstance(keys.action, list):
@@ -378,3 +381,16 @@ class GRPOLoss(GroupLoss):
             if reference is not None:
                 reference = reference.masked_fill(~mask, 0.0)
         return Group(dist, log_prob, old, reference, reward, weight)
+
+    def _warn_of_single_draws(self, reward: Tensor) -> None:
+        """Warn once if every group [P, J] is one draw, which has nothing to be compared with."""
+        compares = isinstance(self.advantage, str) and self.advantage != "unnormalised"
+        if self._warned or not compares or reward.shape[-1] > 1 or torch.compiler.is_compiling():
+            return
+        self._warned = True
+        warnings.warn(
+            f"{type(self).__name__}: every group is one draw, whose {self.advantage} advantage is "
+            "0, so nothing is learned; give env and policy a group_size, such as 16, or take "
+            "advantage='unnormalised'",
+            stacklevel=2,
+        )
