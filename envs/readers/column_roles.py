@@ -19,20 +19,28 @@ from knobwise.envs.readers.feature_columns import (
 )
 from knobwise.envs.readers.feature_files import Features, features_from
 from knobwise.envs.readers.frames import KEYS, holds_no_text
+from knobwise.envs.readers.layouts import CONFIGURATION
 from knobwise.envs.readers.outcome_columns import (
     ANSWERS,
+    LABELS,
     MEASURED,
     NO_SETTINGS,
     OUTCOMES,
     REPEATS,
     ROW_NUMBERS,
+    UNITS,
     Design,
+    differs_in_every_row,
     listed,
     named_like,
     numbers_of_rows,
+    of_configurations,
+    plain,
+    settings_among,
     whole_numbers,
 )
 from knobwise.envs.tables.columns import FEATURES, Column
+from knobwise.envs.tables.profile_table import Knob
 
 MEASURES = frozenset(
     {
@@ -82,6 +90,21 @@ def note_look_alikes(what: str, values: Sequence[Any], notes: list[str]) -> None
             f"{what}: {first!r} and {second!r}{more} look alike, but are read as different; mend "
             "them if they are the same"
         )
+
+
+def note_equal_numbers(column: pl.Series, knob: Knob, notes: list[str]) -> None:
+    """Note if several spellings in a column, such as 1 and 1.0, are read as one value of a knob."""
+    if column.dtype != pl.String:
+        return
+    spellings: dict[Any, list[str]] = {}
+    for text in column.unique().sort():
+        value = text if text in knob.values else float(text)
+        spellings.setdefault(value, []).append(text)
+    for value, texts in spellings.items():
+        if len(texts) > 1:
+            notes.append(
+                f"knob {knob.name}: {', '.join(texts)} are read as the same number {value:g}"
+            )
 
 
 def knobs_and_features(
@@ -214,9 +237,9 @@ def _find_knobs(
     names, refused = _knobs_by_design(frame, keys, varying, cost, notes)
     labels = []
     # a name of the configuration adds nothing to its knobs
-    for label in (c for c in names if c.startswith("config") and len(names) > 1):
+    for label in named_like(names, LABELS) if len(names) > 1 else ():
         others = [c for c in names if c != label]
-        if frame.select(others).n_unique() == frame.select(names).n_unique():
+        if others and frame.select(others).n_unique() == frame.select(names).n_unique():
             labels.append(label)
             names = others
     # say what was left out, because the guess may be wrong
@@ -251,8 +274,16 @@ def _knobs_by_design(
     numbers = numbers_of_rows(frame, keys, columns)
     repeats = named_like(columns, REPEATS)
     outcomes = named_like(columns, OUTCOMES, MEASURED, ROW_NUMBERS)
+    # whoever writes config/… says that it was set
+    set_on_purpose = settings_among(columns)
+    numbers, repeats, outcomes = (
+        [c for c in group if c not in set_on_purpose] for group in (numbers, repeats, outcomes)
+    )
     outcomes = [c for c in outcomes if c not in (*numbers, *repeats)]
     rest = [c for c in columns if c not in (*numbers, *repeats, *outcomes)]
+    random = [c for c in rest if c not in set_on_purpose and differs_in_every_row(frame[c])]
+    if len(random) < len(rest):
+        rest = [c for c in rest if c not in random]
     numbering = [*repeats, *(c for c in ("repeat",) if c in frame.columns)]
     design = Design(frame, keys, [*columns, cost], numbering)
     # a cost that is the same list in every sample was set
@@ -284,6 +315,7 @@ def _knobs_by_design(
     left_out = {
         "vary from sample to sample under the same settings, as outcomes do": rest,
         "have names of outcomes": outcomes,
+        "differ in every row": random,
         "number rows or repeated measurements": [*numbers, *repeats],
     }
     return names, {
@@ -402,13 +434,17 @@ def _unknown_before(frame: pl.DataFrame, keys: pl.DataFrame, columns: Sequence[s
     ]
     numbers += [c for c in columns if (samples[c].cast(pl.String) == ids).all()]
     unknown = {*named_like(columns, ANSWERS, OUTCOMES, REPEATS), *numbers}
+    if CONFIGURATION in frame.columns:
+        configurations = frame[CONFIGURATION].cast(pl.String).unique().drop_nulls().to_list()
+        unknown.update(of_configurations(samples, columns, configurations))
     return [c for c in columns if c in unknown]
 
 
 def _candidates(frame: pl.DataFrame, other: Set[str]) -> list[str]:
     """Return the columns that may be knobs or features: no keys, measurements and times."""
     other = other | KEYS | MEASURES
-    return [c for c in frame.columns if c not in other and not c.endswith("_ms")]
+    other = other | {*named_like(frame.columns, UNITS)}
+    return [c for c in frame.columns if c not in other and not plain(c).endswith("_ms")]
 
 
 def _varying(

@@ -40,6 +40,8 @@ PERCENT = " (those in per cent need accuracy_unit=percent; bring any other scale
 TIERS = ("low", "medium", "high")
 """Knob values that have an order of their own."""
 NUMERAL = re.compile(r"-?(0|[1-9]\d*)(\.\d+)?([eE][-+]?\d+)?")
+FRACTION = re.compile(r"-?\d+\.0*[1-9]\d*$")
+"""A number with digits behind the point, of which the last may be zeros."""
 MANTISSA_BITS: dict[Any, int] = {pl.Float16: 11, pl.Float32: 24, pl.Float64: 53}
 """Whole numbers below 2 to this power are exact in a float; larger ones may share a value."""
 MESSAGE = frozenset({"role", "content"})
@@ -481,19 +483,25 @@ def refuse_lost_digits(series: pl.Series) -> None:
 def knob_column(series: pl.Series) -> tuple[Knob, pl.Series]:
     """Return the knob of a column, and the index of each row's value.
 
-    Text such as `8` is a number, `08` is not. Raises InputError if a row has no value, or one that
-    is neither a finite number nor a name.
+    Text such as `8` is a number, `08` is not; nor are 3.1 and 3.10 where both occur, which may be
+    versions. Raises InputError if a row has no value, or one that is neither a finite number nor a
+    name.
     """
     if series.dtype in (pl.Boolean, pl.Categorical, pl.Enum):
         series = series.cast(pl.String)
     if series.dtype == pl.Int128 or series.dtype.is_decimal():
         series = series.cast(pl.Float64)
+    if series.dtype in (pl.Float16, pl.Float32):
+        # the shortest decimal that is read as the same number: 0.1, not 0.10000000149
+        series = series.cast(pl.String).cast(pl.Float64)
     known = series.dtype.is_numeric() or series.dtype == pl.String
     # each spelling is parsed once; text that spells numbers throughout is numbers
     written: list[Any] = series.unique().to_list() if known else [None]
     read = written
     if series.dtype == pl.String and all(NUMERAL.fullmatch(value or "") for value in written):
-        read = [json.loads(value) for value in written]
+        numbers = [json.loads(value) for value in written]
+        fractions = [n for n, value in zip(numbers, written, strict=True) if FRACTION.match(value)]
+        read = numbers if len({*fractions}) == len(fractions) else written
     if None in read or any(isinstance(value, float) and not math.isfinite(value) for value in read):
         raise InputError(
             f"knob {series.name!r} must be a finite number or a name in every row; "

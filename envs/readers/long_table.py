@@ -20,7 +20,12 @@ import torch
 
 from knobwise.common.errors import InputError, naming
 from knobwise.common.files import written_whole
-from knobwise.envs.readers.column_roles import keys_of, knobs_and_features, note_look_alikes
+from knobwise.envs.readers.column_roles import (
+    keys_of,
+    knobs_and_features,
+    note_equal_numbers,
+    note_look_alikes,
+)
 from knobwise.envs.readers.feature_files import Features, attach_features, features_from
 from knobwise.envs.readers.frames import (
     as_share,
@@ -33,6 +38,7 @@ from knobwise.envs.readers.frames import (
 )
 from knobwise.envs.readers.layouts import CONFIGURATION, Layout, long_form
 from knobwise.envs.readers.outcome_columns import failures, listed
+from knobwise.envs.readers.unit_columns import in_one_unit
 from knobwise.envs.tables.columns import Column
 from knobwise.envs.tables.profile_table import ProfileTable, median_of
 from knobwise.envs.tables.units import MS, in_other_unit, kept_as
@@ -191,6 +197,7 @@ def table_from_frame(
         _refuse_missing(needed, frame, described)
         costs = list(dict.fromkeys(costs or ()))
         _refuse_costs(costs, frame, needed, described)
+        frame, unit = in_one_unit(frame, latency, unit, notes)
         kept, factor = kept_as(unit)
         ids = described.id or "sample_id"
         frame, rows = _profiled_rows(
@@ -297,6 +304,7 @@ def _dense_fields(
     knobs, codes = zip(*(knob_column(frame[column]) for column in columns), strict=True)
     for knob in knobs:
         note_look_alikes(f"knob {knob.name}", knob.values, notes)
+        note_equal_numbers(frame[knob.name], knob, notes)
     chosen = pl.DataFrame([code.alias(f"knob {k}") for k, code in enumerate(codes)])
     configurations = chosen.unique().sort(chosen.columns)
     keys = keys_of(rows)

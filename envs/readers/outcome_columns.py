@@ -5,9 +5,11 @@ Nobody can set an outcome, and nobody knows it or the right answer when the knob
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import polars as pl
@@ -15,22 +17,26 @@ import polars as pl
 from knobwise.envs.readers.frames import holds_no_text
 
 ANSWERS = re.compile(
-    r"(gold(en)?|gt|ground_?truth)(_.*)?|labels?|targets?|ref(erence)?s?|expected|truth|solutions?"
+    r"answers?|((.*_)?golds?|gold(en)?|gt|ground_?truth)(_.*)?|labels?|targets?|ref(erence)?s?"
+    r"|expected|truth|solutions?"
     r"|y_true|ideal|(class|human)_(label|answer)s?"
     r"|(true|right|correct|best|expected|ref(erence)?|target)"
-    r"_?(answers?|labels?|outputs?|letters?|class|options?|choices?|text|idx|index)"
+    r"_?(answers?|labels?|outputs?|responses?|letters?|class|options?|choices?|text|idx|index)"
     r"(_(id|idx|index|key|letter|text))?"
     r"|(label|answer|target)_(id|idx|index|key|letter|text)|answer_(type|len(gth)?|start)"
     r"|(multiple_choice|short|long|direct|accept(ed|able))_answers?"
+    r"|(best|chosen|selected|oracle|winning|optimal|routed|recommended)_"
+    r"(models?|config(uration)?|setting|arm|method|algorithm|solver|variant|system)(_.*)?|winner"
 )
 """Names of what the right answer is."""
 OUTCOMES = re.compile(
     r"((is|was|num|n)_)?(in)?correct|is_right|passed|succeeded|success|failed|wrong|click(ed)?"
     r"|(http_|exit_|response_)?status(_code)?|(exit|return|http)_code|exceptions?|traceback"
-    r"|errors?(_(type|code|message|msg|text))?|(has|is)_error|timed_out|(finish|stop)_reason"
+    r"|errors?(_(type|code|message|msg|text))?|(has|is)_error|timed_out"
+    r"|(finish|stop|fail(ure)?|error)_reason"
     r"|((num|n)_)?(output|completion|generated|response|total)_(tokens?|length|len)"
     r"|tokens_(in|out|generated)|(num_)?predicted(_.*)?|pred_(answer|label|letter|text|class)"
-    r"|(raw|model|llm|generated|final|parsed)_(text|output|answer|response|prediction|completion)"
+    r"|(raw|model|llm|generated|final|parsed|actual)_(text|output|answer|response|prediction|completion)"
     r"|outputs?|responses?|completions?|generations?|logprobs?|rewards?|judg(e)?ment|verdict"
     r"|host(_?name)?|machine|worker|node|pod|usd|eur|seconds|elapsed|ttft|itl|tpot"
     r"|t?stamp|timestamp|(created|started|finished|measured)_at|(start|end)_time"
@@ -39,7 +45,7 @@ OUTCOMES = re.compile(
 MEASURED = re.compile(
     r"(?!(max|min|target)_)((.*_)?(cost|price|time|duration|latency|runtime|throughput|score"
     r"|confidence|log_?probs?)|peak_memory|gpu_mem(ory)?|memory_used)"
-    r"(_(s|sec|secs|seconds|usd|eur|mb|gb|j|sum|mean|total))?"
+    r"(_(s|sec|secs|seconds|ms|us|ns|min|mins|minutes|h|hours|usd|eur|mb|gb|j|sum|mean|total))?"
     r"|conf|prob(ability)?|perplexity|tokens_per_(s|sec|second)|tps"
     r"|acc(_norm)?|exact_match|em|f1|bleu|rouge.*|rating|feedback|ok|(is_)?valid|parsed|truncated"
     r"|refused|refusal|finish|done_reason|cache_hit|(is_)?cached|extracted_answer|explanation"
@@ -48,9 +54,18 @@ MEASURED = re.compile(
 """More names of what is measured; a column of this name may be a feature."""
 REPEATS = re.compile(
     r"((random|rng|sampling|shuffle)_)?seed"
-    r"|(run|trial|attempt|replicate|repetition|repeat|rep)(_(id|idx|no|number))?"
+    r"|(run|trial|attempt|replicate|repetition|repeat|rep)(_(id|idx|index|no|number))?"
+    r"|epoch|(sample|generation)_(idx|index)"
 )
 """Names of columns that number measurements of the same setting."""
+LABELS = re.compile(r"config(uration)?(_?(id|name|no|nr|number|idx|index|key|hash))?")
+"""Names of names of whole configurations."""
+SETTINGS = re.compile(
+    r"(config|params?|hparams|hyper_?parameters|settings|args)[/.].+", re.IGNORECASE
+)
+"""Names of settings, as Ray Tune, W&B and MLflow write them."""
+UNITS = re.compile(r"(.*_)?units?")
+"""Names of columns that say in which unit another one is."""
 INDEX = re.compile(r"(unnamed(_\d+)*|index_level_\d+|level_0)?")
 """Names of the columns that pandas makes of its index, as `plain` writes them."""
 ROW_NUMBERS = re.compile(
@@ -70,6 +85,8 @@ ERRORS = re.compile(
     r"|((http|exit|response|request)_)?status(_code)?|(exit|return|http)_code"
 )
 """Names of columns that say whether an answer failed."""
+OF_ANSWERS = (ANSWERS, OUTCOMES, MEASURED, re.compile("answers?|pred(iction)?s?|cost|usd|tokens"))
+"""What a column of a wide table may hold of one configuration."""
 FINE = {
     *("", "none", "null", "nan", "na", "n/a", "false", "0", "no", "ok", "okay", "success"),
     *("succeeded", "complete", "completed", "done", "finished", "passed"),
@@ -88,7 +105,9 @@ MAX_REPEATED = 0.25
 COMPLETE = 0.9
 """A column that has more of its values in each sample was set, whatever its name says."""
 FEWEST_ROWS = 10
-"""In fewer rows numbers may be in order by chance."""
+"""In fewer rows numbers may be in order, or all different, by chance."""
+RANDOM_LETTERS = 6
+"""So many letters have times, dates, paths and names of runs that differ in every row."""
 FEWEST_VALUES = 30
 """So many values, of which no two samples have one in common, are none that somebody set."""
 
@@ -100,8 +119,89 @@ def plain(name: str) -> str:
 
 
 def named_like(columns: Sequence[str], *patterns: re.Pattern[str]) -> list[str]:
-    """Return those of these columns whose names are as one of the patterns says."""
-    return [c for c in columns if any(pattern.fullmatch(plain(c)) for pattern in patterns)]
+    """Return those of these columns whose names are as one of the patterns says: as a whole, or the
+    last part of a name such as `doc.target` or `expected_response/value`."""
+    names = {c: (plain(c), plain(_last_part(c))) for c in columns}
+    return [c for c in columns if any(p.fullmatch(name) for name in names[c] for p in patterns)]
+
+
+def _last_part(name: str) -> str:
+    """Return what a nested name ends in, but for `value`; the whole name of a setting."""
+    if SETTINGS.fullmatch(name):
+        return name
+    parts = [part for part in re.split(r"[/.|]", name) if part.strip()]
+    if len(parts) > 1 and parts[-1] in ("value", "values"):
+        parts.pop()
+    return parts[-1] if parts else name
+
+
+def settings_among(columns: Sequence[str]) -> list[str]:
+    """Return those of these columns whose names say that they were set, such as `config/model`."""
+    return [c for c in columns if SETTINGS.fullmatch(c)]
+
+
+def differs_in_every_row(series: pl.Series) -> bool:
+    """Return whether a column holds long values that are all different, as times, dates, paths and
+    names of runs are. Nobody could measure such a setting twice."""
+    if holds_no_text(series.dtype) or len(series) < FEWEST_ROWS or series.n_unique() < len(series):
+        return False
+    letters: Any = series.cast(pl.String).str.len_chars().median()
+    return letters is not None and letters >= RANDOM_LETTERS
+
+
+def of_configurations(
+    samples: pl.DataFrame, columns: Sequence[str], configurations: Sequence[str]
+) -> list[str]:
+    """Return those of these columns of a wide table that are about single configurations, such as
+    `small|cost` beside `large|cost`, or that name the best one.
+
+    Args:
+        samples: one row per sample.
+        columns: those that may be features.
+        configurations: the names of the columns with the accuracies, such as `small_acc`.
+    """
+    names = {*configurations, *_without_common_ends(configurations)}
+    places = {
+        name: re.compile(rf"(?<![^\W_]){re.escape(name)}(?![^\W_])") for name in names if name
+    }
+    about: dict[str, set[str]] = {}
+    single = []
+    for column in columns:
+        for name, place in places.items():
+            rest, count = place.subn("\0", column)
+            if count and rest != "\0":
+                about.setdefault(rest, set()).add(column)
+                if name in configurations and named_like([rest.strip("\0 _|/.:-")], *OF_ANSWERS):
+                    single.append(column)
+    outcomes = {*single}.union(*(group for group in about.values() if len(group) > 1))
+    for column in columns:
+        if samples[column].dtype == pl.String:
+            values = samples[column].drop_nulls()
+            named = values.filter(values.is_in(list(names)))
+            if named.n_unique() > 1 and 2 * len(named) > len(values):
+                outcomes.add(column)
+    return [c for c in columns if c in outcomes]
+
+
+def _without_common_ends(names: Sequence[str]) -> list[str]:
+    """Return names without the words that all end with, such as `_acc`, and without those that all
+    begin with, unless only numbers would be left, which other columns end in too."""
+    parts = [re.split(r"([\W_]+)", name) for name in names]
+    end = _common(parts, -1)
+    parts = [words[: len(words) - end] for words in parts]
+    begin = _common(parts, 1)
+    stems = ["".join(words[begin:]) for words in parts]
+    if any(re.fullmatch(r"[\d.]*", stem) for stem in stems):
+        stems = ["".join(words) for words in parts]
+    return stems
+
+
+def _common(parts: Sequence[list[str]], step: int) -> int:
+    """Return how many words and separators all begin with, or end with where the step is -1; at
+    least one stays in each."""
+    columns = zip(*(words[::step] for words in parts), strict=False)
+    equal = itertools.takewhile(lambda column: len({*column}) == 1, columns)
+    return min(sum(1 for _ in equal), min(map(len, parts)) - 1)
 
 
 def listed(columns: Sequence[str]) -> str:
@@ -206,16 +306,28 @@ class Design:
             chosen = keys.with_row_index("row").join(names, on=keys.columns, how="semi")["row"]
             frame = frame[chosen]
             keys = keys[chosen]
-        sample = _codes(keys)
+        self._sample = _codes(keys)
+        datasets = keys.select(c for c in keys.columns if c == "dataset")
+        self._dataset = _codes(datasets) if datasets.width else np.zeros(len(frame), np.int64)
+        self._values = {name: _codes(frame.select(name)) for name in columns}
+        complete = [
+            self._values[name]
+            for name in columns
+            if name not in repeats and self.size(name) > 1 and self.regularity(name) == 1
+        ]
+        sample = self._sample
         for name in repeats:
-            numbered = _joined(sample, _codes(frame.select(name)))
+            number = _codes(frame.select(name))
+            # a run of one setting, such as one model, is a repeat of nothing: only its rank among
+            # the runs of that setting tells measurements apart
+            fixed = [values for values in complete if _is_function(number, values, sample)]
+            if fixed:
+                number = _rank_within(_joined(self._sample, *fixed), number)
+            numbered = _joined(sample, number)
             # a number for each row says nothing
             if 2 * (1 + numbered.max()) <= len(frame):
                 sample = numbered
         self._sample = _joined(sample)
-        datasets = keys.select(c for c in keys.columns if c == "dataset")
-        self._dataset = _codes(datasets) if datasets.width else np.zeros(len(frame), np.int64)
-        self._values = {name: _codes(frame.select(name)) for name in columns}
 
     def size(self, column: str) -> int:
         """Return how many values a column has."""
@@ -327,6 +439,19 @@ def _joined(*codes: np.ndarray) -> np.ndarray:
     for each in codes:
         joined = np.unique(joined * (each.max() + 1) + each, return_inverse=True)[1]
     return joined
+
+
+def _is_function(number: np.ndarray, values: np.ndarray, sample: np.ndarray) -> bool:
+    """Return whether rows of a sample with equal numbers have equal values, int64 [n] each."""
+    numbered = _joined(sample, number)
+    return int(_joined(numbered, values).max()) == int(numbered.max())
+
+
+def _rank_within(group: np.ndarray, number: np.ndarray) -> np.ndarray:
+    """Return the rank of each number among the different ones of its group, int64 [n] each."""
+    pairs, index = np.unique(np.stack([group, number]), axis=1, return_inverse=True)
+    first = np.searchsorted(pairs[0], pairs[0])
+    return (np.arange(pairs.shape[1]) - first)[index.reshape(-1)]
 
 
 def _codes(columns: pl.DataFrame) -> np.ndarray:

@@ -39,12 +39,19 @@ def kept_as(unit: str) -> tuple[str, float]:
     return (name, 1.0) if factor is None else (MS, factor)
 
 
+def own_unit(column: str) -> str | None:
+    """Return the unit that a column's name ends in, such as `s` of `latency_s` or `durationSec`, or
+    `usd`; None if it names none. `min` may be a minimum, and single letters anything."""
+    words = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", column.rstrip(")] ")).casefold()
+    word = re.split(r"[\W_]+", words)[-1]
+    is_time = word in TIMES and word not in ("min", "mins", "h", "d")
+    return word if is_time or word in ("usd", "eur", "dollars", "cost", "price", "tokens") else None
+
+
 def in_other_unit(column: str) -> bool:
     """Return whether a column's name ends in a unit other than ms, such as `latency_s` or `usd`."""
-    word = re.split(r"[\W_]+", column.casefold().rstrip(")] "))[-1]
-    # `min` may be a minimum, and single letters anything
-    is_time = TIMES.get(word, 1.0) != 1 and word not in ("min", "mins", "h", "d")
-    return is_time or word in ("usd", "eur", "dollars", "cost", "price", "tokens")
+    unit = own_unit(column)
+    return unit is not None and TIMES.get(unit) != 1
 
 
 def check_kept(name: str, unit: str) -> None:

@@ -6,6 +6,7 @@ import itertools
 import numpy as np
 import polars as pl
 import pytest
+from commands import words_of
 from helpers import identical, input_error
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -378,3 +379,207 @@ def test_a_budget_of_tokens_is_cost_and_knob():
     assert is_named(table.notes, "conf")
     identical(table.latency_ms[0], [128, 256, 512])
     assert read(data.drop("latency_ms"), knobs=["t"], **options).digest == table.digest
+
+
+# -- wide tables -----------------------------------------------------------------------------------
+
+
+def wide_frame(names, samples=40, **columns):
+    """A row for each sample, with the accuracies of two configurations, and a prompt."""
+    draws = np.random.default_rng(3)
+    frame = pl.DataFrame({"id": [f"q{i}" for i in range(samples)]})
+    words = np.array(
+        [
+            "the",
+            "of",
+            "and",
+            "to",
+            "in",
+            "is",
+            "it",
+            "for",
+            "on",
+            "with",
+            "as",
+            "by",
+            "at",
+            "from",
+            "this",
+            "that",
+        ]
+    )
+    prompts = [" ".join(draws.choice(words, 12)) for _ in range(samples)]
+    right = {name: draws.integers(0, 2, samples) for name in names}
+    made = {name: pl.Series(make(draws, samples)) for name, make in columns.items()}
+    return frame.with_columns(pl.Series("prompt", prompts), **right, **made)
+
+
+def answers(draws, samples):
+    return [" ".join(["so"] * n) for n in draws.integers(1, 40, samples)]
+
+
+def costs(draws, samples):
+    return draws.random(samples)
+
+
+@pytest.mark.parametrize(
+    "names", [("small", "large"), ("small_acc", "large_acc"), ("gpt-4|score", "gpt-3.5|score")]
+)
+def test_what_a_wide_table_says_of_each_configuration_is_no_feature(names):
+    first, second = (name.removesuffix("_acc").removesuffix("|score") for name in names)
+    outcomes = {
+        f"{first}|answer": answers,
+        f"{second}|answer": answers,
+        f"usd_{first}": costs,
+        f"usd_{second}": costs,
+        f"{names[1]}.cost": costs,
+        "route": lambda draws, samples: draws.choice([first, second, "none"], samples),
+    }
+    frame = wide_frame(names, **outcomes, length=lambda draws, samples: draws.random(samples))
+    options = {"id": "id", "wide": list(names), "wide_latency": [1, 10], "unit": "USD"}
+    table = read(frame, features="auto", **options)
+    assert [column.name for column in table.columns] == ["length"]
+    assert is_named(table.notes, "prompt (text)")
+    for name in outcomes:
+        assert is_named([n for n in table.notes if not n.startswith("features:")], name)
+    # unless somebody wants it
+    assert "route" in [c.name for c in read(frame, features=["route"], **options).columns]
+
+
+def test_features_of_a_wide_table_may_end_in_the_numbers_of_its_configurations():
+    names = ("model_1", "model_2")
+    frame = wide_frame(names, feature_1=costs, feature_2=costs, large_print=costs)
+    table = read(frame, features="auto", id="id", wide=list(names), wide_latency=[1, 10])
+    assert [column.name for column in table.columns] == ["feature_1", "feature_2", "large_print"]
+
+
+@pytest.mark.parametrize(
+    "name",
+    words_of(
+        "expected_response/value answer/value doc.target metadata.answer outputs.answer"
+        " extracted_golds failureReason failure_reason actualOutput best_model"
+        " oracle_model_to_route"
+    ),
+)
+def test_answers_in_nested_names_are_no_features(name):
+    test_answers_are_no_features_unless_they_are_named(name)
+
+
+# -- runs and settings -----------------------------------------------------------------------------
+
+RUNS = {
+    "of each model": lambda sample, setting: 100 + ("small", "large").index(setting["model"]),
+    "of each length": lambda sample, setting: setting["tokens"] // 64,
+    "of each sample and model": lambda sample, setting: f"{sample}-{setting['model']}",
+    "of each model, twice": lambda sample, setting: f"{setting['model']}-{setting['again']}",
+}
+
+
+@pytest.mark.parametrize("number", RUNS.values(), ids=RUNS.keys())
+@pytest.mark.parametrize("name", ["run_id", "seed", "trial_id", "epoch"])
+def test_a_run_of_one_setting_hides_no_knob(name, number):
+    again = (0, 1) if number is RUNS["of each model, twice"] else (0,)
+    cells = [
+        {"model": model, "tokens": tokens, "again": turn}
+        for model in ("small", "large")
+        for tokens in (64, 128)
+        for turn in again
+    ]
+    cells = full(60, cells)
+    frame = rows_of(cells, letter=OUTCOMES["letter"], rack=OUTCOMES["rack"]).drop("again")
+    frame = frame.with_columns(pl.Series(name, [number(*cell) for cell in cells]))
+    table = read(frame)
+    assert names_of(table) == ["model", "tokens"]
+    assert (table.num_configurations, table.num_repeats) == (4, len(again))
+
+
+@pytest.mark.parametrize("samples", [5, 12, 40])
+def test_a_setting_is_a_knob_whatever_stands_beside_it(samples):
+    """The columns of Ray Tune's data frame (2.60.0)."""
+    cells = full(samples, [{"config/model": model} for model in ("small", "large")])
+    rows = range(len(cells))
+    frame = rows_of(cells, **{"config/name": lambda draws, hard, number: number})
+    frame = frame.drop("config/name").with_columns(
+        pl.Series("trial_id", [f"41bba_{i:05d}" for i in rows]),
+        pl.Series("date", [f"2026-11-28_08-{i // 60:02d}-{i % 60:02d}" for i in rows]),
+        pl.Series("time_this_iter_s", [0.01 + i / 3 for i in rows]),
+        pl.Series("logdir", [f"/runs/41bba_{i:05d}" for i in rows]),
+        pl.Series("datetime_start", [f"2026-11-28 08:{i // 60:02d}:{i % 60:02d}" for i in rows]),
+    )
+    assert names_of(read(frame)) == ["config/model"]
+
+
+# -- spellings and units ---------------------------------------------------------------------------
+
+
+def two_settings(values, **columns):
+    """Thirty samples under each of these values of a knob."""
+    frame = rows_of(full(30, [{"v": value} for value in values]))
+    return frame.with_columns(**columns)
+
+
+@pytest.mark.parametrize(
+    ("written", "values"),
+    [
+        (["3.1", "3.10", "3.2"], ("3.1", "3.10", "3.2")),
+        (["0.1", "0.10"], ("0.1", "0.10")),
+        (["0.1", "0.2"], (0.1, 0.2)),
+        (["8", "16"], (8, 16)),
+    ],
+)
+def test_what_is_served_is_what_was_written(written, values):
+    assert read(two_settings(written)).knobs[0].values == values
+
+
+def test_spellings_of_one_number_are_one_setting_and_said():
+    frame = rows_of(full(30, [{"v": value} for value in ("0.001", "2", "3")]))
+    spelled = pl.when(pl.int_range(pl.len()) % 2 == 0).then(pl.col("v"))
+    other = pl.col("v").replace({"0.001": "1e-3", "2": "2.0"})
+    table = read(frame.with_columns(v=spelled.otherwise(other)))
+    assert table.knobs[0].values == (0.001, 2, 3)
+    assert is_named(table.notes, "0.001, 1e-3")
+    assert is_named(table.notes, "2, 2.0")
+
+
+def test_float32_knobs_are_read_as_they_were_written():
+    table = read(two_settings([0.1, 0.7]).with_columns(pl.col("v").cast(pl.Float32)))
+    assert table.knobs[0].values == (0.1, 0.7)
+
+
+UNIT_NAMES = ["time_unit", "unit", "Unit", "timeUnit", "latency_unit", "real_time_unit"]
+
+
+@pytest.mark.parametrize("name", UNIT_NAMES)
+def test_a_column_of_units_is_heeded_row_by_row_and_is_no_knob(name):
+    """google-benchmark writes `time_unit`, and each benchmark may have its own."""
+    cost = "latency" if name.startswith("latency") else "real_time"
+    frame = two_settings(["a", "b"]).rename({"latency_ms": cost})
+    whole = read(frame, latency=cost)
+    slow = pl.col("v") == "b"
+    frame = frame.with_columns(
+        pl.when(slow).then(pl.col(cost) / 1e3).otherwise(pl.col(cost) * 1e3).alias(cost),
+        pl.when(slow).then(pl.lit("s")).otherwise(pl.lit("us")).alias(name),
+    )
+    table = read(frame, latency=cost)
+    assert names_of(table) == ["v"]
+    identical(table.latency_ms, whole.latency_ms)
+    assert is_named(table.notes, name)
+
+
+def test_columns_of_units_that_contradict_are_refused():
+    frame = two_settings(["a", "b"]).rename({"latency_ms": "t"})
+    named = frame.with_columns(time_unit=pl.lit("s"))
+    assert read(named, latency="t", unit="s").unit == "ms"
+    for wrong, options in (
+        (named, {"unit": "USD"}),
+        (named.rename({"t": "t_ms"}), {"latency": "t_ms"}),
+        (frame.with_columns(time_unit=pl.col("v").replace({"a": "s", "b": "points"})), {}),
+        (frame.with_columns(time_unit=pl.when(pl.col("v") == "a").then(pl.lit("s"))), {}),
+    ):
+        with input_error("time_unit"):
+            read(wrong, **{"latency": "t"} | options)
+    # it may be about something else
+    other = frame.rename({"t": "latency_ms"}).with_columns(unit=pl.lit("points"))
+    assert read(other).unit == "ms"
+    prices = frame.with_columns(unit=pl.lit("USD"))
+    assert read(prices, latency="t").unit == "USD"

@@ -1,0 +1,85 @@
+"""Columns that say in which unit another column is, such as `time_unit` beside `real_time`."""
+
+from __future__ import annotations
+
+import polars as pl
+
+from knobwise.common.errors import InputError
+from knobwise.envs.readers.frames import number_column
+from knobwise.envs.readers.outcome_columns import UNITS, listed, named_like, plain
+from knobwise.envs.tables.units import MS, TIMES, kept_as, own_unit
+
+OF_ANY_TIME = ("", "time", "latency", "duration", "runtime", "cost")
+"""What stands before `unit` in the name of a column that may be about any cost."""
+
+
+def in_one_unit(
+    frame: pl.DataFrame, cost: str, unit: str, notes: list[str]
+) -> tuple[pl.DataFrame, str]:
+    """Return the rows with the cost in one unit, and that unit: the one that is given, unless a
+    column names the unit of each row.
+
+    Args:
+        frame: rows with the column `cost`.
+        cost: the column that the budget limits.
+        unit: the unit that was asked for; `ms` may mean that nothing was.
+        notes: what is noticed.
+
+    Raises:
+        InputError: the column contradicts `unit` or the name of the cost, is empty beside a cost,
+            or names several units that cannot be converted.
+    """
+    name = _unit_column(frame, cost)
+    if name is None:
+        return frame, unit
+    words = frame[name].cast(pl.String).str.strip_chars()
+    numbers = number_column(frame[cost], False).fill_nan(None)
+    known = words.filter(numbers.is_not_null())
+    units = known.drop_nulls().unique().sort().to_list()
+    factors = {word: TIMES.get(word.casefold()) for word in units}
+    times = [word for word in units if factors[word] is not None]
+    in_name = own_unit(cost)
+    if not units or (in_name and not times):
+        return frame, unit
+    said = listed(units)
+    if known.null_count():
+        raise InputError(
+            f"column {name} names the unit of {cost}, but is empty in {known.null_count()} rows; "
+            "fill it in"
+        )
+    if len(units) > 1 and len(times) < len(units):
+        raise InputError(
+            f"column {name}: {cost} is in {said}, which cannot be converted into each other; keep "
+            "the rows of one unit"
+        )
+    wanted = unit if unit != MS else in_name
+    if wanted and {_length(wanted)} != {_length(word) for word in units}:
+        raise InputError(
+            f"{cost} is in {wanted}, but column {name} says {said}; rename the column that is wrong"
+        )
+    if not times:
+        notes.append(f"{cost}: in {said}, as column {name} says")
+        return frame, units[0]
+    notes.append(f"{cost}: read in {said}, as column {name} says, kept in ms; budgets are in ms")
+    factor = words.replace_strict(factors, default=None, return_dtype=pl.Float64)
+    return frame.with_columns((numbers * factor).alias(cost)), MS
+
+
+def _length(unit: str) -> tuple[str, float]:
+    """Return what tells two units apart."""
+    kept, factor = kept_as(unit)
+    return kept.casefold(), factor
+
+
+def _unit_column(frame: pl.DataFrame, cost: str) -> str | None:
+    """Return the text column that names the unit of a cost: the one whose name has most in common
+    with it."""
+    best = None
+    longest = -1
+    for name in named_like(frame.columns, UNITS):
+        about = plain(name).removesuffix("s").removesuffix("unit").rstrip("_")
+        fits = about in OF_ANY_TIME or plain(cost).startswith(about)
+        if fits and frame[name].dtype == pl.String and len(about) > longest:
+            best = name
+            longest = len(about)
+    return best
