@@ -346,8 +346,12 @@ def test_fit_loads_no_command_line_no_charts_and_no_report():
     tops = {name.partition(".")[0] for name in loaded}
     assert tops.isdisjoint({"hydra", "altair", "wandb", "jinja2", "tensorboard"})
     rooms = {".".join(name.split(".")[:3]) for name in loaded if name.startswith("knobwise.")}
-    unneeded = ("report", "compare", "command_line", "deploy")
-    assert rooms.isdisjoint({f"knobwise.experiments.{room}" for room in unneeded})
+    assert rooms.isdisjoint({f"knobwise.experiments.{room}" for room in ("command_line", "deploy")})
+    # of the report the sentence of the outcome alone
+    sentence = {
+        f"knobwise.experiments.report{part}" for part in ("", ".verdict", ".sentences", ".words")
+    }
+    assert {name for name in loaded if name.startswith("knobwise.experiments.report")} == sentence
 
 
 # -- load ------------------------------------------------------------------------------------------
