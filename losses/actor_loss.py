@@ -16,6 +16,7 @@ from tensordict.nn import (
 )
 from tensordict.utils import NestedKey
 from torch import Tensor
+from torch.distributions import Distribution
 from torchrl.objectives import LossModule
 
 from knobwise.common.errors import InputError
@@ -94,7 +95,7 @@ class ActorLoss(LossModule):
         with self.actor_network_params.to_module(self.actor_network):
             return self.actor_network.get_dist(tensordict)
 
-    def _log_prob(self, dist: Any, tensordict: TensorDictBase) -> Any:
+    def _log_prob(self, dist: Distribution, tensordict: TensorDictBase) -> Tensor:
         """Return ln π of the draws in the tensordict."""
         keys = _listed(self.tensor_keys.action)
         for key in keys:
@@ -106,7 +107,7 @@ class ActorLoss(LossModule):
             return dist.log_prob(tensordict.select(*keys).auto_batch_size_())
 
     @staticmethod
-    def _entropy(dist: Any) -> Any:
+    def _entropy(dist: Distribution) -> Tensor:
         """Return the entropy of an action in each context, [P]."""
         if not isinstance(dist, CompositeDistribution):
             return dist.entropy()
@@ -116,7 +117,7 @@ class ActorLoss(LossModule):
         return entropy.reshape(len(entropy), -1).mean(1)
 
     @staticmethod
-    def _summed(tensordict: TensorDictBase, keys: Keys) -> Any:
+    def _summed(tensordict: TensorDictBase, keys: Keys) -> Tensor | None:
         """Sum what is under these keys; None if any is missing."""
         parts = [tensordict.get(key, None) for key in _listed(keys)]
         if any(part is None for part in parts):
@@ -125,7 +126,7 @@ class ActorLoss(LossModule):
 
     # -- what a loss refuses -----------------------------------------------------------------------
 
-    def _required(self, tensordict: TensorDictBase, keys: Keys, meaning: str) -> Any:
+    def _required(self, tensordict: TensorDictBase, keys: Keys, meaning: str) -> Tensor:
         """Return what is under a key, or the sum of what is under several.
 
         Raises:
@@ -194,7 +195,7 @@ def _named(keys: Keys) -> str:
     return " + ".join(map(repr, _listed(keys)))
 
 
-def configuration_log_probs(dist: Any) -> Tensor:
+def configuration_log_probs(dist: Distribution) -> Tensor:
     """Return ln π of all configurations.
 
     Raises:

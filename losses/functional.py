@@ -137,9 +137,7 @@ def zscore_advantage(
     """
     advantage = centred_advantage(reward, weight)
     std = expectation(advantage.square(), weight).sqrt().unsqueeze(-1)
-    floor: Any = std_floor
-    if std_floor is None:
-        floor = STD_FLOOR * reward_spread(reward, weight)
+    floor = STD_FLOOR * reward_spread(reward, weight) if std_floor is None else std_floor
     # where all rewards are equal, 0/0 would be NaN
     least = torch.finfo(std.dtype).tiny
     return advantage / (std.clamp_min(floor) + std_eps).clamp_min(least)

@@ -13,6 +13,7 @@ from tensordict import TensorDict, TensorDictBase
 from tensordict.nn import ProbabilisticTensorDictSequential, dispatch
 from tensordict.utils import NestedKey
 from torch import Tensor
+from torch.distributions import Distribution
 
 from knobwise.common.checks import at_least, positive
 from knobwise.losses.actor_loss import (
@@ -39,7 +40,7 @@ from knobwise.losses.functional import (
 class Group(NamedTuple):
     """A batch of groups: log π, log π_old, log π_ref and rewards, [P, J] each."""
 
-    distribution: Any
+    distribution: Distribution
     log_prob: Tensor
     old: Tensor
     reference: Tensor | None

@@ -16,7 +16,7 @@ import time
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -44,6 +44,9 @@ from knobwise.serving.inputs import limit_of, numbers
 from knobwise.serving.requests import Decision, Result
 from knobwise.serving.runtime import Runtime, deadline_controller_of
 from knobwise.serving.tracker import LatencyTracker
+
+if TYPE_CHECKING:
+    from knobwise.serving.runtime import ServedPolicy
 
 
 class Staged(NamedTuple):
@@ -98,7 +101,7 @@ class AdaptiveModel(FirstStages):
     def __init__(
         self,
         model: AdaptiveVLM,
-        controller: Any,
+        controller: ServedPolicy,
         *,
         tracker: bool | LatencyTracker = True,
         clock: str = "wall",

@@ -48,7 +48,7 @@ class LRUCache(OrderedDict[Hashable, Any]):
         self._counts = Counter[bool]()
         self._micros = {hit: deque[float]((), DECISIONS_KEPT) for hit in (True, False)}
 
-    def put(self, key: Hashable, value: Any, hit: bool, took_ms: float) -> None:
+    def put(self, key: Hashable, value: object, hit: bool, took_ms: float) -> None:
         """Store a value as most recently used, count the hit or miss, and record its time `took_ms`
         (look-up included). Thread-safe."""
         with self.lock:

@@ -12,7 +12,9 @@ from knobwise.agents.deployed.controller import MAX_MS, NumpyController
 from knobwise.common.errors import InputError
 
 
-def numbers(name: str, value: Any, truths: bool = False, kind: Any = np.float32) -> Array:
+def numbers(
+    name: str, value: object, truths: bool = False, kind: type[np.generic] = np.float32
+) -> Array:
     """Return a copy, float32 or of another kind. Raises InputError if these are no numbers; truth
     values are 0 and 1 if `truths`, and else none."""
     if type(value) is np.ndarray and value.dtype == kind:
@@ -25,7 +27,7 @@ def numbers(name: str, value: Any, truths: bool = False, kind: Any = np.float32)
         raise InputError(str(error)) from error
 
 
-def limit_of(value: Any, unit: str = "ms", name: str = "budget_ms") -> float:
+def limit_of(value: object, unit: str = "ms", name: str = "budget_ms") -> float:
     """Return the budget of one request, or another limit of this name, as a float.
 
     Raises InputError if it is no single number, not positive, or too large to count in."""

@@ -20,11 +20,12 @@ from knobwise.agents.deployed.arrays import Array, Arrays, configurations_of
 from knobwise.agents.deployed.controller import Drift
 from knobwise.agents.training.checkpoint import Loaded
 from knobwise.common.errors import InputError
+from knobwise.envs.tables.profile_table import KnobValue
 from knobwise.serving.inputs import blocks_of, numbers
 
 Numbers = ArrayLike | Tensor
 Blocks = Mapping[str, Numbers] | Numbers | None
-Configuration = dict[str, Any]
+Configuration = dict[str, KnobValue]
 EXACT = 1e-3
 """How exactly a change of the decision is located, in ln ms."""
 
@@ -164,7 +165,9 @@ class KnobPolicy:
         chosen = self.agent.choose(blocks, each, drift=drift, random=random, cost_limits=limits)
         if note := self.agent.decider.limits_note(blocks, limits):
             warnings.warn(note, stacklevel=2)
-        results: list[Any] = [dict(self.configurations[choice]) for choice in chosen]
+        results: list[Configuration | Explanation] = [
+            dict(self.configurations[choice]) for choice in chosen
+        ]
         if explain:
             for i, choice in enumerate(chosen):
                 alone = {name: block[i : i + 1] for name, block in blocks.items()}

@@ -11,7 +11,6 @@ import json
 import logging
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -101,7 +100,7 @@ def write_onnx(deployed: Deployed, path: Path) -> None:
     `configurations`, JSON.
     """
     inputs = (*(torch.zeros(2, size) for size in deployed.sizes.values()), torch.ones(2))
-    program: Any = torch.onnx.export(
+    program = torch.onnx.export(
         deployed.eval(),
         inputs,
         input_names=[*deployed.sizes, "budget_ms"],
@@ -110,6 +109,7 @@ def write_onnx(deployed: Deployed, path: Path) -> None:
         dynamo=True,
         verbose=False,
     )
+    assert program is not None
     program.model.metadata_props["configurations"] = json.dumps(deployed.configurations)
     program.save(path)
 

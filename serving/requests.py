@@ -5,12 +5,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from knobwise.agents.deployed.arrays import Array, Arrays
 from knobwise.agents.deployed.controller import Drift, Expected, NumpyController
 from knobwise.agents.learning.request_log import packed
 from knobwise.envs.tables.units import MS
+
+if TYPE_CHECKING:
+    from knobwise.envs.tables.profile_table import KnobValue
 
 
 class PendingRequest(NamedTuple):
@@ -56,7 +59,7 @@ class Decision(NamedTuple):
     spread: float
     """The standard deviation of ln ms."""
     request: PendingRequest
-    configuration: dict[str, Any]
+    configuration: dict[str, KnobValue]
     """The knobs by name."""
     best: int
     """The choice of the controller, before anything is drawn."""
@@ -148,7 +151,7 @@ class Result(NamedTuple):
         return self.decision.choice
 
     @property
-    def configuration(self) -> dict[str, Any]:
+    def configuration(self) -> dict[str, KnobValue]:
         """The knobs of the answer."""
         return self.decision.configuration
 
@@ -177,7 +180,7 @@ class Result(NamedTuple):
         return self.total_ms <= self.budget_ms  # not if that is NaN
 
 
-def row_of(result: Result, chances: Mapping[int, float]) -> dict[str, Any]:
+def row_of(result: Result, chances: Mapping[int, float]) -> dict[str, object]:
     """Return a row of the log in plain values.
 
     `beside_ms` is the time of all but the answer, by which a reader sees whether the other two

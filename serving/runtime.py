@@ -15,7 +15,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Union
 
 import numpy as np
 
@@ -31,6 +31,12 @@ from knobwise.serving.requests import Decision, PendingRequest, Result, row_of
 from knobwise.serving.tracker import LatencyTracker
 from knobwise.serving.versions import Watched
 
+if TYPE_CHECKING:
+    from knobwise.agents.calibration.deployed_controller import DeployedController
+    from knobwise.serving.knob_policy import KnobPolicy
+
+ServedPolicy = Union["KnobPolicy", "DeployedController", NumpyController]
+"""What can decide for requests."""
 DECISIONS_KEPT = 64
 """Number of the latest decisions whose median time, knobs included, the next one is charged."""
 
@@ -88,7 +94,7 @@ class Runtime:
 
     def __init__(
         self,
-        policy: Any,
+        policy: ServedPolicy,
         *,
         tracker: bool | LatencyTracker = True,
         log: RequestLog | str | Path | None = None,
@@ -237,7 +243,7 @@ class Runtime:
             InputError: a feature is missing, no number, infinite or of another shape.
         """
         controller = request.controller
-        expected: Any = request.static
+        expected = request.static
         limit_ms = request.limit_ms
         reads = request.needs_features
         blocks: Arrays = {}
@@ -260,6 +266,8 @@ class Runtime:
                 note = controller.limits_note(blocks if reads else None, request.limits)
         except ValueError as error:
             raise InputError(f"runtime: {error}") from error
+        # without features it is what the guard's static chose
+        assert expected is not None
         best = expected[0]
         if request.explored:
             choice = self._exploration.draw(self._close(request, blocks, limit_ms))
@@ -328,7 +336,7 @@ class Runtime:
     def finish(
         self,
         decision: Decision,
-        answer: Any = None,
+        answer: object = None,
         ended: float | None = None,
         learns: bool = True,
         cost: float = math.nan,
@@ -419,9 +427,9 @@ class Runtime:
             self.tracker.ignore(f"{what} {problem}")
 
 
-def controller_of(policy: Any) -> NumpyController:
+def controller_of(policy: ServedPolicy) -> NumpyController:
     """Return the controller of a policy. Raises InputError for what is no policy."""
-    controller = getattr(policy, "agent", policy)  # of a KnobPolicy
+    controller: Any = getattr(policy, "agent", policy)  # of a KnobPolicy
     controller = getattr(controller, "decider", controller)  # exported
     if not hasattr(controller, "header"):
         raise InputError(
@@ -431,7 +439,7 @@ def controller_of(policy: Any) -> NumpyController:
     return controller
 
 
-def deadline_controller_of(policy: Any) -> NumpyController:
+def deadline_controller_of(policy: ServedPolicy) -> NumpyController:
     """Return the controller of a policy that decides under deadlines. Raises InputError for one
     under mean budgets, or whose budgets are no times."""
     controller = controller_of(policy)

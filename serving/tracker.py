@@ -25,12 +25,15 @@ import logging
 import math
 import operator
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from knobwise.common.errors import InputError
+
+if TYPE_CHECKING:
+    from knobwise.envs.tables.profile_table import KnobValue
 
 FORMAT = "knobwise.LatencyTracker/2"
 WANDER = 0.003
@@ -85,9 +88,9 @@ class LatencyTracker:
         digest: of the controller, to tell its states from those of others.
     """
 
-    def __init__(self, configurations: Sequence[Mapping[str, Any]], digest: str = "") -> None:
+    def __init__(self, configurations: Sequence[Mapping[str, KnobValue]], digest: str = "") -> None:
         self.digest = digest
-        seen: dict[tuple[str, Any], None] = {}
+        seen: dict[tuple[str, KnobValue], None] = {}
         for values in configurations:
             seen.update(dict.fromkeys(values.items()))
         # a knob with a single value has no offset
@@ -229,7 +232,7 @@ class LatencyTracker:
         values = dict(zip(self.names, np.exp(self._mean).tolist(), strict=True))
         return values | {"level": math.exp(self.level), "spread": self._scale}
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> dict[str, object]:
         """Return everything it has learned, in plain values that JSON keeps exactly."""
         return {
             "format": FORMAT,

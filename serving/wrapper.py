@@ -11,7 +11,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from knobwise.agents.deployed.arrays import configurations_of
 from knobwise.agents.learning.request_log import RequestLog
@@ -19,6 +19,9 @@ from knobwise.common.errors import InputError
 from knobwise.serving.requests import Result
 from knobwise.serving.runtime import Runtime, deadline_controller_of
 from knobwise.serving.tracker import LatencyTracker
+
+if TYPE_CHECKING:
+    from knobwise.serving.runtime import ServedPolicy
 
 
 class Wrapped(Runtime):
@@ -28,7 +31,7 @@ class Wrapped(Runtime):
         self,
         call: Callable[..., Any],
         features: Callable[[Any], Any] | None,
-        policy: Any,
+        policy: ServedPolicy,
         **options: Any,
     ) -> None:
         """Begin; `options` are those of `Runtime`."""
@@ -93,7 +96,7 @@ class AsyncWrapped(Wrapped):
 
 def wrap(
     call: Callable[..., Any],
-    policy: Any,
+    policy: ServedPolicy,
     *,
     features: Callable[[Any], Any] | None = None,
     tracker: bool | LatencyTracker = True,
@@ -101,7 +104,7 @@ def wrap(
     explore: float = 0.0,
     explore_loss: float = 0.05,
     seed: int | None = None,
-) -> Any:
+) -> Wrapped:
     """Put a policy in front of a callable, which then gets the best knobs for each request.
 
     The time of the features and of the decision is taken off the budget. The time of the answer
@@ -148,7 +151,7 @@ def wrap(
 
 
 def _check_call(
-    call: Callable[..., Any], features: Callable[[Any], Any] | None, policy: Any
+    call: Callable[..., Any], features: Callable[[Any], Any] | None, policy: ServedPolicy
 ) -> None:
     """Refuse a callable that does not take the knobs, and a policy whose features nothing
     computes."""

@@ -189,7 +189,7 @@ def chosen_context(
 
 
 def _checked(
-    name: str, value: Any, dtype: type[np.generic], low: float, high: float, count: int
+    name: str, value: object, dtype: type[np.generic], low: float, high: float, count: int
 ) -> Tensor | None:
     """Return numbers from low to high as a tensor [count]; one number holds for every context."""
     if value is None:

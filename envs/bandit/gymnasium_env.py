@@ -122,7 +122,7 @@ class ConfigBanditEnv(gymnasium.Env[Observation, Any]):
         observation, info = self._single(observations, infos, reward)
         return observation, reward, True, False, info
 
-    def render(self) -> Any:
+    def render(self) -> str | NDArray[np.uint8] | None:
         """Return the last reset or step in words or as a picture, as `render_mode` says."""
         if self.render_mode is None:
             return None
@@ -164,7 +164,9 @@ class ConfigBanditEnv(gymnasium.Env[Observation, Any]):
         self._last = dict(info), reward  # a copy, because the caller may change theirs
         return observation, numbers if self.numeric_infos else info
 
-    def _action_mask(self, mask: NDArray[np.bool_]) -> Any:
+    def _action_mask(
+        self, mask: NDArray[np.bool_]
+    ) -> tuple[NDArray[np.int8], ...] | dict[str, NDArray[np.int8]] | None:
         """Return for each knob the mask of its profiled values, int8 [values], for a mask bool [C].
 
         None if not all combinations of these values were profiled, because masks of single knobs

@@ -7,7 +7,7 @@ import os
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from operator import setitem
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import gymnasium
 import numpy as np
@@ -25,9 +25,12 @@ from knobwise.envs.bandit.reward import RewardTable, share_on_time
 from knobwise.envs.bandit.settings import BudgetConfig, RewardConfig
 from knobwise.envs.tables.profile_table import ProfileTable
 
+if TYPE_CHECKING:
+    from PIL import Image
+
 Observation = dict[str, NDArray[Any]]
 Info = dict[str, NDArray[Any]]
-Inputs = Callable[[str], tuple[str, Any]]
+Inputs = Callable[[str], tuple[str, "Image.Image | NDArray[Any] | None"]]
 """A sample id → its question, and its picture as a PIL image or an array (None if it has none)."""
 _PROCESS = os.getpid()
 """The process that imported this module; a process forked from it has another id."""
@@ -102,7 +105,9 @@ class ConfigBanditVectorEnv(VectorEnv[Observation, NDArray[Any], NDArray[Any]]):
         }
         self.limit_key = LIMIT_KEYS[budget.constraint]
         self.knob_keys = self._replay.knob_keys
-        blocks: dict[str, Any] = {name: _box(block) for name, block in self._features.items()}
+        blocks: dict[str, spaces.Space[Any]] = {
+            name: _box(block) for name, block in self._features.items()
+        }
         blocks[self.limit_key] = spaces.Box(0.0, float(np.finfo(np.float32).max), ())
         blocks["mask"] = spaces.MultiBinary(table.num_configurations)
         self.single_observation_space: Any = spaces.Dict(blocks)

@@ -41,7 +41,7 @@ class View:
     reward: float | None
     """None before the step."""
     question: str = ""
-    picture: Any = None
+    picture: Image.Image | NDArray[Any] | None = None
     """A PIL image, or an array [h, w] or [h, w, 3], uint8 or floats in 0–1."""
 
     def words(self) -> str:
@@ -142,7 +142,7 @@ def _text(
     draw.text(at, text, colour, font, anchor)
 
 
-def _fitted(picture: Any, size: tuple[int, int]) -> Image.Image:
+def _fitted(picture: Image.Image | NDArray[Any], size: tuple[int, int]) -> Image.Image:
     """Return a picture in RGB, as large as fits, on a panel of this size.
 
     The pixels of a small picture stay visible.

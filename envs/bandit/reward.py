@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ from knobwise.common.imports import imported, in_a_line
 from knobwise.envs.bandit.budgets import MIN_LATENCY_MS
 from knobwise.envs.bandit.reward_kinds import KINDS
 from knobwise.envs.bandit.settings import RewardConfig
-from knobwise.envs.tables.profile_table import ProfileTable
+from knobwise.envs.tables.profile_table import KnobValue, ProfileTable
 
 FEW = 16
 """So many measurements of a cell are few."""
@@ -97,7 +97,7 @@ class RewardFunction:
         self.knobs: dict[str, Tensor] = {}  # float32 [C], the value of each configuration
         configurations = table.configurations.to(device)
         for knob, column in zip(table.knobs, configurations.T, strict=True):
-            values: Any = knob.values
+            values: Sequence[KnobValue] = knob.values
             if any(isinstance(value, str) for value in values):
                 values = range(len(values))
             sizes = torch.tensor([*values], dtype=torch.float32, device=column.device)

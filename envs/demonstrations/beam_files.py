@@ -215,7 +215,7 @@ def _count(queries: list[Query], images: tuple[str, ...], counts: Counter[str]) 
     counts["queries with only one beam, which can be compared with no other"] = sizes[1]
 
 
-def _saved_by_us(path: Path, meta: Any) -> Record:
+def _saved_by_us(path: Path, meta: object) -> Record:
     """Return what `write_rl_data` noted of the table, if it wrote the file."""
     saved: Record = {"notes": [], "candidate_images": [], "blocks": {}}
     if isinstance(meta, dict):
@@ -234,7 +234,7 @@ def _saved_by_us(path: Path, meta: Any) -> Record:
 
 
 def write_rl_data(
-    table: BeamTable, path: str | Path, metadata: Mapping[str, Any] | None = None
+    table: BeamTable, path: str | Path, metadata: Mapping[str, object] | None = None
 ) -> None:
     """Write RL data, from which `read_beam_data` makes the same table with the same embeddings.
 

@@ -59,14 +59,14 @@ def beam_file(path: str | Path) -> Path:
     return files[0]
 
 
-def read_queries(path: Path, counts: Counter[str]) -> tuple[list[Query], Any]:
+def read_queries(path: Path, counts: Counter[str]) -> tuple[list[Query], object]:
     """Return the queries of a file, and its `_meta`, None without one.
 
     What is dropped or noticed is counted in `counts`. Raises InputError as `read_beam_data`.
     """
     content = read_json(path)
     meta = None
-    records: list[tuple[Any, Any]] = []
+    records: list[tuple[object, Any]] = []
     # a list of records, or an object by query
     if isinstance(content, list) and all(isinstance(record, dict) for record in content):
         records += zip(_keys_of(path, content, counts), content, strict=True)
@@ -85,7 +85,7 @@ def read_queries(path: Path, counts: Counter[str]) -> tuple[list[Query], Any]:
     return queries, meta
 
 
-def _keys_of(path: Path, records: list[Record], counts: Counter[str]) -> list[Any]:
+def _keys_of(path: Path, records: list[Record], counts: Counter[str]) -> list[object]:
     """Return the query of each record in a list.
 
     A record names its query as `query_id`. If none does, it is the id that ends all rows of a
@@ -157,7 +157,7 @@ def _legacy_rows(
     return rows
 
 
-def _read_query(where: str, key: Any, record: Any, counts: Counter[str]) -> Query:
+def _read_query(where: str, key: object, record: Any, counts: Counter[str]) -> Query:
     """Read a query of either format, keeping the valid rows and counting the dropped ones."""
     number = whole_numbers(where, "its key", [key])[0]
     # the rows, and what is said of the query

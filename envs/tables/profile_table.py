@@ -267,7 +267,7 @@ class ProfileTable:
             return str(self.limits.table.digest)
         sha = hashlib.sha256()
         # names first, then tensors
-        text: list[Any] = [
+        text: list[object] = [
             [(knob.name, knob.values) for knob in self.knobs],
             self.sample_ids,
             self.datasets,

@@ -10,7 +10,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple, fields
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -22,6 +22,10 @@ from knobwise.common.files import is_damaged, written_whole
 from knobwise.common.json_text import RepeatedKeyError, decoded
 from knobwise.common.progress import say
 
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+T = TypeVar("T", bound="DataclassInstance")
 DIGEST = "sha256"
 """The key in the metadata of a `.safetensors` file under which the digest of all else stands."""
 
@@ -63,14 +67,14 @@ def check_axes(name: str, table: object, axes_of: Mapping[str, str]) -> dict[str
     return lengths
 
 
-def save_table(path: str | Path, table: Any, **changed: Tensor) -> None:
+def save_table(path: str | Path, table: DataclassInstance, **changed: Tensor) -> None:
     """Write the fields of a dataclass as `.safetensors`, whole or not at all: tensors, and what is
     in dictionaries of tensors, as tensors, all else as JSON.
 
     Args:
         changed: tensors that take the place of the table's own.
     """
-    head: dict[str, Any] = {"format": f"knobwise.{type(table).__name__}/1"}
+    head: dict[str, object] = {"format": f"knobwise.{type(table).__name__}/1"}
     tensors = {}
     for f in fields(table):
         value = changed.get(f.name, getattr(table, f.name))
@@ -87,8 +91,8 @@ def save_table(path: str | Path, table: Any, **changed: Tensor) -> None:
 
 
 def load_table(
-    path: str | Path, what: str, kind: Any, changes: Mapping[str, Callable[[Any], Any]]
-) -> Any:
+    path: str | Path, what: str, kind: type[T], changes: Mapping[str, Callable[[Any], object]]
+) -> T:
     """Read a dataclass from a file of `save_table`; the tensors stay mapped to it. What the file
     lacks gets its default.
 

@@ -27,6 +27,7 @@ from knobwise.experiments.command_line.registry import READERS, groups_of, regis
 from knobwise.experiments.settings.choices import CONF
 from knobwise.experiments.settings.options import VERBS
 from knobwise.experiments.settings.profiles import group_of_run, of_run, refuse_code
+from knobwise.experiments.settings.tracking import Training
 
 OF_RUN = "of_run"
 """The choice of a group that is what the run of a checkpoint was trained on."""
@@ -142,7 +143,7 @@ def with_variants(arguments: Sequence[str]) -> list[str]:
 
 
 def run_hydra(
-    verb: str, arguments: Sequence[str], task: Callable[[Any, list[str], list[str]], object]
+    verb: str, arguments: Sequence[str], task: Callable[[Training, list[str], list[str]], object]
 ) -> None:
     """Have Hydra run the jobs of a sweep (`-m`), by the launcher that the arguments name.
 

@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from types import UnionType
-from typing import Any, get_args, get_type_hints
+from typing import TYPE_CHECKING, Any, get_args, get_type_hints
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import QuotedString
@@ -16,6 +16,9 @@ from hydra.errors import HydraException
 
 from knobwise.common.errors import InputError
 from knobwise.experiments.settings.words import CALL, NULL, quoted
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 TEXT = "text"
 TEXTS = "a list of texts"
@@ -28,7 +31,9 @@ MAX_PARTS = 9
 Kinds = Mapping[str, set[str]]
 
 
-def kinds_of(settings: Any, groups: Mapping[str, Mapping[str, Any]]) -> dict[str, set[str]]:
+def kinds_of(
+    settings: DataclassInstance, groups: Mapping[str, Mapping[str, type[DataclassInstance]]]
+) -> dict[str, set[str]]:
     """Return what the options in an instance of a settings dataclass may hold, by their keys: text,
     lists of texts, anything, nothing; an empty set for options of other kinds.
 
@@ -39,7 +44,7 @@ def kinds_of(settings: Any, groups: Mapping[str, Mapping[str, Any]]) -> dict[str
     hints = get_type_hints(type(settings))
     for f in fields(settings):
         value = getattr(settings, f.name)
-        parts = [value] if is_dataclass(value) else []
+        parts = [value] if is_dataclass(value) and not isinstance(value, type) else []
         for choice in groups.get(f.name, {}).values():
             parts.append(choice())
         for part in parts:
@@ -135,7 +140,7 @@ def _means_more(text: str, kinds: Kinds) -> bool:
     return bool(names) and all(":" in name or name.partition(".")[0] in known for name in names)
 
 
-def _parsed(text: str) -> Any:
+def _parsed(text: str) -> object:
     """Return the value that Hydra reads; None if its grammar refuses it."""
     try:
         return OverridesParser.create().parse_override(f"key={text}")._value

@@ -12,13 +12,16 @@ from difflib import get_close_matches
 from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 from knobwise import __version__
 from knobwise.common.errors import InputError
 from knobwise.common.files import check_address_space, limit_of, refused_by_system
 from knobwise.common.interruption import status_of, stopped_by_signals
 from knobwise.common.progress import say
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 VERBS = {
     "train": "command_line.train:train",
@@ -95,7 +98,7 @@ class _Output:
     """A stream whose reader may leave, as in `| head`. Later output is dropped, and the work goes
     on."""
 
-    def __init__(self, stream: Any) -> None:
+    def __init__(self, stream: TextIO) -> None:
         self._stream = stream
 
     def __getattr__(self, name: str) -> Any:
@@ -108,7 +111,7 @@ class _Output:
     def flush(self) -> None:
         self._survive(self._stream.flush)
 
-    def _survive(self, write: Callable[..., Any], *text: str) -> None:
+    def _survive(self, write: Callable[..., object], *text: str) -> None:
         try:
             write(*text)
         except BrokenPipeError:
@@ -192,7 +195,7 @@ def _is_run(argument: str) -> bool:
     return not (is_word or key.lstrip("+") in ("runs", "html", "json") or key.startswith("-"))
 
 
-def check_written(config: Any, verb: str) -> None:
+def check_written(config: DataclassInstance, verb: str) -> None:
     """Refuse files and folders that cannot be written, before anything takes time.
 
     Raises:

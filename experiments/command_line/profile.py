@@ -10,7 +10,7 @@ from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from knobwise.common.checks import at_least
 from knobwise.common.errors import InputError, Missing
@@ -23,6 +23,12 @@ from knobwise.experiments.settings.words import typed
 from knobwise.profiling.endpoint.settings import NAME as ENDPOINT
 from knobwise.profiling.endpoint.settings import NAMES, options_in
 from knobwise.profiling.measuring.settings import BUILT_IN
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from knobwise.envs.demonstrations.beam_table import BeamTable
+    from knobwise.envs.tables.profile_table import ProfileTable
 
 RECORDED = ("learner", "smollm2")
 """Models whose demonstrations are recorded, and that bring questions along."""
@@ -56,7 +62,9 @@ def profile(config: ProfileRun) -> None:
         raise InputError(f"profile: {error}") from error
 
 
-def measure(config: ProfileRun, needed: Callable[[], Any] | None = None) -> Path:
+def measure(
+    config: ProfileRun, needed: Callable[[], tuple[ProfileTable, Tensor]] | None = None
+) -> Path:
     """Measure a model with knobs; return the folder.
 
     Args:
@@ -76,7 +84,7 @@ def measure(config: ProfileRun, needed: Callable[[], Any] | None = None) -> Path
         device=config.device,
         endpoint=options_in(config),
     )
-    identity: dict[str, Any] = {}
+    identity: dict[str, object] = {}
     if config.data is None or ":" in config.model:
         identity["class"] = config.model
     runner = None
@@ -122,7 +130,7 @@ def _summary(folder: Path) -> None:
     from knobwise.common.parquet import read_parquet
 
     table = folder / "table.parquet"
-    features: Any = str(folder / "features.safetensors")
+    features: str | list[str] = str(folder / "features.safetensors")
     measured = read_parquet(table)
     words = [typed("profile.path", table), typed("profile.features", features)]
     costs = [name for name in ("usd",) if name in measured.columns]
@@ -246,7 +254,7 @@ def _profile_beams(config: ProfileRun) -> None:
     )
 
 
-def _draws_of(checkpoint: str, table: Any, shots: int) -> Callable[[Any, int], Any]:
+def _draws_of(checkpoint: str, table: BeamTable, shots: int) -> Callable[[Tensor, int], Tensor]:
     """Return a function that draws sequences from the selector in a checkpoint."""
     from knobwise.agents.selector.actor import SelectorActor
     from knobwise.agents.selector.evaluation import draw

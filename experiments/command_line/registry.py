@@ -10,7 +10,7 @@ import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from functools import cache
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING, OmegaConf
@@ -26,7 +26,10 @@ from knobwise.experiments.settings.selector_options import (
     StoredEncoder,
 )
 
-READERS: dict[str, dict[str, type[Any]]] = {
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+READERS: Mapping[str, Mapping[str, type[DataclassInstance]]] = {
     "profile": PROFILES,
     "trained_on": PROFILES,
     "beams": {"builtin": BuiltinBeams, "files": BeamFiles, "smollm2": SmollmBeams},
@@ -99,7 +102,7 @@ class Option(NamedTuple):
     """The choice of a group that alone has this option, such as `profile=table`; "" for none."""
 
 
-def field_docs(node: type[Any]) -> dict[str, str]:
+def field_docs(node: type) -> dict[str, str]:
     """Return the docstring below each field of a dataclass and of its bases, by field name."""
     docs = {}
     for part in reversed(node.__mro__[:-1]):
@@ -111,7 +114,7 @@ def field_docs(node: type[Any]) -> dict[str, str]:
 
 
 def options_in(
-    settings: Any, groups: Mapping[str, str | None], prefix: str = ""
+    settings: DataclassInstance, groups: Mapping[str, str | None], prefix: str = ""
 ) -> Iterator[Option]:
     """Yield every option in an instance of a settings dataclass, with its value as the default;
     for a group the default is its choice in `groups`."""
@@ -128,7 +131,7 @@ def options_in(
         default = words.get(str(value), str(value))
         # parts of the value, by the choice that has them; "" for all
         nested = {}
-        if is_dataclass(value):
+        if is_dataclass(value) and not isinstance(value, type):
             default = ""
             nested[""] = value
         if f.name in groups and f.name != "experiment":

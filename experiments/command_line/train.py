@@ -4,14 +4,20 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from knobwise.common.progress import has_terminal, say
 from knobwise.experiments.command_line.registry import question_of
+from knobwise.experiments.settings.options import TrainRun
 from knobwise.experiments.settings.selector_options import SelectorRun
 
+if TYPE_CHECKING:
+    from knobwise.experiments.train.run import Experiment
 
-def train(config: Any, words: list[str], named: list[str], once: bool = False) -> Path:
+
+def train(
+    config: TrainRun | SelectorRun, words: list[str], named: list[str], once: bool = False
+) -> Path:
     """Train a controller or a selector, and return the folder of the run.
 
     Args:
@@ -22,7 +28,6 @@ def train(config: Any, words: list[str], named: list[str], once: bool = False) -
     Raises:
         InputError: settings or files that cannot be used; nothing has been written then.
     """
-    experiment: Any
     question = question_of(config.experiment)
     tracking = replace(config.tracking, notes=config.tracking.notes or question)
     if has_terminal():  # where somebody waits for the next line, which takes seconds
@@ -33,8 +38,13 @@ def train(config: Any, words: list[str], named: list[str], once: bool = False) -
     # imported here, since PyTorch takes seconds
     from knobwise.experiments.train.launch import launch
 
+    experiment: Experiment
     if isinstance(config, SelectorRun):
-        from knobwise.experiments.train.selector import SelectorExperiment as experiment
+        from knobwise.experiments.train.selector import SelectorExperiment
+
+        experiment = SelectorExperiment(replace(config, tracking=tracking))
     else:
-        from knobwise.experiments.train.controller import ControllerExperiment as experiment
-    return launch(experiment(replace(config, tracking=tracking)), words, named, once)
+        from knobwise.experiments.train.controller import ControllerExperiment
+
+        experiment = ControllerExperiment(replace(config, tracking=tracking))
+    return launch(experiment, words, named, once)

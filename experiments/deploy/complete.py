@@ -36,7 +36,10 @@ from knobwise.profiling.measuring.settings import VLMProfileConfig
 CONTROLLER = "controller.npz"
 
 
-def complete(config: ProfileRun, measure: Callable[[ProfileRun, Any], Path]) -> None:
+def complete(
+    config: ProfileRun,
+    measure: Callable[[ProfileRun, Callable[[], tuple[ProfileTable, Tensor]]], Path],
+) -> None:
     """Measure, calibrate the guard again, and write the checkpoint and `controller.npz` of the run.
 
     Args:
@@ -111,7 +114,7 @@ def _settings_of(out: Path) -> VLMProfileConfig:
         if not path.exists():
             raise InputError("there is no profile to complete; measure one first")
         try:
-            noted: dict[str, Any] = decoded(path.read_bytes())["config"]
+            noted = decoded(path.read_bytes())["config"]
             known = {field.name for field in fields(VLMProfileConfig)}
             return VLMProfileConfig(**{k: x for k, x in noted.items() if k in known})
         except (ValueError, KeyError, TypeError) as error:

@@ -14,6 +14,7 @@ from rich.console import Console
 
 from knobwise.agents.deployed.controller import Drift
 from knobwise.agents.evaluation.baselines import LookupTable, fit_static
+from knobwise.agents.evaluation.policy import Policy
 from knobwise.agents.training.checkpoint import load_checkpoint
 from knobwise.common.errors import InputError
 from knobwise.common.files import write_json
@@ -41,7 +42,7 @@ MEASURED = ("accuracy", "latency_ms")
 """What was measured of each configuration."""
 
 
-def run(config: ExplainRun) -> dict[str, Any]:
+def run(config: ExplainRun) -> dict[str, object]:
     """Print an explanation, write it to `json` if that is set, and return it.
 
     Raises:
@@ -57,7 +58,7 @@ def run(config: ExplainRun) -> dict[str, Any]:
     return explained
 
 
-def _of_run(config: ExplainRun) -> dict[str, Any]:
+def _of_run(config: ExplainRun) -> dict[str, object]:
     """Explain what the decisions of a run show, from its results."""
     if config.budget_ms is not None or config.tracker is not None:
         raise InputError("budget_ms and tracker: explain one decision; say which with sample=ID")
@@ -105,12 +106,12 @@ def _of_sample(config: ExplainRun, sample: str) -> dict[str, Any]:
     return explained
 
 
-def _other_choices(policy: KnobPolicy, table: ProfileTable, budget_ms: float) -> dict[str, Any]:
+def _other_choices(policy: KnobPolicy, table: ProfileTable, budget_ms: float) -> dict[str, object]:
     """Return what is chosen at this budget without the features of the sample: by `static`, as it
     is deployed or else fitted on the profile, and by the policy for `typical` features, their means
     over the samples; None if it reads no features."""
     rows = torch.arange(table.num_samples)
-    static: Any = policy.agent.decider.static or fit_static(table, rows)
+    static: Policy = policy.agent.decider.static or fit_static(table, rows)
     if policy.agent.constraint == "mean":
         static = LookupTable(table, rows, 0.0)
     (choice,) = static.choose(

@@ -14,7 +14,7 @@ from threadpoolctl import threadpool_limits
 from torch import Tensor
 
 from knobwise.agents.calibration.deployed_controller import DeployedController
-from knobwise.agents.evaluation.own_cost import decision_us
+from knobwise.agents.evaluation.own_cost import Decider, decision_us
 from knobwise.agents.training.checkpoint import load_checkpoint
 from knobwise.common.errors import InputError
 from knobwise.common.files import write_json, written_whole
@@ -75,11 +75,11 @@ def run(config: ExportRun) -> Path:
     return out
 
 
-def _publish(made: Path, out: Path) -> dict[str, dict[str, Any]]:
+def _publish(made: Path, out: Path) -> dict[str, dict[str, int | str]]:
     """Copy the files that were made to `out`; return the size and digest of each."""
     for name in (GRAPH, GRAPH_OF_8_BITS):  # an earlier graph may be of another controller
         (out / name).unlink(missing_ok=True)
-    files = {}
+    files: dict[str, dict[str, int | str]] = {}
     for path in sorted(made.iterdir()):
         files[path.name] = {"bytes": path.stat().st_size, "digest": _digest(path)}
         with written_whole(out / path.name) as temporary:
@@ -116,7 +116,7 @@ def _make(
     table: ProfileTable,
     budgets_ms: Tensor,
     folder: Path,
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """Write the controller's files; return how graphs decide beside it, and decision times."""
     # graphs come first, since some controllers have none
     if (config.onnx or config.int8) and agent.decider.texts:
@@ -130,8 +130,8 @@ def _make(
         quantise(folder / GRAPH, folder / GRAPH_OF_8_BITS)
     path = folder / "controller.npz"
     controller = agent.export(path)
-    graphs: dict[str, Any] = {}
-    forms: dict[str, Any] = {path.name: controller}
+    graphs: dict[str, dict[str, int]] = {}
+    forms: dict[str, Decider] = {path.name: controller}
     for path in sorted(folder.glob("*.onnx"), reverse=True):
         graph = forms[path.name] = OnnxController(path)
         # with weights of 8 bits some decisions may differ

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import itertools
 import json
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
+from knobwise.agents.calibration.deployed_controller import DeployedController
 from knobwise.agents.deployed.controller import NumpyController
 from knobwise.agents.learning.acceptance import FEW
 from knobwise.agents.learning.adaptation import adapted, fit_offsets, log_ratios
@@ -130,7 +131,7 @@ def _before(out: Path, current: Path) -> Path | None:
     return version
 
 
-def _added(out: Path, loaded: Loaded, facts: dict[str, Any]) -> Path:
+def _added(out: Path, loaded: Loaded, facts: Mapping[str, object]) -> Path:
     """Add a version with its checkpoint, its arrays, and facts about it; return its folder.
 
     A command that is given again, because it was killed or by mistake, finds the version that it
@@ -169,13 +170,13 @@ def _roll_back(out: Path) -> None:
     print(f"{version}: serves again")
 
 
-def _from_log(config: UpdateRun, loaded: Loaded, digest: str) -> tuple[Loaded, dict[str, Any]]:
+def _from_log(config: UpdateRun, loaded: Loaded, digest: str) -> tuple[Loaded, dict[str, object]]:
     """Let a controller learn from the log, and print what the log shows.
 
     Returns:
         The controller of the new version, and facts about the update.
     """
-    agent: Any = loaded.controller
+    agent = loaded.controller
     # requests count if this controller or an earlier version of it decided them
     versions = loaded.extra.get("versions", [])
     log = read_log(str(config.log), agent.decider, versions)
@@ -201,7 +202,7 @@ def _from_log(config: UpdateRun, loaded: Loaded, digest: str) -> tuple[Loaded, d
     return loaded._replace(agent=result.agent, extra=extra), facts
 
 
-def _print_labels(agent: Any, logged: Logged) -> None:
+def _print_labels(agent: DeployedController, logged: Logged) -> None:
     """Print what the labels of each configuration that has enough say, beside the profile."""
     rows = labels_beside_profile(agent, logged)
     enough = [row for row in rows if row.labels >= FEW]
@@ -231,7 +232,7 @@ def _print_steps(result: Update, accept: bool) -> None:
     print("Accepted (accept=true) despite:" if accept else advice, *objections, sep="\n- ")
 
 
-def _from_cells(config: UpdateRun, loaded: Loaded, digest: str) -> tuple[Loaded, dict[str, Any]]:
+def _from_cells(config: UpdateRun, loaded: Loaded, digest: str) -> tuple[Loaded, dict[str, object]]:
     """Adapt a controller to other hardware by cells timed there.
 
     Args:
@@ -265,7 +266,7 @@ def _from_cells(config: UpdateRun, loaded: Loaded, digest: str) -> tuple[Loaded,
         "times as long as in training"
     )
     facts = {"timed": timed.name, "digest": timed.digest, "cells": len(chosen), "factors": factors}
-    agent: Any = loaded.controller
+    agent = loaded.controller
     order = torch.randperm(table.num_samples, generator=torch.Generator().manual_seed(0))
     x = agent.controller.normaliser.of_rows(table, order[:REQUESTS])
     extra = loaded.extra | {"adapted": facts, "versions": [digest]}

@@ -4,14 +4,16 @@ and of `decisions.parquet`."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, cast
+from typing import TypeVar, cast
 
 import polars as pl
 import torch
 from torch import Tensor
 
 from knobwise.agents.calibration.deployed_controller import DeployedController
+from knobwise.agents.calibration.mean_policies import MixingPolicy
 from knobwise.agents.evaluation.own_cost import OwnCost, own_costs
+from knobwise.agents.evaluation.policy import Baseline
 from knobwise.agents.training.checkpoint import Loaded
 from knobwise.envs.bandit.reward import expected_utility
 from knobwise.envs.demonstrations.beam_table import BeamTable
@@ -40,6 +42,7 @@ from knobwise.experiments.evidence.summarise import (
 )
 from knobwise.experiments.evidence.task import Metric, Task, with_costs
 
+P = TypeVar("P")
 LEARNED = "controller"
 EVALUATORS: dict[str, type[Deadlines] | type[MeanBudgets]] = {
     "deadline": Deadlines,
@@ -52,7 +55,7 @@ def evaluate_controllers(
     evaluator: Deadlines | MeanBudgets,
     controllers: Sequence[DeployedController],
     seeds: Sequence[int],
-    baselines: Sequence[Any],
+    baselines: Sequence[Baseline | MixingPolicy],
     charge: bool = True,
     before: Sequence[DeployedController | None] = (),
 ) -> tuple[RunResults, pl.DataFrame]:
@@ -98,12 +101,11 @@ def evaluate_controllers(
         gained = gained.filter(policy=LEARNED).with_columns(cluster=None)
         metric = Metric("test", value=pl.col(score) - pl.col("before"))
         (row,) = summarise(gained, [metric], conditions=False)
-        gain: Any = {key: row[key] for key in ("test", "test_ci95")}
-        results["grpo_gain"] = gain
+        results["grpo_gain"] = {"test": row["test"], "test_ci95": row["test_ci95"]}
     return results, decisions
 
 
-def _by_seed(seeds: Sequence[int], policies: Iterable[Any]) -> dict[int | None, Any]:
+def _by_seed(seeds: Sequence[int], policies: Iterable[P]) -> dict[int | None, P]:
     return dict(zip(seeds, policies, strict=True))
 
 

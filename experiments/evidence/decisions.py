@@ -9,17 +9,23 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import polars as pl
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 from polars.exceptions import PolarsError
 
 from knobwise.common.errors import InputError
 from knobwise.common.files import written_whole
 from knobwise.common.parquet import read_parquet
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Columns = Mapping[str, "ArrayLike | Tensor | pl.Series | None"]
+"""What is known of decisions, by the name of the column: values for n samples and P conditions, as
+an array that broadcasts to [n, P], NaN where unknown, or a series of n·P values; or None."""
 FILE = "decisions.parquet"
 SAMPLE = ("split", "dataset", "sample", "request")
 """The columns that tell samples apart; a sample is judged once in each split that tests it, and
@@ -135,7 +141,7 @@ def decision_rows(
     seed: int | None,
     samples: pl.DataFrame,
     conditions: Sequence[float],
-    columns: Mapping[str, Any],
+    columns: Columns,
 ) -> pl.DataFrame:
     """Return the decisions of a policy with one seed, with the columns of `SCHEMA`.
 
@@ -143,14 +149,17 @@ def decision_rows(
         seed: None if no seed changes the policy.
         samples: n rows: `sample`, `dataset` if there are several, `cluster` if there are any.
         conditions: P budgets or numbers of demonstrations.
-        columns: the values of each column, by its name: an array that broadcasts to [n, P], NaN
-            where unknown; or a series of n·P values; or None if all are unknown.
+        columns: their values, see `Columns`.
     """
     rows = samples.join(
         pl.DataFrame({"condition": conditions}), how="cross", maintain_order="left_right"
     )
     # values count samples first, then conditions
-    known = {"policy": pl.lit(policy), "seed": pl.lit(seed, pl.Int64), "source": pl.lit("replay")}
+    known: dict[str, pl.Expr | pl.Series | None] = {
+        "policy": pl.lit(policy),
+        "seed": pl.lit(seed, pl.Int64),
+        "source": pl.lit("replay"),
+    }
     for name, value in columns.items():
         if value is not None and not isinstance(value, pl.Series):
             value = pl.Series(np.broadcast_to(value, (len(samples), len(conditions))).ravel())
@@ -160,8 +169,8 @@ def decision_rows(
 
 def _complete(frame: pl.DataFrame) -> pl.DataFrame:
     """Return all columns of `SCHEMA` in their order, then others; NaN becomes null."""
-    types: Any = {name: SCHEMA[name] for name in frame.columns if name in SCHEMA}
-    known = frame.cast(types).fill_nan(None)
+    cast = [pl.col(name).cast(kind) for name, kind in SCHEMA.items() if name in frame.columns]
+    known = frame.with_columns(cast).fill_nan(None)
     return pl.concat([pl.DataFrame(schema=SCHEMA), known], how="diagonal")
 
 

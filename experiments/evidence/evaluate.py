@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from knobwise.agents.calibration.deployed_controller import DeployedController
+from knobwise.agents.calibration.mean_policies import MixingPolicy
 from knobwise.agents.evaluation.baselines import (
     Oracle,
     StaticPerDataset,
@@ -25,7 +26,7 @@ from knobwise.agents.evaluation.budgets import judged_budgets
 from knobwise.agents.evaluation.evaluation import evaluate_policy
 from knobwise.agents.evaluation.limits import further_costs
 from knobwise.agents.evaluation.own_cost import OwnCost
-from knobwise.agents.evaluation.policy import Policy
+from knobwise.agents.evaluation.policy import Baseline, Policy
 from knobwise.agents.teacher.completed import CompletedTable
 from knobwise.agents.teacher.experts import Experts
 from knobwise.common.errors import InputError
@@ -35,7 +36,7 @@ from knobwise.envs.bandit.reward import RewardTable
 from knobwise.envs.readers.joint import rows_by_dataset
 from knobwise.envs.tables.divisions import budget_rows
 from knobwise.envs.tables.profile_table import ProfileTable, Split
-from knobwise.experiments.evidence.decisions import decision_rows
+from knobwise.experiments.evidence.decisions import Columns, decision_rows
 from knobwise.experiments.evidence.schema import RunResults
 from knobwise.experiments.evidence.summarise import with_references
 from knobwise.experiments.evidence.task import DEADLINE, Task
@@ -62,7 +63,7 @@ class Evaluator(Protocol):
         """B budgets or numbers of demonstrations."""
         ...
 
-    def outcomes(self, policy: Any, cost_ms: Any = 0.0) -> Mapping[str, Any]:
+    def outcomes(self, policy: Any, cost_ms: Tensor | float = 0.0) -> Columns:
         """Let a policy decide for all samples under all conditions: the columns of its decisions,
         each as `decision_rows` takes it.
 
@@ -139,7 +140,9 @@ def clusters_of(table: ProfileTable) -> list[str] | None:
     return None
 
 
-def alone(policies: Sequence[Any]) -> dict[str, dict[int | None, Any]]:
+def alone(
+    policies: Sequence[Baseline | MixingPolicy],
+) -> dict[str, dict[int | None, Baseline | MixingPolicy]]:
     """Map each policy's name to the policy, as one without a seed: {name: {None: policy}}."""
     return {policy.name: {None: policy} for policy in policies}
 
@@ -163,8 +166,11 @@ class OnTable:
         self.budgets_ms = budgets_ms
         self.conditions = budgets_ms.tolist()
         self.labels = pl.Series([table.label(c) for c in range(table.num_configurations)])
-        names: dict[str, Any] = {"sample": table.sample_ids, "dataset": table.datasets or None}
-        names["cluster"] = clusters_of(table)
+        names = {
+            "sample": table.sample_ids,
+            "dataset": table.datasets or None,
+            "cluster": clusters_of(table),
+        }
         self.samples = pl.DataFrame(names)[self.rows.numpy()]
 
     @staticmethod
@@ -236,7 +242,7 @@ class Deadlines(OnTable):
         """Return the budgets that predictors learn to keep: these."""
         return budgets_ms
 
-    def outcomes(self, policy: Any, cost_ms: Any = 0.0) -> dict[str, Any]:
+    def outcomes(self, policy: Policy, cost_ms: Tensor | float = 0.0) -> Columns:
         """See `Evaluator`. A policy is a `Policy`; if it has a `teacher`, this one says what it
         expects."""
         judged = evaluate_policy(
@@ -245,7 +251,7 @@ class Deadlines(OnTable):
         columns = dict(vars(judged))
         if isinstance(self.table, CompletedTable):
             columns["sampling_weight"] = self.table.weight[self.rows.unsqueeze(1), judged.chosen]
-        if getattr(policy, "teacher", None) is not None:
+        if isinstance(policy, DeployedController) and policy.teacher is not None:
             left_ms = self.budgets_ms - cost_ms
             columns["expected_on_time"] = self._expected(policy, judged.chosen, left_ms)
         hindsight = getattr(policy, "hindsight", False)
@@ -274,7 +280,7 @@ class Deadlines(OnTable):
         """Add to decisions the scores that they are compared with."""
         return with_references(self.task, decisions)
 
-    def baselines(self, experts: Experts, seed: int) -> list[Policy]:
+    def baselines(self, experts: Experts, seed: int) -> list[Baseline]:
         """Return every simple way to decide.
 
         Args:
@@ -283,12 +289,12 @@ class Deadlines(OnTable):
         """
         baselines = make_baselines(self.table, self.split, seed, self.budgets_ms, experts=experts)
         # the first is this static policy once more
-        policies: list[Any] = [self.static, *baselines[1:]]
+        policies: list[Baseline] = [self.static, *baselines[1:]]
         if len(rows_by_dataset(self.table, self.rows)) > 1:
             policies.insert(1, StaticPerDataset(self.table, self.split.fitted, self.rows))
         return policies
 
-    def references(self) -> list[Policy]:
+    def references(self) -> list[Baseline]:
         """Make both ends of the oracle gap: budget-aware static, fitted on all but the test
         samples, and the oracle."""
         return [self.static, Oracle(self.table, self.rows)]

@@ -6,13 +6,14 @@ Decisions are explained as if they took no time, so that the numbers are the sam
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
+from knobwise.agents.calibration.deployed_controller import DeployedController
 from knobwise.agents.evaluation.baselines import averages
 from knobwise.agents.evaluation.policy import Policy, choices_of
 from knobwise.envs.bandit.reward import expected_utility
@@ -35,6 +36,9 @@ from knobwise.experiments.evidence.statistics import (
     mean_interval,
     resampled_means,
 )
+
+if TYPE_CHECKING:
+    from sklearn.tree import DecisionTreeClassifier
 
 MAX_SAMPLES = 1000
 """At most this many samples are explained, a random choice of a larger test part."""
@@ -73,7 +77,7 @@ class Explained:
         self,
         table: ProfileTable,
         test: Tensor,
-        policy: Any,
+        policy: DeployedController,
         budgets_ms: Tensor,
         static: Policy,
         prices: Tensor | None = None,
@@ -379,7 +383,11 @@ def distilled(explained: Explained) -> Tree:
 
 
 def _rules(
-    tree: Any, names: list[str], table: ProfileTable, node: int, when: dict[tuple[str, str], float]
+    tree: DecisionTreeClassifier,
+    names: list[str],
+    table: ProfileTable,
+    node: int,
+    when: dict[tuple[str, str], float],
 ) -> list[Rule]:
     """Return the rules of the leaves below a node of a fitted tree, from left to right.
 

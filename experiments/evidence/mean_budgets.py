@@ -8,7 +8,6 @@ same samples.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import polars as pl
@@ -34,7 +33,7 @@ from knobwise.agents.teacher.experts import Experts
 from knobwise.common.errors import InputError
 from knobwise.envs.bandit.reward import RewardTable
 from knobwise.envs.tables.profile_table import ProfileTable, Split
-from knobwise.experiments.evidence.decisions import array_of
+from knobwise.experiments.evidence.decisions import Columns, array_of
 from knobwise.experiments.evidence.evaluate import OnTable, Policies
 from knobwise.experiments.evidence.schema import ConfigurationRow, RunResults
 from knobwise.experiments.evidence.summarise import with_score_of
@@ -189,7 +188,7 @@ class MeanBudgets(OnTable):
                 f"no first stage to pay for, as {table.name!r} has if it names first_look_ms"
             )
 
-    def outcomes(self, policy: Any, cost_ms: Any = 0.0) -> dict[str, Any]:
+    def outcomes(self, policy: MixingPolicy, cost_ms: Tensor | float = 0.0) -> Columns:
         """See `Evaluator`."""
         table = self.table
         if getattr(policy, "hindsight", False):

@@ -11,7 +11,7 @@ import re
 import shlex
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, TextIO
 
 from filelock import lock_descriptor
 
@@ -22,6 +22,9 @@ from knobwise.common.files import FULL, is_damaged, locked, replace_link, sync, 
 from knobwise.common.progress import say
 from knobwise.experiments.settings.config_file import NAME as CONFIG
 from knobwise.experiments.settings.config_file import settings_text
+
+if TYPE_CHECKING:
+    from knobwise.experiments.settings.tracking import Training
 
 UNFINISHED = ".unfinished"
 """A locked file in a run's folder until its last step is done."""
@@ -68,7 +71,7 @@ def controller_at(path: str) -> NumpyController:
 
 
 @contextlib.contextmanager
-def claim(config: Any, overrides: list[str]) -> Iterator[Path]:
+def claim(config: Training, overrides: list[str]) -> Iterator[Path]:
     """Lock the folder of this run until the block ends: a new one, or the folder of the same run if
     it was stopped. After success `runs/latest` points at it.
 
@@ -120,7 +123,7 @@ def claim(config: Any, overrides: list[str]) -> Iterator[Path]:
         sync(folder)
 
 
-def _candidates(config: Any, overrides: list[str]) -> Iterator[Path]:
+def _candidates(config: Training, overrides: list[str]) -> Iterator[Path]:
     """Yield the folders that a run may have: the first one, and with -2, -3 and so on behind its
     name if other runs have taken it."""
     first = Path(config.runs) / config.experiment / (config.name or run_name(overrides))
@@ -191,7 +194,7 @@ def command_of(overrides: list[str]) -> str:
     return shlex.join(["knobwise", "train", *overrides])
 
 
-def finished_run(config: Any, overrides: list[str], digest: str) -> Path | None:
+def finished_run(config: Training, overrides: list[str], digest: str) -> Path | None:
     """Return the finished run of these settings on the data with this digest, None if there is
     none."""
     settings = settings_text(config).encode()

@@ -20,7 +20,7 @@ from knobwise.agents.selector.evaluation import Decided
 from knobwise.agents.training.checkpoint import Loaded
 from knobwise.envs.demonstrations.beam_table import BeamTable
 from knobwise.experiments.evidence.controllers import profile_of
-from knobwise.experiments.evidence.decisions import SAMPLE
+from knobwise.experiments.evidence.decisions import SAMPLE, Columns
 from knobwise.experiments.evidence.evaluate import evaluate
 from knobwise.experiments.evidence.schema import DifferenceRow, PolicyRow, RunResults
 from knobwise.experiments.evidence.summarise import summarise
@@ -61,13 +61,11 @@ class Demonstrations:
         self.samples = pl.DataFrame({"sample": [test.query_ids[row] for row in rows.tolist()]})
         self.conditions = list(map(float, shots))
 
-    def outcomes(self, policy: Judged, cost_ms: Any = 0.0) -> dict[str, Any]:
+    def outcomes(self, policy: Judged, cost_ms: Tensor | float = 0.0) -> Columns:
         """See `Evaluator`; NaN and null at numbers of shots of which nothing is known."""
         n = len(self.samples)
         shape = n, len(self.conditions)
-        columns: dict[str, Any] = {
-            name: np.full(shape, np.nan) for name in ("accuracy", "vote", "decision_us")
-        }
+        columns = {name: np.full(shape, np.nan) for name in ("accuracy", "vote", "decision_us")}
         choices = np.full(shape, None, object)
         for b, shots in enumerate(self.conditions):
             decided = policy.decided.get(int(shots))

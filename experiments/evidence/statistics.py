@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -126,7 +125,7 @@ def mean_interval(values: ArrayLike) -> list[float]:
     return mean_intervals([values])[0]
 
 
-def with_interval(name: str, values: np.ndarray) -> dict[str, Any]:
+def with_interval(name: str, values: np.ndarray) -> dict[str, float | list[float] | None]:
     """Return the mean of an array, float [S, n] or [n], and its 95 % interval, under `name` and
     `{name}_ci95`; None without samples."""
     if not values.size:

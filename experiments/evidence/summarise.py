@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import numpy as np
 import polars as pl
@@ -18,6 +18,9 @@ from knobwise.experiments.evidence.decisions import SAMPLE, splits_of
 from knobwise.experiments.evidence.schema import ReliabilityBin, UsageRow
 from knobwise.experiments.evidence.statistics import ends_of, resampled_means
 from knobwise.experiments.evidence.task import Metric, Task
+
+if TYPE_CHECKING:
+    from knobwise.envs.tables.profile_table import KnobValue
 
 BINS = 10
 """Number of bins of predicted probabilities."""
@@ -165,7 +168,7 @@ class _Ratio(NamedTuple):
         return None if np.isnan(value) else value
 
 
-def _divided(above: Any, below: Any) -> Any:
+def _divided(above: Array | np.float64, below: Array | np.float64) -> Array:
     """Return the ratio of two means; NaN where the second is 0."""
     return above / np.where(below > 1e-9, below, np.nan)
 
@@ -230,8 +233,8 @@ def reliability(decisions: pl.DataFrame, policy: str) -> list[ReliabilityBin]:
 def usage(
     decisions: pl.DataFrame,
     policies: Sequence[str],
-    settings: Mapping[str, Mapping[str, Any]],
-    knobs: Mapping[str, Sequence[Any]],
+    settings: Mapping[str, Mapping[str, KnobValue]],
+    knobs: Mapping[str, Sequence[KnobValue]],
 ) -> list[UsageRow]:
     """Return how often policies set each knob to each value, under each condition; for a mixture
     how often they are expected to.

@@ -13,8 +13,8 @@ from __future__ import annotations
 import inspect
 import itertools
 import warnings
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -30,6 +30,9 @@ from knobwise.experiments.inspection import (
     serving_checks,
 )
 from knobwise.experiments.inspection.measured import Finding, Findings, Measured
+
+if TYPE_CHECKING:
+    from knobwise.experiments.inspection.facts import Facts
 
 FAULT, WARNING = "fault", "warning"
 
@@ -109,9 +112,7 @@ CHECKS = (
 """What is looked for, in the order in which it is reported."""
 
 
-def findings_by_check(
-    table: ProfileTable, facts: Mapping[str, Any] | None = None
-) -> dict[str, list[Finding]]:
+def findings_by_check(table: ProfileTable, facts: Facts | None = None) -> dict[str, list[Finding]]:
     """Return what each check notices, by its name.
 
     Args:

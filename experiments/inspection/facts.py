@@ -103,7 +103,7 @@ def inspect_table(
     return facts | {"findings": findings, "faults": faults, "warnings": warnings}
 
 
-def _contents(table: ProfileTable) -> dict[str, Any]:
+def _contents(table: ProfileTable) -> dict[str, object]:
     """Return the numbers of `samples`, `configurations` and `clusters`, how many configurations
     there could be (`grid`), the `coverage`, which is the share of the cells that are profiled, the
     samples of the `datasets` and the widths of the `features`."""
@@ -118,7 +118,7 @@ def _contents(table: ProfileTable) -> dict[str, Any]:
     }
 
 
-def _accuracies(table: ProfileTable) -> dict[str, Any]:
+def _accuracies(table: ProfileTable) -> dict[str, object]:
     """Return how much the accuracy of a sample depends on the configuration.
 
     Returns:
@@ -137,7 +137,7 @@ def _accuracies(table: ProfileTable) -> dict[str, Any]:
     }
 
 
-def _latencies(table: ProfileTable) -> dict[str, Any]:
+def _latencies(table: ProfileTable) -> dict[str, object]:
     """Return how much latencies vary.
 
     Returns:
@@ -176,7 +176,7 @@ def _encoded(table: ProfileTable) -> ProfileTable:
     return with_texts_encoded(table, split)
 
 
-def _findings(table: ProfileTable, facts: Facts) -> list[dict[str, Any]]:
+def _findings(table: ProfileTable, facts: Facts) -> list[dict[str, object]]:
     """Return what the checks notice: the `check`, its `kind` and what it looks for (`sentence`);
     what was found (`text`), how `sure` that is, and whether it is `refused`."""
     noticed = findings_by_check(table, facts)
@@ -226,7 +226,7 @@ def _configurations(table: ProfileTable) -> list[dict[str, Any]]:
     return rows
 
 
-def _examples(table: ProfileTable) -> list[dict[str, Any]]:
+def _examples(table: ProfileTable) -> list[dict[str, object]]:
     """Return some samples, from easy to hard: a sample is harder if its fastest right answer takes
     longer."""
     needed_ms = difficulty_of(table.accuracy, table.latency_ms)
@@ -238,7 +238,7 @@ def _examples(table: ProfileTable) -> list[dict[str, Any]]:
     ]
 
 
-def _marginals(table: ProfileTable) -> dict[str, Any]:
+def _marginals(table: ProfileTable) -> dict[str, dict[str, list[Any]]]:
     """Return for each value of each knob the mean accuracy and latency over all profiled cells with
     this value."""
     accuracy = table.accuracy.double()
@@ -260,7 +260,7 @@ def _marginals(table: ProfileTable) -> dict[str, Any]:
     return marginals
 
 
-def _headroom(table: ProfileTable, budgets_ms: Tensor) -> dict[str, list[Any]]:
+def _headroom(table: ProfileTable, budgets_ms: Tensor) -> dict[str, list[float] | list[str]]:
     """Return for each budget, float [B], the utility of static and of the oracle, the share of
     samples that some configuration answers on time, and what static chooses."""
     rows = torch.arange(table.num_samples)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import Any
 
 import polars as pl
 
@@ -14,7 +13,7 @@ LOGGED = ("met", "accuracy", "choice", "best", "controller")
 """The columns of a log that shares are taken of."""
 
 
-def inspect_log(folder: str) -> dict[str, Any]:
+def inspect_log(folder: str) -> dict[str, object]:
     """Return the facts about a log, as plain values for JSON.
 
     Returns:

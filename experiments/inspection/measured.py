@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -14,6 +14,9 @@ from knobwise.agents.controller.features import FeatureNormaliser
 from knobwise.envs.bandit.budgets import log_measured, subsample
 from knobwise.envs.readers.feature_columns import block_columns
 from knobwise.envs.tables.profile_table import ProfileTable
+
+if TYPE_CHECKING:
+    from knobwise.experiments.inspection.facts import Facts
 
 MAX_SAMPLES = 20_000
 """Of larger tables every k-th sample is looked at."""
@@ -41,7 +44,7 @@ class Measured:
         ids, datasets, split_keys: of the n samples; data sets and keys by number.
     """
 
-    def __init__(self, table: ProfileTable, facts: Mapping[str, Any] | None = None) -> None:
+    def __init__(self, table: ProfileTable, facts: Facts | None = None) -> None:
         rows = subsample(torch.arange(table.num_samples), MAX_SAMPLES)
         few = subsample(torch.arange(len(rows)), MAX_FITTED)
         self.table = table

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from rich.console import Console
 
@@ -16,13 +15,20 @@ from knobwise.experiments.evidence.schema import RunResults
 from knobwise.experiments.evidence.statistics import sign_of
 from knobwise.experiments.evidence.task import DEADLINE, Row, task_of
 from knobwise.experiments.report.sentences import Sentence, texts
-from knobwise.experiments.report.tables import Folded, Table, print_sections, records, reworded
+from knobwise.experiments.report.tables import (
+    Block,
+    Folded,
+    Table,
+    print_sections,
+    records,
+    reworded,
+)
 from knobwise.experiments.report.words import LEARNED, condition_words, span
 
 # -- over a run ------------------------------------------------------------------------------------
 
 
-def explanation(results: RunResults) -> list[Any]:
+def explanation(results: RunResults) -> list[Block]:
     """Return the blocks that explain how the deployed policy sets the knobs."""
     why = results["explanation"]
     unit = unit_of(results)
@@ -43,7 +49,7 @@ def explanation(results: RunResults) -> list[Any]:
         elif row["column"] is not None:
             name = f"{name} [{row['column']}]"
         features.append(row | {"name": name})
-    blocks = [
+    blocks: list[Block] = [
         about["why"].format(**filled),
         list(map(str, on_usage(results))),
         *map(str, on_difficulty(results)),
@@ -211,7 +217,7 @@ def on_decision(explained: Row, unit: str) -> list[Sentence]:
     return [*lines, *_by_budget(explained, unit), _measured(row, explained["budget_ms"], unit)]
 
 
-def _or_same(configuration: Mapping[str, Any], chosen: Mapping[str, Any]) -> Sentence | str:
+def _or_same(configuration: Mapping[str, object], chosen: Mapping[str, object]) -> Sentence | str:
     return Sentence("the_same") if configuration == chosen else setting(configuration)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import altair as alt
 import polars as pl
 
 from knobwise.common.words import listed, points, quantity
@@ -35,7 +36,7 @@ Figures = dict[str, Figure]
 """Heading → figure."""
 TEXTS = ("heading", "caption")
 """What is said of a figure."""
-Drawn = tuple[list[Any], dict[str, Any]] | None
+Drawn = tuple[list[alt.LayerChart], dict[str, Any]] | None
 """The charts of a figure, and what its heading and caption are filled with; None without numbers.
 `columns` is how many charts stand side by side."""
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import polars as pl
@@ -14,10 +13,13 @@ from rich.console import Console
 from knobwise.common.progress import duration
 from knobwise.common.words import counted, number, points, quantity
 from knobwise.envs.tables.units import MS
+from knobwise.experiments.evidence.schema import CurvePoint
+from knobwise.experiments.evidence.task import Row
 from knobwise.experiments.inspection.facts import Facts, mean_headroom
 from knobwise.experiments.inspection.measured import CERTAIN, SURE
 from knobwise.experiments.report.sentences import Sentence, written
 from knobwise.experiments.report.tables import (
+    Block,
     Content,
     Folded,
     Table,
@@ -142,7 +144,7 @@ def print_inspection(facts: Facts, console: Console) -> None:
     print_sections(console, _sections(facts, {}))
 
 
-def _sections(facts: Facts, figures: Mapping[str, Any]) -> dict[str, list[Any]]:
+def _sections(facts: Facts, figures: Mapping[str, list[Block]]) -> dict[str, list[Block | None]]:
     """Return the page, heading → blocks, with these figures, or with none for a terminal."""
     unit = facts["unit"]
     budgets = pl.DataFrame(facts["headroom"]).to_dicts()
@@ -152,7 +154,7 @@ def _sections(facts: Facts, figures: Mapping[str, Any]) -> dict[str, list[Any]]:
         for row in zip(*knob.values(), strict=True):
             knobs.append({"knob": name, **dict(zip(knob, row, strict=True))})
     pareto = "Pareto front (accuracy against mean latency)"
-    tables = {
+    tables: dict[str, Block | None] = {
         "Headroom": Folded(
             "Gain of an oracle over static, per budget", [records(budgets, "headroom", unit)]
         ),
@@ -177,7 +179,7 @@ def _sections(facts: Facts, figures: Mapping[str, Any]) -> dict[str, list[Any]]:
     return reworded(sections, unit) | kept
 
 
-def _with_costs(table: Table, rows: Sequence[Mapping[str, Any]], facts: Facts) -> Table:
+def _with_costs(table: Table, rows: Sequence[Mapping[str, object]], facts: Facts) -> Table:
     """Return a table of these rows with the means of further costs in its last columns."""
     cells = [list(row) for row in table.rows]
     for name, about in facts["costs"].items():
@@ -187,17 +189,18 @@ def _with_costs(table: Table, rows: Sequence[Mapping[str, Any]], facts: Facts) -
     return table._replace(header=[*table.header, *means], rows=cells)
 
 
-def _how_much_to_measure(facts: Facts) -> dict[str, Any]:
+def _how_much_to_measure(facts: Facts) -> dict[str, Folded]:
     """Say which part of the cells would have been enough; nothing without a learning curve."""
     curve = facts["learning_curve"]
     if not curve:
         return {}
     rows = [point | {"effort": _effort(point, facts)} for point in curve]
-    blocks = [str(enough(rows, len(facts["configuration_means"]))), records(rows, "learning_curve")]
+    about = str(enough(rows, len(facts["configuration_means"])))
+    blocks: list[Block] = [about, records(rows, "learning_curve")]
     return {"How much to measure": Folded("Learning curve", blocks, open=True)}
 
 
-def enough(rows: Sequence[Mapping[str, Any]], configurations: int) -> Sentence:
+def enough(rows: Sequence[Row], configurations: int) -> Sentence:
     """Say which part of the cells would have been enough; of a profile of which only part was
     measured, what measuring more would bring.
 
@@ -230,7 +233,7 @@ def enough(rows: Sequence[Mapping[str, Any]], configurations: int) -> Sentence:
     )
 
 
-def _next_doubling(rows: Sequence[Mapping[str, Any]]) -> Sentence:
+def _next_doubling(rows: Sequence[Row]) -> Sentence:
     """Say what measuring more of a profile would bring, of which part of the cells was measured."""
     last = rows[-1]
     if len(rows) < 2:
@@ -250,7 +253,7 @@ def _next_doubling(rows: Sequence[Mapping[str, Any]]) -> Sentence:
     return Sentence("part_measured", cells=last["cells"], more=doubled)
 
 
-def _effort(point: Mapping[str, Any], facts: Facts) -> str:
+def _effort(point: CurvePoint, facts: Facts) -> str:
     """Say what it takes to measure cells: the time, and further costs."""
     unit = facts["unit"]
     parts = [duration(point["cost"] / 1000) if unit == MS else quantity(point["cost"], unit)]

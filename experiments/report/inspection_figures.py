@@ -8,7 +8,6 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import altair as alt
 import numpy as np
@@ -17,14 +16,17 @@ from markupsafe import Markup
 
 from knobwise.common.words import listed, quantity
 from knobwise.envs.tables.cost_words import in_words
+from knobwise.envs.tables.profile_table import KnobValue
+from knobwise.experiments.evidence.schema import CurvePoint
 from knobwise.experiments.evidence.task import Row
 from knobwise.experiments.inspection.facts import Facts
 from knobwise.experiments.report import charts
 from knobwise.experiments.report.page import Figure
+from knobwise.experiments.report.tables import Block
 from knobwise.experiments.report.words import policy_name
 
 
-def figures_of(facts: Facts) -> dict[str, list[Any]]:
+def figures_of(facts: Facts) -> dict[str, list[Block]]:
     """Draw the figures of the page, heading → blocks; that of the coverage only where there are
     holes."""
     unit = facts["unit"]
@@ -80,7 +82,7 @@ def figures_of(facts: Facts) -> dict[str, list[Any]]:
     return {"Samples": _pictures(facts)} | {name: [figures[name]] for name in figures}
 
 
-def _pictures(facts: Facts) -> list[Any]:
+def _pictures(facts: Facts) -> list[Block]:
     """Return the examples as pictures with question and latency needed; only the built-in profile
     has any."""
     if facts["name"] != "builtin":
@@ -107,7 +109,7 @@ def _pictures(facts: Facts) -> list[Any]:
 # -- charts ----------------------------------------------------------------------------------------
 
 
-def learning_curve(curve: Sequence[Mapping[str, Any]]) -> alt.LayerChart:
+def learning_curve(curve: Sequence[CurvePoint]) -> alt.LayerChart:
     """Draw the utility of the simple predictor and of static against the cells of a sample."""
     rows = []
     for point in curve:
@@ -128,7 +130,7 @@ def learning_curve(curve: Sequence[Mapping[str, Any]]) -> alt.LayerChart:
 
 
 def knob_effects(
-    knobs: Mapping[str, Mapping[str, Sequence[Any]]], unit: str = "ms"
+    knobs: Mapping[str, Mapping[str, Sequence[KnobValue]]], unit: str = "ms"
 ) -> list[alt.LayerChart]:
     """Draw mean accuracy, then latency, for each value of each knob.
 
@@ -154,7 +156,9 @@ def knob_effects(
 
 
 def coverage(
-    knobs: Mapping[str, Mapping[str, Sequence[Any]]], configurations: Sequence[Row], samples: int
+    knobs: Mapping[str, Mapping[str, Sequence[KnobValue]]],
+    configurations: Sequence[Row],
+    samples: int,
 ) -> list[alt.LayerChart]:
     """Draw how much was profiled, a chart for every pair of the first three knobs, or one for a
     single knob; blank is nothing.

@@ -15,7 +15,7 @@ import itertools
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import altair as alt
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
@@ -24,7 +24,7 @@ from markupsafe import Markup
 from knobwise.common.files import write_text
 from knobwise.envs.tables.cost_words import in_words
 from knobwise.experiments.report.sentences import TEMPLATES
-from knobwise.experiments.report.tables import Content
+from knobwise.experiments.report.tables import Block, Content
 from knobwise.experiments.report.words import POLICIES
 
 HUES: dict[str, str] = json.loads(Path(__file__).with_name("hues.json").read_text(encoding="utf-8"))
@@ -76,7 +76,7 @@ CONFIG = {
 """What all charts share, in light and dark; the width is that of a picture."""
 
 
-def specification(chart: alt.TopLevelMixin) -> dict[str, Any]:
+def specification(chart: alt.TopLevelMixin) -> dict[str, object]:
     """Return a chart as Vega-Lite, without Altair's own theme and its limit on the number of
     rows, unchecked."""
     with alt.data_transformers.enable("default", max_rows=None), alt.theme.enable("none"):
@@ -110,7 +110,9 @@ def templates() -> Environment:
     return pages
 
 
-def render_page(path: str | Path, content: Content, sections: Mapping[str, Sequence[Any]]) -> Path:
+def render_page(
+    path: str | Path, content: Content, sections: Mapping[str, Sequence[Block | None]]
+) -> Path:
     """Write a page, with all scripts and styles inside the file, and return its path.
 
     Args:

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 
@@ -87,7 +86,7 @@ def compare(config: CompareRun) -> Comparison:
     return comparison
 
 
-def numbers(comparison: Comparison) -> dict[str, Any]:
+def numbers(comparison: Comparison) -> dict[str, object]:
     """Return the content of the JSON file. Differences are `run` − `against`; `condition` is a
     budget in ms or a number of shots, None for the mean over budgets."""
     runs = []
@@ -117,5 +116,5 @@ def numbers(comparison: Comparison) -> dict[str, Any]:
     }
 
 
-def _plain(family: Sequence[Difference]) -> list[dict[str, Any]]:
+def _plain(family: Sequence[Difference]) -> list[dict[str, object]]:
     return [asdict(difference) | {"shown": shown_by(difference)} for difference in family]

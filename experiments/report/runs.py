@@ -176,7 +176,7 @@ def read_settings_of(folder: Path) -> dict[str, Any]:
     return dotted(read_settings_file(path)) if path.exists() else {}
 
 
-def differing(settings: Sequence[Mapping[str, Any]]) -> dict[str, list[str]]:
+def differing(settings: Sequence[Mapping[str, object]]) -> dict[str, list[str]]:
     """Return the settings that are not the same in all runs: key → the value in every run, as the
     command line takes it."""
     table = {}
@@ -188,7 +188,7 @@ def differing(settings: Sequence[Mapping[str, Any]]) -> dict[str, list[str]]:
     return table
 
 
-def value_words(value: Any) -> str:
+def value_words(value: object) -> str:
     """Return a value as the command line takes it."""
     return json.dumps(value, separators=(",", ":"), ensure_ascii=False).strip('"')
 

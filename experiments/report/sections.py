@@ -11,7 +11,7 @@ from markupsafe import Markup
 
 from knobwise.common.words import number, setting
 from knobwise.envs.tables.units import TIMES
-from knobwise.experiments.evidence.schema import LiveFacts, RunResults
+from knobwise.experiments.evidence.schema import LiveFacts, PolicyRow, RunResults
 from knobwise.experiments.evidence.task import Row
 from knobwise.experiments.report.between_runs import between_runs, condition_name
 from knobwise.experiments.report.choices import explanation
@@ -25,7 +25,7 @@ from knobwise.experiments.report.content import (
     when_made,
 )
 from knobwise.experiments.report.sentences import Sentence, texts, written
-from knobwise.experiments.report.tables import Content, Folded, Table, records, reworded
+from knobwise.experiments.report.tables import Block, Content, Folded, Table, records, reworded
 from knobwise.experiments.report.verdict import verdict
 from knobwise.experiments.report.words import (
     LEARNED,
@@ -121,6 +121,9 @@ def tables(comparison: Comparison) -> list[Folded]:
     return parts
 
 
+Records = Callable[[Comparison], Sequence[Row]]
+
+
 def _of_run(key: str) -> Callable[[Comparison], list[Any]]:
     """Make a function that reads the records under `key` of a single run; it gives [] for several
     runs."""
@@ -132,25 +135,25 @@ def _of_run(key: str) -> Callable[[Comparison], list[Any]]:
     return rows
 
 
-def _calls(comparison: Comparison) -> list[Any]:
+def _calls(comparison: Comparison) -> list[Row]:
     """Return how often each policy called the answering model, as a mean over the seeds."""
     rows = _of_run("true_calls")(comparison)
-    return [row | {"calls": sum(row["calls"]) / len(row["calls"])} for row in rows]
+    return [{**row, "calls": sum(row["calls"]) / len(row["calls"])} for row in rows]
 
 
-def _by_seed(comparison: Comparison, rows: Sequence[Sequence[Row]]) -> list[Any]:
+def _by_seed(comparison: Comparison, rows: Sequence[Sequence[Row]]) -> list[Row]:
     """Flatten the records of each seed into one list, with the seed in each."""
     seeds = comparison.reference.results.get("seeds", range(len(rows)))
     pairs = zip(seeds, rows, strict=False)
     return [{**row, "seed": seed} for seed, of_seed in pairs for row in of_seed]
 
 
-def _guarantees(comparison: Comparison) -> list[Any]:
+def _guarantees(comparison: Comparison) -> list[Row]:
     """List the rows of the guard: one for each seed and budget."""
     return _by_seed(comparison, _of_run("guard")(comparison))
 
 
-def _chosen(comparison: Comparison) -> list[Any]:
+def _chosen(comparison: Comparison) -> list[Row]:
     """Return the iteration that was kept in each seed, and the weight and the settings of each
     member of its teacher."""
     rows = []
@@ -165,7 +168,7 @@ def _chosen(comparison: Comparison) -> list[Any]:
     return _by_seed(comparison, rows)
 
 
-def _spent(comparison: Comparison) -> list[Any]:
+def _spent(comparison: Comparison) -> list[PolicyRow]:
     """List what the controller of a single run got and spent under each mean budget."""
     if not (comparison.single and comparison.task.equal_latency):
         return []
@@ -174,13 +177,13 @@ def _spent(comparison: Comparison) -> list[Any]:
     return [row for row in rows if row]
 
 
-def _stages(comparison: Comparison) -> list[Any]:
+def _stages(comparison: Comparison) -> list[Row]:
     """List the tested differences between policies that both runs trained, with what is shown by
     each."""
     return [asdict(each) | {"shown": shown_by(each)} for each in comparison.by_policy]
 
 
-RECORDS: dict[str, Callable[[Comparison], list[Any]]] = {
+RECORDS: dict[str, Records] = {
     "spent": _spent,
     "stages": _stages,
     "differences": _of_run("differences"),
@@ -315,7 +318,7 @@ def reproduce(comparison: Comparison) -> list[Folded]:
     run = comparison.reference
     digest = (run.results.get("profile") or {}).get("digest", "unknown")
     about = texts()["about"]["reproduce"].format(version=__version__, digest=digest)
-    blocks: list[Any] = [commands, about]
+    blocks: list[Block] = [commands, about]
     config = run.folder / "config.yaml" if run.folder else None
     if comparison.single and config is not None and config.exists():
         settings = Markup("<pre>{}</pre>").format(config.read_text(encoding="utf-8"))

@@ -37,7 +37,7 @@ class Sentence:
         fields: numbers and names in words, and parts that are sentences of the table too.
     """
 
-    def __init__(self, name: str, /, **fields: Any) -> None:
+    def __init__(self, name: str, /, **fields: object) -> None:
         self.name = name
         self.fields = fields
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Union
 
 from markupsafe import Markup
 from rich.console import Console
@@ -15,9 +15,16 @@ from knobwise.envs.tables.cost_words import in_words
 from knobwise.envs.tables.units import TIMES
 from knobwise.experiments.evidence.schema import RunResults
 from knobwise.experiments.evidence.statistics import sign_of
-from knobwise.experiments.evidence.task import TASKS
+from knobwise.experiments.evidence.task import TASKS, Row
 from knobwise.experiments.report.sentences import texts
 from knobwise.experiments.report.words import interval, policy_name, span
+
+if TYPE_CHECKING:
+    from knobwise.experiments.report.page import Figure
+
+
+Block = Union[str, list[str], dict[str, str], "Table", "Folded", "Figure"]
+"""A part of a page: a paragraph, a list, terms with their meanings, and so on."""
 
 
 class Table(NamedTuple):
@@ -46,7 +53,7 @@ class Folded(NamedTuple):
     """Blocks of a page behind a title that opens them with a click."""
 
     title: str
-    blocks: Sequence[Any]
+    blocks: Sequence[Block]
     open: bool = False
     """Whether they can be seen at once, on a terminal too."""
 
@@ -83,7 +90,7 @@ WORDY = ("words", "setting")
 
 
 def records(
-    rows: Sequence[Mapping[str, Any]],
+    rows: Sequence[Row],
     name: str,
     unit: str = "ms",
     results: RunResults | None = None,
@@ -112,7 +119,7 @@ def records(
     return table_of(lines, wordy=wordy)
 
 
-def _formatted(value: Any, ci95: Any, how: str, unit: str) -> str:
+def _formatted(value: Any, ci95: Sequence[float] | None, how: str, unit: str) -> str:
     """Return the text of a cell: a value, and its interval if it has one."""
     match how:
         case _ if value is None or value == "":
@@ -128,7 +135,7 @@ def _formatted(value: Any, ci95: Any, how: str, unit: str) -> str:
     return number(value, how) + interval(ci95, how)
 
 
-def gain_tile(meaning: str, difference: Any, ci95: Any) -> Tile:
+def gain_tile(meaning: str, difference: float | None, ci95: Sequence[float] | None) -> Tile:
     """Return the tile of a difference, in points, with its interval."""
     return Tile(f"{points(difference)} points", meaning, span(ci95).strip(), not sign_of(ci95))
 
@@ -204,7 +211,7 @@ def print_lines(console: Console, lines: Iterable[str]) -> None:
         console.print(line, markup=False, highlight=False, soft_wrap=not console.is_terminal)
 
 
-def print_sections(console: Console, sections: Mapping[str, Sequence[Any]]) -> None:
+def print_sections(console: Console, sections: Mapping[str, Sequence[Block | None]]) -> None:
     """Print the sentences and tables of a page, see `knobwise.experiments.report.page`: heading →
     blocks. A list of sentences has a dash before each."""
     for heading, blocks in sections.items():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Any
 
 import altair as alt
 import polars as pl
@@ -29,7 +28,7 @@ POINTS = 1000
 """At most this many points go into a figure of training curves."""
 
 
-def on_validation(comparison: Comparison) -> tuple[list[alt.LayerChart], dict[str, Any]] | None:
+def on_validation(comparison: Comparison) -> tuple[list[alt.LayerChart], dict[str, str]] | None:
     """Draw for each run the score on validation, what GRPO gained of it, and the rewards of stages;
     also return what the caption is filled with."""
     frames = []
@@ -78,7 +77,7 @@ def _gained(run: Run, score: pl.DataFrame) -> pl.DataFrame:
 
 def _drawn(
     logged: pl.DataFrame, stages: dict[str, int]
-) -> tuple[list[alt.LayerChart], dict[str, Any]]:
+) -> tuple[list[alt.LayerChart], dict[str, str]]:
     """Draw a chart for each number: the mean over the seeds, and a band from the lowest to the
     highest; also return what a caption is filled with."""
     # steps that only some seeds reached have no mean over the seeds

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from knobwise.common.words import counted, known, listed, number, points, quantity
 from knobwise.envs.tables.cost_words import in_words
@@ -43,7 +42,7 @@ def hidden_words(results: RunResults) -> str:
 # -- numbers ---------------------------------------------------------------------------------------
 
 
-def interval(ci95: Any, how: str) -> str:
+def interval(ci95: Sequence[float] | None, how: str) -> str:
     """Format the interval that stands below a number in a cell.
 
     It is "" where both ends are equal, as for the gap that the oracle closes.
@@ -65,7 +64,7 @@ def bracketed(ci95: Sequence[float], how: str) -> str:
     return f"[{', '.join(written)}]"
 
 
-def cell(row: Mapping[str, object], metric: Metric, unit: str = "ms") -> str:
+def cell(row: Row, metric: Metric, unit: str = "ms") -> str:
     """Return the cell of a metric, with its interval; `unit` is the unit of latencies."""
     value = row.get(metric.key)
     # latencies and costs have no interval

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
 
 from knobwise.agents.controller.settings import EXPERTS, PolicyConfig
 from knobwise.agents.training.settings import OptimiserConfig
@@ -32,7 +31,7 @@ DISTILLED_OPTIMISER = OptimiserConfig(
 """The optimiser of heads that are distilled before GRPO."""
 SAMPLED = LossConfig(objective="sampled", group_size=16)
 
-CHOICES: dict[str, dict[str, Any]] = {
+CHOICES: dict[str, dict[str, object]] = {
     "policy": {"auto": AUTO, "utility": UTILITY, "independent": INDEPENDENT},
     "optimiser": {
         "auto": DISTILLED_OPTIMISER,

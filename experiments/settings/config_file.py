@@ -9,11 +9,14 @@ import re
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml  # type: ignore[import-untyped]
 
 from knobwise.common.errors import InputError
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 NAME = "config.yaml"
 CHECKSUM = "sha256"
@@ -25,12 +28,12 @@ FLOAT = re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+")
 
 
 class _Dumper(yaml.SafeDumper):
-    def ignore_aliases(self, data: Any) -> bool:
+    def ignore_aliases(self, data: object) -> bool:
         return True
 
 
 class _Loader(yaml.SafeLoader):
-    def compose_node(self, parent: Any, index: Any) -> Any:
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
         # aliases of aliases of lists make gigabytes of a few lines
         if self.check_event(yaml.AliasEvent):
             raise yaml.YAMLError("has YAML aliases, which knobwise never writes")
@@ -42,13 +45,13 @@ for _kind in (_Dumper, _Loader):
 _Loader.add_constructor("tag:yaml.org,2002:timestamp", yaml.SafeLoader.construct_yaml_str)
 
 
-def settings_text(config: Any) -> str:
+def settings_text(config: DataclassInstance) -> str:
     """Return an instance of a settings dataclass as YAML, with its checksum; `${` in it is only
     text."""
     return text_of(asdict(config))
 
 
-def text_of(content: Mapping[str, Any]) -> str:
+def text_of(content: Mapping[str, object]) -> str:
     """Return settings by group as YAML, with their checksum."""
     text: str = yaml.dump(dict(content), Dumper=_Dumper, allow_unicode=True, sort_keys=False)
     # of the values that a reader finds, so that other spellings and comments are no damage
@@ -56,7 +59,7 @@ def text_of(content: Mapping[str, Any]) -> str:
     return f"{text}{CHECKSUM}: '{digest}'\n"
 
 
-def _digest(content: Mapping[str, Any]) -> str:
+def _digest(content: Mapping[str, object]) -> str:
     """Return the SHA-256 of settings, apart from their checksum. Raises a TypeError for what JSON
     cannot hold: bytes, sets and the like are no settings."""
     plain = {key: value for key, value in content.items() if key != CHECKSUM}
@@ -90,7 +93,7 @@ def read_settings_file(path: Path) -> dict[str, Any]:
     return content
 
 
-def dotted(content: Mapping[Any, Any]) -> dict[str, Any]:
+def dotted(content: Mapping[str, Any]) -> dict[str, Any]:
     """Return nested settings by dotted key; an empty group stays a value."""
     flat = {}
     for key, value in content.items():

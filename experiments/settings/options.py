@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from omegaconf import MISSING
 
@@ -32,6 +32,9 @@ from knobwise.profiling.demonstrations.settings import (
 from knobwise.profiling.endpoint.settings import EndpointOptions
 from knobwise.profiling.measuring.settings import VLMProfileConfig
 from knobwise.serving.proxy.settings import ServeRun
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 
 @dataclass
@@ -417,7 +420,7 @@ class WorkspaceRun:
     """Write what the view shows to this file."""
 
 
-VERBS: dict[str, type[Any]] = {
+VERBS: dict[str, type[DataclassInstance]] = {
     "train": TrainRun,
     "train_selector": SelectorRun,
     "inspect": InspectRun,

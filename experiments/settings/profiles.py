@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from omegaconf import MISSING, OmegaConf
+from omegaconf import MISSING, DictConfig, OmegaConf
 
 from knobwise.common.errors import InputError
 from knobwise.experiments.settings.config_file import read_settings_file
@@ -18,6 +18,9 @@ from knobwise.testbeds.simulated.settings import SimulatedConfig
 
 # readers import torch, which the command line does without until there is something to read
 if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+    from knobwise.agents.deployed.text import TextEncoder
     from knobwise.agents.training.checkpoint import Loaded
     from knobwise.envs.tables.profile_table import ProfileTable
 
@@ -186,7 +189,22 @@ class SimulatedProfile(SimulatedConfig):
     """The reader."""
 
 
-def group_of_run(checkpoint: str, group: str, choices: Mapping[str, type[Any]]) -> Any:
+Profile = (
+    BuiltinProfile
+    | OCRProfile
+    | SmolLMProfile
+    | Exp5Exp6Profile
+    | CoreExpProfile
+    | TableProfile
+    | JointProfile
+    | SimulatedProfile
+)
+"""The settings of a profile, of any reader."""
+
+
+def group_of_run(
+    checkpoint: str, group: str, choices: Mapping[str, type[DataclassInstance]]
+) -> DictConfig | None:
     """Return what a run was trained on, from its `config.yaml`: its profile, beams or encoder, as a
     config of its dataclass; None where that names none.
 
@@ -204,6 +222,7 @@ def group_of_run(checkpoint: str, group: str, choices: Mapping[str, type[Any]]) 
     try:
         schema = OmegaConf.structured(choices[section["format"]])
         config = OmegaConf.merge(schema, plain(section))
+        assert isinstance(config, DictConfig)
         # the dataclass may refuse values
         OmegaConf.to_object(config)
         return config
@@ -214,7 +233,7 @@ def group_of_run(checkpoint: str, group: str, choices: Mapping[str, type[Any]]) 
         ) from error
 
 
-def refuse_code(config: Any, group: str, chosen: Set[str]) -> None:
+def refuse_code(config: DictConfig, group: str, chosen: Set[str]) -> None:
     """Refuse a config of a run that names code, unless the command names it too: a run from
     elsewhere must not choose what is executed.
 
@@ -260,7 +279,7 @@ def _config_of(checkpoint: str) -> Path:
 
 
 def read_profile(
-    config: Any, loaded: Loaded | None = None, some_cells: bool = False
+    config: Profile, loaded: Loaded | None = None, some_cells: bool = False
 ) -> ProfileTable:
     """Read the profile that a config of group `profile` names.
 
@@ -280,7 +299,7 @@ def read_profile(
     if some_cells and isinstance(config, LongTables):
         settings["some_cells"] = True
     network = None
-    encoders: Mapping[str, Any] = {}
+    encoders: Mapping[str, TextEncoder] = {}
     if loaded is not None:
         from knobwise.envs.tables.columns import FEATURES, Column
 
@@ -323,14 +342,14 @@ def measured_at_once(path: str | None) -> int | None:
     return at_once if isinstance(at_once, int) else None
 
 
-def workers_of(path: str | None) -> list[dict[str, Any]]:
+def workers_of(path: str | None) -> list[dict[str, object]]:
     """Return the workers that measured the profile at this path, from the file `profile.json`
     beside it; [] where one process did, or nobody knows."""
     workers = _noted_beside(path, "workers")
     return workers if isinstance(workers, list) else []
 
 
-def _noted_beside(path: str | None, name: str) -> Any:
+def _noted_beside(path: str | None, name: str) -> object:
     if not path:
         return None
     try:
@@ -340,7 +359,7 @@ def _noted_beside(path: str | None, name: str) -> Any:
         return None
 
 
-def read_questions(config: Any) -> dict[str, str]:
+def read_questions(config: Profile) -> dict[str, str]:
     """Return the question of each sample by its id, from the file `samples.parquet` of the profile;
     {} without one."""
     import polars as pl
@@ -360,7 +379,7 @@ def read_questions(config: Any) -> dict[str, str]:
         return {}
 
 
-def _read(config: Any, settings: dict[str, Any]) -> ProfileTable:
+def _read(config: Profile, settings: dict[str, Any]) -> ProfileTable:
     """Call the reader of a config with its settings."""
     from knobwise.envs.readers.exp_files import read_core_exp, read_exp5_exp6
     from knobwise.testbeds.profiles import builtin_profile, ocr_profile, smollm_profile
@@ -441,7 +460,7 @@ def _read_table(path: str, **settings: Any) -> ProfileTable:
     return attach_features(table, features, settings.get("columns", ()), layout)
 
 
-PROFILES: dict[str, type[Any]] = {
+PROFILES: dict[str, type[Profile]] = {
     "builtin": BuiltinProfile,
     "ocr": OCRProfile,
     "smollm": SmolLMProfile,

@@ -229,7 +229,7 @@ class SelectorRun(Training):
         """
         return {name: self._plan(f"variants.{name}", self.variants[name]) for name in self.variants}
 
-    def _plan(self, where: str, values: Any) -> Plan:
+    def _plan(self, where: str, values: dict[str, object]) -> Plan:
         """Return the plan of a variant with these changes."""
         variant = changed(Variant(), values, where)
         # what the variant does not set is the run's
@@ -267,7 +267,7 @@ class Plan(NamedTuple):
     reward_model: RewardModelConfig | None
 
 
-def changed(base: T, values: Any, where: str) -> T:
+def changed(base: T, values: dict[str, object], where: str) -> T:
     """Return a dataclass with some values changed.
 
     Args:

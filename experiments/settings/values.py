@@ -59,7 +59,7 @@ def training_settings(options: Values) -> TrainRun:
             OmegaConf.update(config, key, plain(_in_python(value)), force_add=in_mapping)
         except OmegaConfBaseException as error:
             raise InputError(f"{key}={value!r}: {str(error).splitlines()[0]}") from error
-    settings: Any = OmegaConf.to_object(config)
+    settings = OmegaConf.to_object(config)
     assert isinstance(settings, TrainRun)
     return settings
 
@@ -76,7 +76,7 @@ def _of_experiment(name: str) -> tuple[dict[str, str], Values]:
     for key in ("hydra", "profile", "experiment"):
         content.pop(key, None)
     chosen: dict[str, str] = {}
-    values: dict[str, Any] = {}
+    values: dict[str, object] = {}
     for entry in content.pop("defaults", ()):
         if isinstance(entry, str):
             # an experiment that this one is built on
@@ -92,7 +92,7 @@ def _of_experiment(name: str) -> tuple[dict[str, str], Values]:
     return chosen, values | dotted(content)
 
 
-def _mistake(key: str, value: Any, known: Collection[str]) -> str:
+def _mistake(key: str, value: object, known: Collection[str]) -> str:
     """Say what is wrong with a key that is not among the known options."""
     if any(option.startswith(f"{key}.") for option in known):
         choices = ", ".join(CHOICES.get(key, ()))
@@ -101,7 +101,7 @@ def _mistake(key: str, value: Any, known: Collection[str]) -> str:
     return "there is no such option" + f"; did you mean {hint}?" * bool(hint)
 
 
-def _in_python(value: Any) -> Any:
+def _in_python(value: object) -> object:
     """Return a value without arrays, tensors, tuples and paths."""
     if hasattr(value, "tolist"):
         return value.tolist()

@@ -7,7 +7,6 @@ import re
 import shlex
 from collections.abc import Iterable
 from difflib import get_close_matches
-from typing import Any
 
 NULL = re.compile("null", re.IGNORECASE)
 """How Hydra writes that an option has no value."""
@@ -38,7 +37,7 @@ def escaped(text: str) -> str:
     return re.sub(r"(\\*)\$\{", r"\1\1\\${", text)
 
 
-def plain(values: Any) -> Any:
+def plain(values: object) -> object:
     """Return values whose text, in lists and mappings too, OmegaConf reads as it is; see
     `escaped`."""
     if isinstance(values, dict):

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -63,7 +64,7 @@ def utilities(
 
 def main(folder: Path) -> None:
     """Print a line for a run."""
-    profile = OmegaConf.to_object(group_of_run(str(folder), "profile", READERS["profile"]))
+    profile: Any = OmegaConf.to_object(group_of_run(str(folder), "profile", READERS["profile"]))
     table = read_profile(profile)
     budgets_ms = read_results(folder)["budgets_ms"]
     generator = torch.Generator().manual_seed(0)

@@ -42,7 +42,7 @@ import itertools
 import json
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from pathlib import Path
@@ -338,7 +338,7 @@ def run(folder: Path, profiles: list[str]) -> None:
         print(path.stem, round(time.perf_counter() - began), "s", flush=True)
 
 
-def write_line(path: Path, about: dict[str, Any]) -> None:
+def write_line(path: Path, about: Mapping[str, object]) -> None:
     """Append a line of JSON."""
     with path.open("a") as file:
         file.write(json.dumps(about) + "\n")

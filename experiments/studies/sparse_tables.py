@@ -12,7 +12,6 @@ import sys
 from collections.abc import Iterator, Sequence
 from fractions import Fraction
 from pathlib import Path
-from typing import Any
 
 import altair as alt
 import numpy as np
@@ -51,7 +50,7 @@ class Resamples:
     """
 
     def __init__(self, folder: Path, profile: str, shares: Sequence[Fraction]) -> None:
-        self.cases: dict[Fraction, list[dict[str, Any]]] = {}
+        self.cases: dict[Fraction, list[dict[str, np.ndarray]]] = {}
         self.draws = 0
         for draw in range(DRAWS):
             paths = {share: Case(profile, share, draw).path(folder) for share in shares}

@@ -9,15 +9,19 @@ them.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+if TYPE_CHECKING:
+    import wandb
 
 EDGES = np.linspace(-5.0, 5.0, 21)
 """The edges of the bins; what lies outside counts in the first or the last one."""
 
 
-def counts_of(name: str, values: Any) -> dict[str, float]:
+def counts_of(name: str, values: ArrayLike) -> dict[str, float]:
     """Return how many of the values, [n], are in each bin, by the name of the bin."""
     counts, _ = np.histogram(np.asarray(values).clip(EDGES[0], EDGES[-1]), EDGES)
     return {_bin(name, edge): float(count) for edge, count in zip(EDGES, counts, strict=False)}
@@ -30,18 +34,18 @@ def divided(row: Mapping[str, float]) -> tuple[dict[str, float], dict[str, list[
     return numbers, {name: [row[_bin(name, edge)] for edge in EDGES[:-1]] for name in names}
 
 
-def for_wandb(row: Mapping[str, float]) -> dict[str, Any]:
+def for_wandb(row: Mapping[str, float]) -> dict[str, float | wandb.Histogram]:
     """Return a row with histograms as W&B takes them."""
     import wandb
 
     numbers, histograms = divided(row)
-    logged: dict[str, Any] = {**numbers}
+    logged: dict[str, float | wandb.Histogram] = {**numbers}
     for name, counts in histograms.items():
         logged[name] = wandb.Histogram(np_histogram=(counts, EDGES))
     return logged
 
 
-def drawn(counts: list[float]) -> Any:
+def drawn(counts: list[float]) -> NDArray[np.float64]:
     """Return values with these counts, float [n]: each is the middle of its bin."""
     middles = (EDGES[:-1] + EDGES[1:]) / 2
     return np.repeat(middles, np.array(counts, int))

@@ -7,7 +7,7 @@ import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import polars as pl
 
@@ -23,6 +23,10 @@ from knobwise.experiments.evidence.task import (
     UTILITY,
     task_of,
 )
+
+if TYPE_CHECKING:
+    import wandb
+    from wandb.plot.custom_chart import CustomChart
 
 CELLS = 200_000
 """The most cells, about, that the table of decisions has; more make W&B's pages slow."""
@@ -102,11 +106,11 @@ def summaries_of(results: RunResults) -> dict[str, float]:
 
 
 def log_results(
-    run: Any,
+    run: wandb.Run,
     folder: Path,
     results: RunResults,
     images: Mapping[str, bytes],
-    model: Any,
+    model: wandb.Artifact | None,
 ) -> None:
     """Log the content of `results.json` to a W&B run of job type evaluate; docs/metrics.md explains
     every name.
@@ -134,7 +138,7 @@ def log_results(
         run.use_artifact(model)
 
 
-def _tables(results: RunResults, folder: Path) -> dict[str, Any]:
+def _tables(results: RunResults, folder: Path) -> dict[str, wandb.Table]:
     """Return the W&B tables that are not empty, by name."""
     task = task_of(results)
     main = task.main_condition(results)
@@ -147,7 +151,7 @@ def _tables(results: RunResults, folder: Path) -> dict[str, Any]:
     return {name: _table(rows) for name, rows in tables.items() if rows}
 
 
-def _curves(results: RunResults) -> dict[str, Any]:
+def _curves(results: RunResults) -> dict[str, CustomChart]:
     """Return the W&B charts against the budget or the number of shots, by name."""
     import wandb
 
@@ -165,14 +169,14 @@ def _curves(results: RunResults) -> dict[str, Any]:
     return curves
 
 
-def _table(rows: Sequence[Mapping[str, object]]) -> Any:
+def _table(rows: Sequence[Mapping[str, object]]) -> wandb.Table:
     import wandb
 
     columns = list(dict.fromkeys(name for row in rows for name in row))
     return wandb.Table(columns=columns, data=[list(map(row.get, columns)) for row in rows])
 
 
-def log_model(run: Any, folder: Path, scores: Mapping[str, float]) -> Any:
+def log_model(run: wandb.Run, folder: Path, scores: Mapping[str, float]) -> wandb.Artifact:
     """Log the kept checkpoint of our run as an artifact of the W&B run that trained it; return the
     artifact."""
     import wandb
@@ -187,7 +191,7 @@ def log_model(run: Any, folder: Path, scores: Mapping[str, float]) -> Any:
     return logged.wait()
 
 
-def log_profile(run: Any, profile: Mapping[str, Any]) -> None:
+def log_profile(run: wandb.Run, profile: Mapping[str, object]) -> None:
     """Log the profile of a run as an artifact of type dataset: its name, digest and sizes, not its
     files.
 
@@ -202,7 +206,7 @@ def log_profile(run: Any, profile: Mapping[str, Any]) -> None:
     (run.log_artifact if run.offline else run.use_artifact)(data)
 
 
-def _decisions(results: RunResults, folder: Path) -> list[dict[str, Any]]:
+def _decisions(results: RunResults, folder: Path) -> list[dict[str, object]]:
     """Return decisions of the trained policies and of the reference policies, at the main
     condition.
 

@@ -11,7 +11,8 @@ import json
 import math
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 import yaml  # type: ignore[import-untyped]
@@ -24,6 +25,11 @@ from knobwise.experiments.settings.options import WorkspaceRun
 from knobwise.experiments.settings.tracking import TrackingSettings
 from knobwise.experiments.tracking.tracker import project_of, wandb_mode
 from knobwise.experiments.tracking.wandb_run import environment, reason
+
+if TYPE_CHECKING:
+    import wandb
+    from wandb_workspaces.reports.v2.interface import Panel
+    from wandb_workspaces.workspaces import Section, Workspace
 
 SAVED = "wandb_views.txt"
 """A file in the folder of all runs: the address of the view of each project, one a line."""
@@ -64,12 +70,12 @@ def save_once(settings: TrackingSettings, runs: Path, knobs: list[str]) -> None:
         say(f"{reason(error)}; tracking.workspace=false saves no view")
 
 
-def _public_fields(fields: list[tuple[str, Any]]) -> dict[str, Any]:
+def _public_fields(fields: list[tuple[str, object]]) -> dict[str, object]:
     """Return the public fields of a part of a view that are not None."""
     return {name: value for name, value in fields if name[0] != "_" and value is not None}
 
 
-def view_of(config: WorkspaceRun) -> Any:
+def view_of(config: WorkspaceRun) -> Workspace:
     """Return the view as a `wandb_workspaces.workspaces.Workspace`; nothing is sent.
 
     Raises:
@@ -103,7 +109,9 @@ def view_of(config: WorkspaceRun) -> Any:
         )
 
 
-def _section(ws: Any, wr: Any, name: str, kinds: dict[str, dict[str, Any]]) -> Any:
+def _section(
+    ws: ModuleType, wr: ModuleType, name: str, kinds: dict[str, dict[str, Any]]
+) -> Section:
     """Return a section of workspace.yaml; `ws` is wandb_workspaces.workspaces."""
     panels = []
     for kind, titles in kinds.items():
@@ -116,10 +124,10 @@ def _section(ws: Any, wr: Any, name: str, kinds: dict[str, dict[str, Any]]) -> A
     )
 
 
-def _panel(wr: Any, kind: str, title: str, content: Any) -> Any:
+def _panel(wr: ModuleType, kind: str, title: str, content: Any) -> Panel:
     """Return a panel of workspace.yaml; `wr` is wandb_workspaces.reports.v2. A panel without
     content shows what its title names."""
-    fields: dict[str, Any] = {"title": title}
+    fields: dict[str, object] = {"title": title}
     spread = {"groupby_aggfunc": "mean", "groupby_rangefunc": "stddev"}
     if kind == "ScatterPlot":
         x, y = map(wr.SummaryMetric, content)
@@ -149,7 +157,7 @@ def _panel(wr: Any, kind: str, title: str, content: Any) -> Any:
     return getattr(wr, kind)(**fields)
 
 
-def _save(view: Any, addresses: Path, replace: bool = True) -> str:
+def _save(view: Workspace, addresses: Path, replace: bool = True) -> str:
     """Save the view, in place of an earlier one unless `replace` is False, and note its address in
     the file `addresses`; return the address, or "" if the view was not saved."""
     with environment({"WANDB_SILENT": "true"}):  # wandb's own lines say the same as ours
@@ -177,12 +185,12 @@ def _save(view: Any, addresses: Path, replace: bool = True) -> str:
     return address
 
 
-def _is_of(address: str, view: Any) -> bool:
+def _is_of(address: str, view: Workspace) -> bool:
     """Return True for the address of a view of the same project."""
     return urlsplit(address).path == f"/{view.entity}/{view.project}"
 
 
-def _find_project(api: Any, view: Any) -> None:
+def _find_project(api: wandb.Api, view: Workspace) -> None:
     """Raise InputError if the project of a view does not exist."""
     try:
         api.project(view.project, view.entity).id  # noqa: B018 (it is asked for here)
@@ -193,7 +201,7 @@ def _find_project(api: Any, view: Any) -> None:
         ) from error
 
 
-def _in_place_of(addresses: list[str], view: Any) -> Any:
+def _in_place_of(addresses: list[str], view: Workspace) -> Workspace:
     """Return the view that was saved at one of these addresses with the content of this one; this
     one if there is none any more."""
     for address in addresses:

@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import polars as pl
 import torch
@@ -17,6 +16,7 @@ from threadpoolctl import threadpool_limits
 from knobwise.agents import deployed as policy_package
 from knobwise.agents.calibration.calibrate import calibrate_controller
 from knobwise.agents.calibration.deployed_controller import DeployedController
+from knobwise.agents.calibration.mean_policies import MixingPolicy
 from knobwise.agents.calibration.training import (
     best_is_of_grpo,
     distillation_trainer,
@@ -28,6 +28,7 @@ from knobwise.agents.deployed.text import TextEncoder
 from knobwise.agents.evaluation.budgets import few_budgets
 from knobwise.agents.evaluation.limits import table_for
 from knobwise.agents.evaluation.own_cost import expected_cost_ms
+from knobwise.agents.evaluation.policy import Baseline
 from knobwise.agents.evaluation.texts import as_read, with_texts_encoded
 from knobwise.agents.teacher.completed import CompletedTable, measured_of
 from knobwise.agents.teacher.experts import Experts, sampled
@@ -72,6 +73,9 @@ class ControllerExperiment(Experiment):
         number: the number of the split, counted from 0. Splits after the first are experiments
             of their own, in `others`.
     """
+
+    config: TrainRun
+    table: ProfileTable
 
     def __init__(
         self, config: TrainRun, table: ProfileTable | None = None, number: int = 0
@@ -346,7 +350,7 @@ def evaluate_beside_baselines(
         fold_seed: seed of the folds of the baselines.
     """
     table = evaluator.table
-    baselines: Sequence[Any] = evaluator.references()
+    baselines: Sequence[Baseline] | Sequence[MixingPolicy] = evaluator.references()
     estimate: Attainable | None = None
     if config.baselines:
         if experts is None:
@@ -387,7 +391,7 @@ def best_of(trainer: Trainer) -> str:
     return line
 
 
-def before_grpo(loaded: Loaded) -> Any:
+def before_grpo(loaded: Loaded) -> DeployedController | None:
     """Return the controller of a checkpoint as it was before GRPO; None without GRPO or without a
     warm-up."""
     state = loaded.extra.get("before_grpo")

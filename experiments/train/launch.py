@@ -7,11 +7,12 @@ import shlex
 import time
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 
 from knobwise.common.progress import say
+from knobwise.envs.demonstrations.beam_table import BeamTable
+from knobwise.envs.tables.profile_table import ProfileTable
 from knobwise.experiments.evidence.decisions import write_decisions
 from knobwise.experiments.evidence.results import write_results
 from knobwise.experiments.evidence.run_folder import (
@@ -25,6 +26,8 @@ from knobwise.experiments.evidence.statistics import sign_of
 from knobwise.experiments.evidence.task import Row, task_of
 from knobwise.experiments.report.report import print_results, result_images, write_report
 from knobwise.experiments.report.runs import find_runs
+from knobwise.experiments.settings.options import TrainRun
+from knobwise.experiments.settings.selector_options import SelectorRun
 from knobwise.experiments.settings.words import typed
 from knobwise.experiments.tracking.tracker import git_commit, wandb_mode
 from knobwise.experiments.tracking.wandb_results import scores_by_seed
@@ -104,7 +107,12 @@ def next_command(folder: Path, worse: bool = False) -> str:
     return f"knobwise evaluate {typed('checkpoint', folder)}"
 
 
-def track_results(config: Any, folder: Path, table: Any, results: RunResults) -> str:
+def track_results(
+    config: TrainRun | SelectorRun,
+    folder: Path,
+    table: ProfileTable | BeamTable,
+    results: RunResults,
+) -> str:
     """Log to W&B the results, and the test scores of each seed in the run that trained it.
 
     Returns:

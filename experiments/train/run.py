@@ -15,9 +15,12 @@ import torch
 
 from knobwise.agents.training.trainer import Trainer
 from knobwise.common.files import written_whole
+from knobwise.envs.demonstrations.beam_table import BeamTable
+from knobwise.envs.tables.profile_table import ProfileTable
 from knobwise.experiments.evidence.controllers import profile_of
 from knobwise.experiments.evidence.schema import RunResults
 from knobwise.experiments.settings.device import a_device
+from knobwise.experiments.settings.options import TrainRun
 from knobwise.experiments.settings.selector_options import SelectorRun
 from knobwise.experiments.tracking.tracker import Tracker, wandb_mode
 
@@ -29,12 +32,13 @@ class Experiment(ABC):
         InputError: a device that is not there, tracking that cannot be used.
     """
 
-    table: Any
-    """The data to train on, a `ProfileTable` or a `BeamTable`."""
+    config: TrainRun | SelectorRun
+    table: ProfileTable | BeamTable
+    """The data to train on."""
     notes: list[str]
     """Facts about the data that a person should know."""
 
-    def __init__(self, config: Any, threads: int = 1) -> None:
+    def __init__(self, config: TrainRun | SelectorRun, threads: int = 1) -> None:
         self.config = config
         set_up_torch(threads)
         wandb_mode(config.tracking)
@@ -80,7 +84,12 @@ def seed_folder(folder: Path, seed: int) -> Path:
 
 
 def run_logged(
-    trainer: Trainer, config: Any, folder: Path, table: Any, stage: str = "", first: int = 0
+    trainer: Trainer,
+    config: TrainRun | SelectorRun,
+    folder: Path,
+    table: ProfileTable | BeamTable,
+    stage: str = "",
+    first: int = 0,
 ) -> None:
     """Run a training, or what is left of it, to its end, and log it; `stage` and `first` as in
     `Tracker`."""
@@ -95,9 +104,9 @@ def run_logged(
 
 
 def tracker_of(
-    config: Any,
+    config: TrainRun | SelectorRun,
     folder: Path,
-    table: Any,
+    table: ProfileTable | BeamTable,
     job_type: str,
     seed: int | None = None,
     **options: Any,

@@ -76,6 +76,9 @@ def policies(config: SelectorRun) -> dict[str, list[str]]:
 class SelectorExperiment(Experiment):
     """The stages of all seeds, and the data that they are judged on."""
 
+    config: SelectorRun
+    table: BeamTable
+
     def __init__(self, config: SelectorRun) -> None:
         at_least("jobs", config.jobs, 1)
         at_least("shots", config.shots, 0)

@@ -14,7 +14,6 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
 
 from filelock import lock_descriptor
 
@@ -252,7 +251,7 @@ def write_text(path: str | Path, text: str) -> None:
         temporary.write_text(text, encoding="utf-8")
 
 
-def write_json(path: str | Path | None, content: Any) -> None:
+def write_json(path: str | Path | None, content: object) -> None:
     """Write content as a JSON file, whole or not at all; errors as for `written_whole`. Without a
     path nothing is written."""
     if path is not None:

@@ -8,9 +8,17 @@ from __future__ import annotations
 
 import os
 import weakref
-from typing import Any
+from typing import Protocol
 
-FORKED: weakref.WeakSet[Any] = weakref.WeakSet()
+
+class Forked(Protocol):
+    """What holds locks or files that a forked process must not share."""
+
+    def after_fork(self) -> None:
+        """Renew them, in the new process."""
+
+
+FORKED: weakref.WeakSet[Forked] = weakref.WeakSet()
 """The living objects whose `after_fork` is called first of all in a forked process."""
 
 

@@ -80,7 +80,7 @@ def decoded(text: bytes | str) -> Any:
             gc.enable()
 
 
-def is_deeper(content: Any, levels: int) -> bool:
+def is_deeper(content: object, levels: int) -> bool:
     """Return True if decoded JSON has lists and objects inside each other on more than so many
     levels."""
     inside = _containers([content])
@@ -95,7 +95,7 @@ def _containers(content: Any) -> list[Any]:
     return [value for value in values if isinstance(value, (dict, list))]
 
 
-def encoded(content: Any, source: object) -> str:
+def encoded(content: object, source: object) -> str:
     """Return content as JSON. Raises InputError, with the name `source`, for what JSON cannot
     hold, such as NaN."""
     try:
@@ -104,7 +104,7 @@ def encoded(content: Any, source: object) -> str:
         raise InputError(f"{source}: metadata that JSON cannot hold ({error})") from error
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
     """Return an object as a dictionary. Raises RepeatedKeyError."""
     record = dict(pairs)
     if len(record) < len(pairs):

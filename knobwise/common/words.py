@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeGuard
+from typing import TypeGuard
 
 
 def known(value: object) -> TypeGuard[float]:
@@ -58,6 +58,6 @@ def listed(words: Sequence[str]) -> str:
     return f"{', '.join(words[:-1])} and {words[-1]}"
 
 
-def setting(knobs: Mapping[str, Any]) -> str:
+def setting(knobs: Mapping[str, object]) -> str:
     """Return a configuration in words: `crops=2, mode=fast`."""
     return ", ".join(f"{name}={value}" for name, value in knobs.items())

@@ -119,9 +119,9 @@ def profile_beams(
         beams = in_chunks(state / f"round-{index}", table=table, find=find)
         table = _with_found(table, beams, index)
     info = _write(out, table, task, config)
-    info |= {"rounds": rounds, "figures": figures(table, zero_shot)}
-    write_json(out / "beams-info.json", info)
-    print_figures(info["figures"])
+    shares = figures(table, zero_shot)
+    write_json(out / "beams-info.json", info | {"rounds": rounds, "figures": shares})
+    print_figures(shares)
     return table
 
 
@@ -220,7 +220,7 @@ def _in_chunks(folder: Path, *, chunk: int, table: BeamTable, find: Find | None,
 
 def _write(
     out: Path, table: BeamTable, task: BeamTask, config: BeamProfileConfig
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """Write the table; return what is known of its files."""
     table.save(out / "beams.safetensors")
     files = ["beams.safetensors"]
@@ -241,7 +241,7 @@ def _write(
     }
 
 
-def figures(table: BeamTable, zero_shot: Fields) -> dict[str, Any]:
+def figures(table: BeamTable, zero_shot: Fields) -> dict[str, object]:
     """Compute the shares of right answers, by how sequences were found and by their length.
 
     `correct` is the share of a kind's sequences, `any_correct` the share of queries with at least

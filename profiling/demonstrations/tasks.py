@@ -36,7 +36,7 @@ class BeamTask(NamedTuple):
 
     table: BeamTable  # with pools, without beams
     scorer: Scorer
-    options: dict[str, Any]  # the model and the settings that make the task
+    options: Mapping[str, object]  # the model and the settings that make the task
     # sha256 of the files that it is read from, where the table does not contain them
     sources: Mapping[str, str] = {}
     # the kinds of questions of queries and bank; None where the items do not name them

@@ -5,17 +5,20 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 from knobwise.common.errors import InputError
 
+if TYPE_CHECKING:
+    from knobwise.envs.tables.profile_table import KnobValue
+
 
 def sample_grid(
-    values: Mapping[str, Sequence[Any]], count: int = 0, seed: int = 0
-) -> list[dict[str, Any]]:
+    values: Mapping[str, Sequence[KnobValue]], count: int = 0, seed: int = 0
+) -> list[dict[str, KnobValue]]:
     """Choose `count` different configurations of the grid that these values span, or all for 0.
 
     They are spread evenly over all knobs at once, as a Latin hypercube (McKay et al. 1979); a point

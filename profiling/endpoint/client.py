@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import urlsplit
 
 import openai
@@ -24,6 +24,9 @@ from openai.types.chat import ChatCompletion
 
 from knobwise.common.errors import InputError
 from knobwise.common.progress import duration, say
+
+if TYPE_CHECKING:
+    from openai.types import CompletionUsage
 
 T = TypeVar("T")
 KEY = "OPENAI_API_KEY"
@@ -128,7 +131,7 @@ class EndpointClient:
 
     def ask(
         self,
-        body: Mapping[str, Any],
+        body: Mapping[str, object],
         lost: Callable[[], None] = lambda: None,
         whole: bool = False,
     ) -> EndpointReply:
@@ -147,7 +150,7 @@ class EndpointClient:
         return self._in_loop(self._ask(body, lost, whole))
 
     async def _ask(
-        self, body: Mapping[str, Any], lost: Callable[[], None], whole: bool
+        self, body: Mapping[str, object], lost: Callable[[], None], whole: bool
     ) -> EndpointReply:
         read = self._whole if whole else self._streamed
         failures = 0
@@ -194,7 +197,9 @@ class EndpointClient:
                 raise InputError(f"endpoint={self.url}: failed {ATTEMPTS} times ({problem})")
             await asyncio.sleep(_wait_s(failures))
 
-    async def _streamed(self, body: Mapping[str, Any], reply: EndpointReply, start: float) -> None:
+    async def _streamed(
+        self, body: Mapping[str, object], reply: EndpointReply, start: float
+    ) -> None:
         """Read a stream to its end into a reply; or an answer in one piece, of a server that does
         not stream."""
         usage = {"include_usage": True}
@@ -239,7 +244,7 @@ class EndpointClient:
         if not reply.counted:
             reply.tokens_out = chunks
 
-    async def _whole(self, body: Mapping[str, Any], reply: EndpointReply, start: float) -> None:
+    async def _whole(self, body: Mapping[str, object], reply: EndpointReply, start: float) -> None:
         """Read an answer in one piece into a reply."""
         create: Any = self._client.chat.completions.create
         if "prompt" in body:
@@ -319,7 +324,7 @@ def _refused(error: openai.APIStatusError) -> bool:
     return error.status_code == 400 and error.code == "content_filter"
 
 
-def _count(usage: Any, reply: EndpointReply) -> None:
+def _count(usage: CompletionUsage, reply: EndpointReply) -> None:
     """Note the tokens that a server counted."""
     reply.counted = True
     reply.tokens_in = usage.prompt_tokens

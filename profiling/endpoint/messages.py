@@ -7,13 +7,16 @@ import io
 import json
 import math
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from knobwise.common.errors import InputError
 from knobwise.common.imports import imported, in_a_line
+
+if TYPE_CHECKING:
+    from PIL import Image
 
 Message = dict[str, Any]
 MessageFunction = Callable[[str, Mapping[str, Any]], list[Message]]
@@ -47,7 +50,7 @@ def message_function(name: str | None) -> MessageFunction:
     return checked
 
 
-def with_image(messages: list[Message], image: Any) -> list[Message]:
+def with_image(messages: list[Message], image: Image.Image | None) -> list[Message]:
     """Return messages with a picture before the text of the last one of the user; None leaves them
     as they are."""
     if image is None:

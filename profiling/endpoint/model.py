@@ -6,7 +6,7 @@ import functools
 import inspect
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import polars as pl
 from openai.resources.chat.completions import AsyncCompletions
@@ -28,6 +28,10 @@ from knobwise.profiling.measuring.adaptive_model import (
     check_configuration,
     clock_ms,
 )
+
+if TYPE_CHECKING:
+    from knobwise.envs.tables.profile_table import KnobValue
+    from knobwise.profiling.endpoint.replies import Body
 
 OURS = {
     *("self", "messages", "stream", "stream_options", "n", "timeout", "tools", "functions"),
@@ -80,7 +84,7 @@ class EndpointModel:
         if self._client.prices:
             self.columns += ("usd",)
 
-    def _knob(self, name: str, values: Sequence[Any]) -> KnobSupport:
+    def _knob(self, name: str, values: Sequence[KnobValue | None]) -> KnobSupport:
         """Describe a knob. Raises InputError if it sets nothing."""
         if name in self.extra_body or name in request_fields():
             sets = f"the field {name} of a request"
@@ -97,7 +101,7 @@ class EndpointModel:
         return KnobSupport(name, values[0], values=tuple(values), sets=sets)
 
     @property
-    def identity(self) -> dict[str, Any]:
+    def identity(self) -> dict[str, object]:
         """What times and answers depend on besides the models: a profile goes on only with the
         same."""
         options = self._options
@@ -131,7 +135,7 @@ class EndpointModel:
         texts = {"prompt": request.question}
         return FirstStage(request, blocks, None, spent_ms, spent_ms, texts=texts)
 
-    def body(self, request: Request, configuration: Configuration) -> dict[str, Any]:
+    def body(self, request: Request, configuration: Configuration) -> Body:
         """Return what is sent, as arguments of the client's `chat.completions.create`."""
         knobs = check_configuration(self.knobs, configuration)
         extra = dict(self.extra_body)
@@ -169,7 +173,7 @@ class EndpointModel:
         """
         return [self._answer(self.body(stage.request, configuration)) for stage in stages]
 
-    def _answer(self, body: dict[str, Any]) -> Answer:
+    def _answer(self, body: Body) -> Answer:
         """Ask for one answer, and pay for it."""
         reply, usd = self._client.ask(body)
         extra = {"tokens_in": float(reply.tokens_in), "tokens_out": float(reply.tokens_out)}

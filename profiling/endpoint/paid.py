@@ -70,11 +70,11 @@ class PaidClient:
         images = images_in(messages) * price.image_tokens
         return price.usd(most_tokens(messages) + images, tokens_out)
 
-    def reserve(self, body: Mapping[str, Any]) -> bool:
+    def reserve(self, body: Mapping[str, object]) -> bool:
         """Reserve what a request can cost at most; False if that is too much."""
         return self.money.reserve(self.most_usd(body))
 
-    def ask(self, body: Mapping[str, Any], whole: bool = False) -> tuple[EndpointReply, float]:
+    def ask(self, body: Mapping[str, object], whole: bool = False) -> tuple[EndpointReply, float]:
         """Send a request that was reserved or not, wait for its answer (see `EndpointClient.ask`),
         and pay for it; return its price in US dollars too.
 

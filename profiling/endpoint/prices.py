@@ -6,7 +6,7 @@ import math
 import threading
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import yaml  # type: ignore[import-untyped]
 
@@ -52,7 +52,7 @@ def read_prices(path: str | Path) -> dict[str, Price]:
         return {str(model): _price(str(model), values) for model, values in content.items()}
 
 
-def _price(model: str, values: Any) -> Price:
+def _price(model: str, values: object) -> Price:
     """Read the price of a model."""
     if not isinstance(values, Mapping) or not {"input", "output"} <= {*values}:
         raise InputError(f"{model}: needs input and output, dollars for a million tokens")

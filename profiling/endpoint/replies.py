@@ -22,7 +22,7 @@ REPLIES = "replies.jsonl"
 """The file of what the server said, in the state folder."""
 Body = dict[str, Any]
 """What is sent, as arguments of the client."""
-Read = Callable[[EndpointReply], Any]
+Read = Callable[[EndpointReply], object]
 """Takes what is needed from a reply, as JSON holds it. Raises ValueError for a reply without it."""
 
 
@@ -60,7 +60,7 @@ class Replies:
             raise InputError(f"{path}: is damaged ({error}); move it away to ask again") from error
         self._write("first", None, before)
 
-    def _write(self, request: str, reply: Any, usd: float) -> None:
+    def _write(self, request: str, reply: object, usd: float) -> None:
         """Note what was said to a request, where it is kept."""
         if self._file is not None:
             line = {"request": request, "usd": usd, "reply": reply}
@@ -94,7 +94,7 @@ class Replies:
             )
         return [self._known[key] for key, _ in keyed]
 
-    def _answer(self, body: Body, read: Read) -> tuple[Any, float]:
+    def _answer(self, body: Body, read: Read) -> tuple[object, float]:
         """Send a request; return what is read from the reply, and the price."""
         reply, usd = self.client.ask(body, whole=True)
         if reply.failed:
@@ -114,7 +114,7 @@ class Replies:
         self.client.close()
 
 
-def _digest(body: Mapping[str, Any]) -> str:
+def _digest(body: Mapping[str, object]) -> str:
     """Return what tells a request from others."""
     text = orjson.dumps(body, option=orjson.OPT_SORT_KEYS)
     return hashlib.blake2b(text, digest_size=16).hexdigest()

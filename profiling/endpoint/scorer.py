@@ -117,7 +117,7 @@ class EndpointScorer:
             raise
 
     @property
-    def identity(self) -> dict[str, Any]:
+    def identity(self) -> dict[str, object]:
         """What scores depend on besides the model: a folder goes on only with the same."""
         return {
             "endpoint": self._replies.client.url,

@@ -11,15 +11,23 @@ setting, one in `SAME_AT_EVERY_SETTING` of `first_stage.py`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from math import ceil, isqrt
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from knobwise.profiling.measuring.adaptive_model import KnobSupport
 
-Assignment = tuple[Any, str, Any]
+if TYPE_CHECKING:
+    from transformers import (
+        BaseImageProcessor,
+        PreTrainedModel,
+        PreTrainedTokenizerBase,
+        ProcessorMixin,
+    )
+
+Assignment = tuple[object, str, object]
 """An object, the name of an attribute of it, the value to give it."""
 
 TOKENS_PER_CROP = 64
@@ -41,13 +49,15 @@ class ModelKnob(NamedTuple):
     """Returns what must be assigned, for a while, to set a value."""
 
 
-Family = Callable[[Any, Any, Any], ModelKnob]
+Family = Callable[["PreTrainedModel", "BaseImageProcessor", "ProcessorMixin"], ModelKnob]
 """A function of a model, its image processor and its processor, which returns their knob."""
 
 _TILES = "image tiles, at most, beside the overview of the whole image"
 
 
-def crops_knob(model: Any, processor: Any) -> ModelKnob:
+def crops_knob(
+    model: PreTrainedModel, processor: ProcessorMixin | PreTrainedTokenizerBase
+) -> ModelKnob:
     """Return `max_crops` of a model, and what sets it. The knob has one value if it cannot be
     set."""
     family = model.config.model_type
@@ -68,12 +78,17 @@ def _cap(default: int, most: int, sets: str = _TILES) -> KnobSupport:
     return KnobSupport("max_crops", default, 1, most, sets)
 
 
-def _count_tiles(sizes: Iterable[Any], side: int) -> dict[tuple[int, ...], int]:
+def _count_tiles(sizes: Iterable[Sequence[int]], side: int) -> dict[tuple[int, ...], int]:
     """Count the tiles of each size of an image, in pixels."""
     return {tuple(size): ceil(size[0] / side) * ceil(size[1] / side) for size in sizes}
 
 
-def _tiles(model: Any, image_processor: Any, processor: Any, name: str) -> ModelKnob:
+def _tiles(
+    model: PreTrainedModel,
+    image_processor: BaseImageProcessor,
+    processor: ProcessorMixin,
+    name: str,
+) -> ModelKnob:
     """Set the cap where the image processor holds it in an attribute (Llama4, Molmo2).
 
     `name` is that of the attribute."""
@@ -81,7 +96,9 @@ def _tiles(model: Any, image_processor: Any, processor: Any, name: str) -> Model
     return ModelKnob(_cap(most, most), lambda value: [(image_processor, name, value)])
 
 
-def _llava_next(model: Any, image_processor: Any, processor: Any) -> ModelKnob:
+def _llava_next(
+    model: PreTrainedModel, image_processor: BaseImageProcessor, processor: ProcessorMixin
+) -> ModelKnob:
     """Keep only the grids with no more tiles than the cap. The model and its image processor hold
     a list of grids each."""
     size = image_processor.crop_size or image_processor.size
@@ -100,7 +117,9 @@ def _llava_next(model: Any, image_processor: Any, processor: Any) -> ModelKnob:
     return ModelKnob(_cap(most, most), assign)
 
 
-def _idefics3(model: Any, image_processor: Any, processor: Any) -> ModelKnob:
+def _idefics3(
+    model: PreTrainedModel, image_processor: BaseImageProcessor, processor: ProcessorMixin
+) -> ModelKnob:
     """Scale every image to k tiles along its longer side. It then has up to k² tiles, so the cap
     takes effect at squares: between two it counts as the lower."""
     side = int(image_processor.max_image_size["longest_edge"])
@@ -119,7 +138,9 @@ def _idefics3(model: Any, image_processor: Any, processor: Any) -> ModelKnob:
     return ModelKnob(_cap(default, most), assign)
 
 
-def _aria(model: Any, image_processor: Any, processor: Any) -> ModelKnob:
+def _aria(
+    model: PreTrainedModel, image_processor: BaseImageProcessor, processor: ProcessorMixin
+) -> ModelKnob:
     """Cut crops of 490 or 980 pixels, counted by area: one of 980 is four of 490. There is no
     overview. The family's processor takes images of one call only if it cuts them into equally many
     crops."""
@@ -132,7 +153,7 @@ def _aria(model: Any, image_processor: Any, processor: Any) -> ModelKnob:
     def assign(value: int) -> list[Assignment]:
         # whole crops of the usual side that fit under the cap
         count = value // area
-        changed: dict[str, Any] = {"max_image_size": side, "split_image": count > 1}
+        changed: dict[str, object] = {"max_image_size": side, "split_image": count > 1}
         if count < 1:
             changed["max_image_size"] = ARIA_SIDES[0]
         elif count > 1:
@@ -149,7 +170,12 @@ def _aria(model: Any, image_processor: Any, processor: Any) -> ModelKnob:
     return ModelKnob(_cap(default, most, sets), assign)
 
 
-def _pixels(model: Any, image_processor: Any, processor: Any, frames: bool = False) -> ModelKnob:
+def _pixels(
+    model: PreTrainedModel,
+    image_processor: BaseImageProcessor,
+    processor: ProcessorMixin,
+    frames: bool = False,
+) -> ModelKnob:
     """Cap the pixels of an image (Qwen-VL, GLM-V).
 
     With `frames` an image counts as all frames of one step in time."""
@@ -173,7 +199,9 @@ def _pixels(model: Any, image_processor: Any, processor: Any, frames: bool = Fal
     return ModelKnob(_cap(most, most, sets), assign)
 
 
-def _gemma4(model: Any, image_processor: Any, processor: Any) -> ModelKnob:
+def _gemma4(
+    model: PreTrainedModel, image_processor: BaseImageProcessor, processor: ProcessorMixin
+) -> ModelKnob:
     """Scale every image to as many vision tokens as its shape can use of the cap, which counts as
     the highest of `GEMMA_SOFT_TOKENS` below it."""
     unit = GEMMA_SOFT_TOKENS[0]

@@ -14,19 +14,25 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from knobwise.common.errors import InputError
 from knobwise.profiling.huggingface.knobs import assign
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+    from transformers.modeling_outputs import BaseModelOutput
+
 SAME_AT_EVERY_SETTING = {"llama4": -1, "llava_next": 0, "molmo2": 0}
 """By `model_type`: where the overview is among an image's crops, for families whose overview is the
 same whatever their number. Their towers treat each crop alone."""
 
+Call = tuple[tuple[Any, ...], dict[str, Any]]
+"""The arguments of a call, positional and named."""
 _PROJECTORS = ("multi_modal_projector", "connector", "embed_vision")
 
 
@@ -34,9 +40,9 @@ _PROJECTORS = ("multi_modal_projector", "connector", "embed_vision")
 class Overview:
     """The vision tower's output for an image's overview."""
 
-    inputs: Any
+    inputs: Call
     """Arguments of the tower's call, on the model's device: one row, as far as they are by row."""
-    output: Any
+    output: BaseModelOutput
     ms: float
 
     def pooled(self) -> Tensor:
@@ -49,7 +55,7 @@ class Overview:
         return states.float().mean(0).cpu()
 
 
-def vision_tower(model: Any) -> Any:
+def vision_tower(model: PreTrainedModel) -> nn.Module:
     """Return the module that encodes images. Raises InputError if the model has none where models
     of transformers have theirs."""
     tower = model.get_encoder(modality="image")
@@ -60,16 +66,18 @@ def vision_tower(model: Any) -> Any:
     return tower
 
 
-def vision_modules(model: Any) -> list[Any]:
+def vision_modules(model: PreTrainedModel) -> list[nn.Module]:
     """Return the vision tower, and the projector that follows it where that is a module of its
     own."""
-    modules = [vision_tower(model)]
+    modules: list[nn.Module | None] = [vision_tower(model)]
     for owner in (model.base_model, model):
         modules += [getattr(owner, name, None) for name in _PROJECTORS]
     return [module for module in dict.fromkeys(modules) if module is not None]
 
 
-def encode_overview(model: Any, inputs: Mapping[str, Any], clock: Callable[[], float]) -> Overview:
+def encode_overview(
+    model: PreTrainedModel, inputs: Mapping[str, Any], clock: Callable[[], float]
+) -> Overview:
     """Take one image's overview through the vision tower alone.
 
     `inputs` are what the processor made of one request, on the model's device; `clock` is in ms,
@@ -95,7 +103,7 @@ def encode_overview(model: Any, inputs: Mapping[str, Any], clock: Callable[[], f
 
 
 @contextmanager
-def going_on_from(model: Any, overviews: Sequence[Overview]) -> Iterator[set[int]]:
+def going_on_from(model: PreTrainedModel, overviews: Sequence[Overview]) -> Iterator[set[int]]:
     """Reuse the output of overviews: in the context, the vision tower computes one crop less for
     each overview with the same pixels.
 
@@ -142,15 +150,15 @@ class _Reached(Exception):
     """The vision tower was called with these arguments, positional and named."""
 
 
-def _stop(*args: Any, **kwargs: Any) -> Any:
+def _stop(*args: Any, **kwargs: Any) -> NoReturn:
     raise _Reached(args, kwargs)
 
 
-def _row_count(call: Any) -> int:
+def _row_count(call: Call) -> int:
     return next(len(leaf) for leaf in tree_leaves(call) if isinstance(leaf, Tensor))
 
 
-def _picked(call: Any, count: int, rows: list[int]) -> Any:
+def _picked(call: Call, count: int, rows: list[int]) -> Call:
     """Return the call with some of its rows, in all tensors whose first dimension is rows."""
     return tree_map(
         lambda leaf: (
@@ -160,7 +168,7 @@ def _picked(call: Any, count: int, rows: list[int]) -> Any:
     )
 
 
-def _equal_rows(single_row: Any, many: Any) -> list[int]:
+def _equal_rows(single_row: Call, many: Call) -> list[int]:
     """Return the rows of a call that equal the only row of another, in all their tensors."""
     # a row is equal if it is in every tensor
     equal = torch.ones(_row_count(many), dtype=torch.bool)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from threading import Lock
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
@@ -23,6 +23,14 @@ from knobwise.profiling.measuring.adaptive_model import (
     KnobSupport,
     check_configuration,
 )
+
+if TYPE_CHECKING:
+    from transformers import (
+        PreTrainedConfig,
+        PreTrainedModel,
+        PreTrainedTokenizerBase,
+        ProcessorMixin,
+    )
 
 TOP_K_IN_CONFIGURATION = {"gemma4_text": "top_k_experts"}
 """Language models whose routers read the number of experts from the configuration, not from
@@ -60,7 +68,10 @@ class HuggingFaceKnobs:
     """
 
     def __init__(
-        self, model: Any, processor: Any, importance: Mapping[int, float] | None = None
+        self,
+        model: PreTrainedModel,
+        processor: ProcessorMixin | PreTrainedTokenizerBase,
+        importance: Mapping[int, float] | None = None,
     ) -> None:
         self.model = model
         self._language = model.config.get_text_config(decoder=True)
@@ -175,7 +186,7 @@ class _Identity:
         return (hidden_states, *self._others)
 
 
-def assign(stack: ExitStack, owner: Any, name: str, value: Any) -> None:
+def assign(stack: ExitStack, owner: object, name: str, value: object) -> None:
     """Give an attribute another value until the stack closes.
 
     If only the class had the attribute, it is then deleted from the object again.
@@ -187,7 +198,7 @@ def assign(stack: ExitStack, owner: Any, name: str, value: Any) -> None:
     setattr(owner, name, value)
 
 
-def _decoder_blocks(model: Any) -> nn.ModuleList:
+def _decoder_blocks(model: PreTrainedModel) -> nn.ModuleList:
     """Return the blocks of the language model, in order."""
     part = None
     if not getattr(model.config, "is_encoder_decoder", False):
@@ -208,7 +219,7 @@ def _takes_hidden_states(block: nn.Module) -> bool:
     return list(inspect.signature(type(block).forward).parameters)[1:2] == ["hidden_states"]
 
 
-def _read_by_others(language: Any, blocks: nn.ModuleList) -> tuple[int, ...]:
+def _read_by_others(language: PreTrainedConfig, blocks: nn.ModuleList) -> tuple[int, ...]:
     """Return the blocks whose cache other blocks read.
 
     Positions and the masks of each kind of attention are read from the first block of that kind.
@@ -230,7 +241,7 @@ def _read_by_others(language: Any, blocks: nn.ModuleList) -> tuple[int, ...]:
     return tuple(sorted(blocks_read))
 
 
-def _choosable(owner: Any, language: Any) -> int:
+def _choosable(owner: nn.Module, language: PreTrainedConfig) -> int:
     """Return the most experts that a router can choose for a token."""
     experts = int(getattr(owner, "num_experts", None) or language.num_experts)
     # routers of some families choose within groups of experts

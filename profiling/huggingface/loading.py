@@ -6,13 +6,18 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Self
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import Tensor
 
 from knobwise.common.errors import InputError
 from knobwise.common.extras import install_command
+
+if TYPE_CHECKING:
+    from PIL import Image
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 
 INSTRUCTION = "Answer with a single word or a short phrase."
 # for models that were never taught to chat; white space in them is part of the prompt
@@ -27,7 +32,7 @@ PLAIN_TEXT_TEMPLATE = (
     "Answer:{% else %} {{ message.content }}\n{% endif %}{% endfor %}"
 )
 
-GREEDY: dict[str, Any] = {
+GREEDY: dict[str, bool | int | None] = {
     "do_sample": False,
     "num_beams": 1,
     "temperature": None,
@@ -43,7 +48,7 @@ do to the logits, such as a repetition penalty, they go on doing."""
 
 def load_pretrained(
     name_or_path: str | Path, dtype: str | torch.dtype, kind: str
-) -> tuple[Any, Any]:
+) -> tuple[PreTrainedModel, ProcessorMixin | PreTrainedTokenizerBase]:
     """Load a model, by a class of transformers, and its processor, or of a language model its
     tokenizer; no code that came with them is executed.
 
@@ -85,7 +90,7 @@ def _refused(name_or_path: str | Path, error: Exception) -> InputError:
     return InputError(f"{name_or_path}: cannot be loaded as a model of this kind ({reason})")
 
 
-def _transformers(name_or_path: str | Path) -> Any:
+def _transformers(name_or_path: str | Path) -> ModuleType:
     """Import transformers, to load a model that may exist.
 
     Raises:
@@ -143,8 +148,8 @@ class PromptedModel:
 
     def __init__(
         self,
-        model: Any,
-        processor: Any,
+        model: PreTrainedModel,
+        processor: ProcessorMixin | PreTrainedTokenizerBase,
         *,
         device: str | torch.device | None = None,
         chats: bool | None = None,
@@ -189,7 +194,7 @@ class PromptedModel:
 
     def _turns(
         self, question: str, answer: str | None = None, *, image: bool = True
-    ) -> list[dict[str, Any]]:
+    ) -> list[dict[str, object]]:
         """Return the turns of a question, with its answer where there is one."""
         if self.chats:
             question += f"\n{INSTRUCTION}"
@@ -208,7 +213,7 @@ class PromptedModel:
         return turns
 
     def _prompt(
-        self, turns: Sequence[dict[str, Any]], *, image: bool = True, **options: Any
+        self, turns: Sequence[dict[str, object]], *, image: bool = True, **options: Any
     ) -> str:
         """Return the turns as the model reads them; after a question, up to where the answer
         begins."""
@@ -233,7 +238,9 @@ class PromptedModel:
             return {"add_special_tokens": False}
         return {}
 
-    def _processed(self, texts: list[str], images: list[list[Any]] | None) -> dict[str, Tensor]:
+    def _processed(
+        self, texts: list[str], images: list[list[Image.Image]] | None
+    ) -> dict[str, Tensor]:
         """Process prompts, with their images if the model sees, for the model: padded on the left,
         on the model's device."""
         options = {

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -32,6 +32,9 @@ from knobwise.profiling.measuring.adaptive_model import (
     clock_ms,
 )
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
+
 
 class HuggingFaceModel(PromptedModel):
     """An `AdaptiveVLM`: a model of transformers behind its knobs. Not for two threads at once.
@@ -50,8 +53,8 @@ class HuggingFaceModel(PromptedModel):
 
     def __init__(
         self,
-        model: Any,
-        processor: Any,
+        model: PreTrainedModel,
+        processor: ProcessorMixin | PreTrainedTokenizerBase,
         *,
         importance: Mapping[int, float] | None = None,
         max_new_tokens: int = 32,
@@ -76,7 +79,7 @@ class HuggingFaceModel(PromptedModel):
         return source or self.model.config.model_type
 
     @property
-    def identity(self) -> dict[str, Any]:
+    def identity(self) -> dict[str, object]:
         """Fingerprint of the model: weights, versions, and how it runs."""
         device = self.model.device.type
         if device == "cuda":
@@ -154,7 +157,7 @@ class HuggingFaceModel(PromptedModel):
         overviews = [stage.kept for stage in going_on]
         first: list[float] = []
 
-        def note_first(*_: Any, **__: Any) -> bool:  # a stopping criterion that stops nothing
+        def note_first(*_: object, **__: object) -> bool:  # a stopping criterion that stops nothing
             first[:] = first or [self._clock()]
             return False
 

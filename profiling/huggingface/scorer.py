@@ -7,7 +7,7 @@ import functools
 import warnings
 from collections.abc import Iterator, Sequence
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,6 +24,9 @@ from knobwise.profiling.measuring.questions import (
     prompts_of,
     soft_accuracy,
 )
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 
 MAX_CHOICES = 16
 """The most candidate answers of a query for which the data name no choices."""
@@ -52,8 +55,8 @@ class DemonstrationScorer(PromptedModel):
 
     def __init__(
         self,
-        model: Any,
-        processor: Any,
+        model: PreTrainedModel,
+        processor: ProcessorMixin | PreTrainedTokenizerBase,
         data: VQAData,
         *,
         batch_size: int = 8,

@@ -8,7 +8,6 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import ray
 from ray.exceptions import RayError
@@ -36,7 +35,7 @@ class WorkerOptions:
 
 
 @contextmanager
-def cluster(options: WorkerOptions) -> Iterator[dict[str, Any]]:
+def cluster(options: WorkerOptions) -> Iterator[dict[str, object]]:
     """Connect to Ray, or start it on this machine, for the block.
 
     Yields the options of an actor that is a worker: the cores and GPUs that it owns, and where it
@@ -98,7 +97,7 @@ def _check_address(address: str | None) -> None:
         ) from error
 
 
-def _share_of(options: WorkerOptions, resources: dict[str, float]) -> dict[str, Any]:
+def _share_of(options: WorkerOptions, resources: dict[str, float]) -> dict[str, object]:
     """Return what an actor asks for. Raises InputError if there is too little for all of them."""
     workers = options.workers
     cores = int(resources.get("CPU", 0))
@@ -110,7 +109,7 @@ def _share_of(options: WorkerOptions, resources: dict[str, float]) -> dict[str, 
         )
     if gpus and not options.gpus:
         say(f"workers see no GPU; gpus=1 gives each of them one of the {gpus} that Ray has")
-    share: dict[str, Any] = {"num_cpus": 1, "num_gpus": options.gpus, "max_restarts": 0}
+    share: dict[str, object] = {"num_cpus": 1, "num_gpus": options.gpus, "max_restarts": 0}
     if workers <= cores:
         return share
     if not options.shares:

@@ -35,7 +35,7 @@ SLOWER = 0.05
 """Times that differ by a smaller share are not reported."""
 
 
-def number_of(path: Path, note: Mapping[str, Any], taken: set[int]) -> int:
+def number_of(path: Path, note: Mapping[str, object], taken: set[int]) -> int:
     """Return the number of a worker, and note it: that of an earlier one with an equal note, unless
     it is `taken`, or a new one."""
     notes = read_note(path, list) if path.exists() else []

@@ -6,7 +6,6 @@ import gc
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 from knobwise.common.errors import InputError
 from knobwise.profiling.measuring.adaptive_model import AdaptiveVLM, clocked_by
@@ -45,7 +44,7 @@ def described(loaded: Loaded) -> tuple[SimpleNamespace, Sequence[VQAItem]]:
     return SimpleNamespace(**known), items
 
 
-def machine_of(out: Path, note: dict[str, Any]) -> dict[str, Any]:
+def machine_of(out: Path, note: dict[str, object]) -> dict[str, object]:
     """Return the machine that the profile in a folder claims: that of its first worker, which
     `note` is about if it has none."""
     path = out / "state" / NOTES
@@ -66,7 +65,7 @@ class PoolRunner:
 
     progress = ""
 
-    def __init__(self, pool: WorkerPool, model: Any, plan: MeasurementPlan, state: Path) -> None:
+    def __init__(self, pool: WorkerPool, model: object, plan: MeasurementPlan, state: Path) -> None:
         self._pool = pool
         self._plan = plan
         self._state = state

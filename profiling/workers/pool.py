@@ -85,7 +85,7 @@ class _Replica:
     """When that began."""
     reported: bool = False
     """Whether somebody was told that it takes long."""
-    note: dict[str, Any] = field(default_factory=dict)
+    note: dict[str, object] = field(default_factory=dict)
     """What times on it depend on; empty before it has loaded its model."""
     number: int = -1
     work: Work[Any, Any] | None = None
@@ -115,7 +115,7 @@ class WorkerPool:
     """
 
     def __init__(
-        self, load: Callable[[], Any], options: WorkerOptions, share: Mapping[str, Any]
+        self, load: Callable[[], Any], options: WorkerOptions, share: Mapping[str, object]
     ) -> None:
         self._load = load
         self._options = options
@@ -139,7 +139,7 @@ class WorkerPool:
         call.replica.calls.append(call)
         self._calls[getattr(call.replica.actor, method).remote(*arguments)] = call
 
-    def ask(self, question: Callable[[Any], R]) -> tuple[R, dict[str, Any]]:
+    def ask(self, question: Callable[[Any], R]) -> tuple[R, dict[str, object]]:
         """Return what a function makes of a replica, and what is noted of its worker.
 
         Raises:

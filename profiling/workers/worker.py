@@ -28,7 +28,7 @@ class ModelWorker:
         self._loaded: Any = None
         self._work: Callable[[Any], Any] = print
 
-    def load(self, folder: str, gpus: int, load: Callable[[], Any]) -> dict[str, Any]:
+    def load(self, folder: str, gpus: int, load: Callable[[], object]) -> dict[str, object]:
         """Load a replica; return what times depend on besides the model.
 
         Args:

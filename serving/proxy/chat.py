@@ -35,11 +35,11 @@ class ChatRequest(NamedTuple):
     """The body without the fields that are ours."""
     is_plain: bool
     """True if none of ours was in it."""
-    budget: Any
+    budget: object
     """The budget as it was given; None for none."""
-    limits: Any
+    limits: Mapping[str, Any] | None
     """Further limits as they were given; None for none."""
-    features: Mapping[str, Any]
+    features: Mapping[str, object]
     """Features that it brings."""
 
 
@@ -114,7 +114,7 @@ def json_object(content: bytes, name: str = "the body") -> dict[str, Any]:
         raise InputError(f"{name}: {error}") from error
 
 
-def last_question(body: Mapping[str, Any]) -> tuple[int, str]:
+def last_question(body: Mapping[str, object]) -> tuple[int, str]:
     """Return the index of the user's last message, and its text, parts joined by line breaks; −1
     and "" without one."""
     messages = body.get("messages")
@@ -127,7 +127,7 @@ def last_question(body: Mapping[str, Any]) -> tuple[int, str]:
     return -1, ""
 
 
-def text_of(content: Any) -> str:
+def text_of(content: object) -> str:
     """Return the text of a message's content, which may come in parts."""
     if isinstance(content, str):
         return content
@@ -136,7 +136,7 @@ def text_of(content: Any) -> str:
     return "\n".join(text for text in texts if isinstance(text, str))
 
 
-def counts_of(body: Mapping[str, Any], question: str) -> dict[str, float]:
+def counts_of(body: Mapping[str, object], question: str) -> dict[str, float]:
     """Return what can be counted in a request: characters and words of the user's last message,
     messages, images and tools."""
     messages = body.get("messages")

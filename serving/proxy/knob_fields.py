@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from knobwise.agents.deployed.arrays import Array
 from knobwise.common.errors import InputError
 from knobwise.serving.proxy.chat import last_question
+
+if TYPE_CHECKING:
+    from knobwise.profiling.endpoint.messages import Message, MessageFunction
 
 OPEN_MODELS = (None, "", "auto", "knobwise")
 """What a client gives as `model` to leave it to us."""
@@ -52,9 +55,9 @@ class KnobFields:
 
     def __init__(
         self,
-        configurations: Sequence[Mapping[str, Any]],
-        messages: Callable[..., Any] | None = None,
-        extra: Mapping[str, Any] | None = None,
+        configurations: Sequence[Mapping[str, object]],
+        messages: MessageFunction | None = None,
+        extra: Mapping[str, object] | None = None,
         override: bool = False,
     ) -> None:
         self._configurations = configurations
@@ -71,7 +74,7 @@ class KnobFields:
                 f"messages=module:function(question, knobs), or extra_body={{{others[0]}: …}}"
             )
 
-    def freedom(self, body: Mapping[str, Any]) -> Freedom | None:
+    def freedom(self, body: Mapping[str, object]) -> Freedom | None:
         """Return which configurations are within what a client has set itself; None if it gave a
         knob a value that no configuration has, so that nothing can be expected of any."""
         if self._override:
@@ -100,7 +103,7 @@ class KnobFields:
             allowed = within
         return Freedom(None if allowed.all() else allowed, capped)
 
-    def sent(self, body: Mapping[str, Any], knobs: Mapping[str, Any]) -> dict[str, Any]:
+    def sent(self, body: Mapping[str, object], knobs: Mapping[str, object]) -> dict[str, object]:
         """Return the knobs as they are sent: no longer than the client wants an answer."""
         cap = None if self._override else self._cap(body)
         values = dict(knobs)
@@ -110,7 +113,7 @@ class KnobFields:
         return values
 
     def set(
-        self, body: Mapping[str, Any], knobs: Mapping[str, Any], with_messages: bool = True
+        self, body: Mapping[str, Any], knobs: Mapping[str, object], with_messages: bool = True
     ) -> dict[str, Any]:
         """Return the body with these knobs.
 
@@ -148,7 +151,7 @@ class KnobFields:
             fields.pop("model", None)
         return {**self._extra, **fields}
 
-    def index_of(self, knobs: Mapping[str, Any]) -> int:
+    def index_of(self, knobs: Mapping[str, object]) -> int:
         """Return the configuration with these knobs. Raises InputError if there is none."""
         # one of few, once, when the server starts
         for index, values in enumerate(self._configurations):
@@ -165,7 +168,7 @@ class KnobFields:
         return min(caps, default=None)
 
 
-def _with_parts(messages: list[dict[str, Any]], content: Any) -> list[dict[str, Any]]:
+def _with_parts(messages: list[Message], content: object) -> list[Message]:
     """Return messages with what is no text in a content, such as images, before the text of the
     last one of the user."""
     parts = content if isinstance(content, list) else []
@@ -178,6 +181,6 @@ def _with_parts(messages: list[dict[str, Any]], content: Any) -> list[dict[str, 
     return messages
 
 
-def _number(value: Any) -> float:
+def _number(value: object) -> float:
     """Return a knob's value as a length."""
     return float(value) if isinstance(value, int | float) else np.inf

@@ -6,7 +6,10 @@ import json
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from prometheus_client import CollectorRegistry, Counter, Histogram
 
 SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 """Bounds of the times of answers."""
@@ -34,10 +37,10 @@ class ServerMetrics:
         values.ValueClass = values.MultiProcessValue()
         registry = library.CollectorRegistry()
 
-        def counter(name: str, meaning: str, *labels: str) -> Any:
+        def counter(name: str, meaning: str, *labels: str) -> Counter:
             return library.Counter(f"knobwise_{name}", meaning, labels, registry=registry)
 
-        def histogram(name: str, meaning: str, buckets: tuple[float, ...] = SECONDS) -> Any:
+        def histogram(name: str, meaning: str, buckets: tuple[float, ...] = SECONDS) -> Histogram:
             full = f"knobwise_{name}_seconds"
             return library.Histogram(full, meaning, registry=registry, buckets=buckets)
 
@@ -64,7 +67,7 @@ class ServerMetrics:
             multiprocess_mode="mostrecent",
         )
         # what is read is the sum over processes, not the counts of this one
-        self._generate: Callable[[Any], bytes] = library.generate_latest
+        self._generate: Callable[[CollectorRegistry], bytes] = library.generate_latest
         self._registry = library.CollectorRegistry()
         MultiProcessCollector(self._registry, str(folder))
 
@@ -73,6 +76,6 @@ class ServerMetrics:
         return self._generate(self._registry)
 
 
-def label_of(knobs: Mapping[str, Any]) -> str:
+def label_of(knobs: Mapping[str, object]) -> str:
     """Return a configuration in plain ASCII, for a label or a header."""
     return json.dumps(knobs, separators=(",", ":"))

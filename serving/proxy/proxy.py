@@ -107,7 +107,9 @@ class ChatProxy:
         self.under_way.add(1)
         self._count_crowded()
         # uvicorn says nothing to whoever sends to a client that has left
-        watcher = asyncio.create_task(self._leaves(receive, exchange, asyncio.current_task()))
+        task = asyncio.current_task()
+        assert task is not None
+        watcher = asyncio.create_task(self._leaves(receive, exchange, task))
         try:
             await exchange.run()
         except asyncio.CancelledError:
@@ -131,7 +133,7 @@ class ChatProxy:
                 "(concurrency); answers may take longer than predicted"
             )
 
-    async def _leaves(self, receive: Receive, exchange: Exchange, task: Any) -> None:
+    async def _leaves(self, receive: Receive, exchange: Exchange, task: asyncio.Task[Any]) -> None:
         """Cancel an exchange when its client has left, so that nothing is generated for nobody."""
         while (await receive())["type"] != "http.disconnect":
             pass
@@ -165,7 +167,7 @@ class Exchange:
         self._choice = choice
         self._arrived = arrived
         self._first: float | None = None
-        self._model: Any = None
+        self._model: object = None
         self._end = b""
         self._scope = scope
         self._send = send

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from contextlib import AbstractAsyncContextManager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
@@ -22,6 +22,11 @@ from knobwise.serving.proxy.metrics import ServerMetrics
 from knobwise.serving.proxy.proxy import ChatProxy
 from knobwise.serving.proxy.upstream import FAULTS, Upstream, passed_back
 from knobwise.serving.runtime import Runtime
+
+if TYPE_CHECKING:
+    from starlette.types import ExceptionHandler
+
+    from knobwise.agents.deployed.controller import NumpyController
 
 NO_ENDPOINT = "this server has no endpoint to ask; start it with endpoint=…"
 
@@ -144,7 +149,7 @@ def application(
         Route("/v1/feedback", routes.label, methods=["POST"]),
         Route("/v1/chat/completions", chats or routes.no_chats, methods=["POST"]),
     ]
-    handlers: Any = {
+    handlers: dict[type[Exception], ExceptionHandler] = {
         InputError: _refuse_input,
         HTTPException: _refuse_http,
         ClientDisconnect: _leave,
@@ -153,7 +158,7 @@ def application(
     return Starlette(routes=listed, exception_handlers=handlers, lifespan=lambda app: lifespan)
 
 
-def features_in(body: Mapping[str, Any], controller: Any) -> dict[str, Any]:
+def features_in(body: Mapping[str, object], controller: NumpyController) -> dict[str, Any]:
     """Return what a controller reads of a body. JSON has numbers, so nothing else counts as one.
 
     Raises:

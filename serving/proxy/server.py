@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import uvicorn
 
@@ -30,6 +30,9 @@ from knobwise.serving.proxy.upstream import Upstream
 from knobwise.serving.proxy.walk import Walk, checked_budget, checked_default
 from knobwise.serving.proxy.workers import Worker, listen, serve_in_workers
 from knobwise.serving.runtime import Runtime
+
+if TYPE_CHECKING:
+    from knobwise.envs.tables.profile_table import KnobValue
 
 TOKEN = "KNOBWISE_TOKEN"
 """The variable with the token that clients must bring."""
@@ -143,14 +146,14 @@ async def _connected(upstream: Upstream | None) -> AsyncIterator[None]:
         yield
 
 
-def _features(name: str | None) -> Callable[..., Any] | None:
+def _features(name: str | None) -> Callable[..., object] | None:
     """Return the user's own function of the features; None if none is named."""
     if name is None:
         return None
     return imported(f"features={name}", name, "function", "my_module:features")
 
 
-def _prices(path: str, configurations: list[dict[str, Any]]) -> dict[str, Price]:
+def _prices(path: str, configurations: Sequence[Mapping[str, KnobValue]]) -> dict[str, Price]:
     """Return prices by model. Raises InputError if one of a model that may be chosen is missing."""
     prices = read_prices(path)
     for configuration in configurations:

@@ -34,7 +34,7 @@ class Choice(NamedTuple):
     """What was decided for a request."""
 
     decision: Decision
-    knobs: dict[str, Any]
+    knobs: dict[str, object]
     """The knobs that are sent."""
     body: dict[str, Any]
     """The client's, without the fields that are ours."""
@@ -231,7 +231,7 @@ class Walk:
         self._metrics.level.set(math.exp(self.runtime.tracker.level))
         return result
 
-    def price_of(self, model: Any, usage: Mapping[str, Any] | None) -> float:
+    def price_of(self, model: object, usage: Mapping[str, Any] | None) -> float:
         """Return what an answer cost in US dollars, by the tokens that the endpoint counted; NaN if
         that is not known."""
         price = (self.prices or {}).get(str(model))
@@ -244,7 +244,7 @@ class Walk:
             # a server may count otherwise
             return math.nan
 
-    def _log_fields(self, chat: ChatRequest) -> dict[str, Any]:
+    def _log_fields(self, chat: ChatRequest) -> dict[str, str]:
         """Return what the row of a request says beside the decision."""
         log = self.runtime.log
         if log is not None:
@@ -290,7 +290,7 @@ class Walk:
             LOG.warning("%s; this is counted, and such requests are answered without", kind)
 
 
-def checked_budget(value: Any, controller: NumpyController, name: str) -> float:
+def checked_budget(value: object, controller: NumpyController, name: str) -> float:
     """Return the budget of a request, in the controller's unit. Raises InputError, with the name of
     its field, for what is none, or for a mean that was not calibrated."""
     budget = limit_of(value, controller.unit, name)
@@ -303,7 +303,7 @@ def checked_budget(value: Any, controller: NumpyController, name: str) -> float:
 
 
 def checked_default(
-    fields: KnobFields, runtime: Runtime, shadow: bool, default: dict[str, Any] | None
+    fields: KnobFields, runtime: Runtime, shadow: bool, default: Mapping[str, object] | None
 ) -> int | None:
     """Return the configuration that is sent with `shadow`, see `Walk`. Raises InputError if there
     is none."""

@@ -12,12 +12,17 @@ import os
 import socket
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING
 
 import uvicorn
 
 from knobwise.common.errors import InputError
 from knobwise.common.interruption import end_with
+
+if TYPE_CHECKING:
+    from multiprocessing.context import ForkProcess
+
+    from starlette.applications import Starlette
 
 PORT_S = 1.5
 """Seconds to wait for a port: the workers of a server that was killed end within half a second."""
@@ -61,7 +66,7 @@ class Worker:
     """
 
     def __init__(
-        self, app: Any, began: Callable[[uvicorn.Server], None], listening: socket.socket,
+        self, app: Starlette, began: Callable[[uvicorn.Server], None], listening: socket.socket,
         drain_s: float,
     ) -> None:  # fmt: skip
         self._app = app
@@ -109,10 +114,11 @@ def serve_in_workers(
         gone: called with the process id of a worker that died.
     """
     forked = multiprocessing.get_context("fork")
-    workers: dict[Any, float] = {}
+    workers: dict[ForkProcess, float] = {}
     try:
         while True:
             for process in [process for process in workers if not process.is_alive()]:
+                assert process.pid is not None
                 gone(process.pid)
                 # one that cannot start must not take all the time there is
                 time.sleep(max(0.0, workers.pop(process) + AGAIN_S - time.monotonic()))

@@ -13,7 +13,7 @@ import zlib
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -38,6 +38,9 @@ from knobwise.profiling.measuring.adaptive_model import (
 )
 from knobwise.profiling.measuring.questions import VQAItem, read_vqa_data
 from knobwise.testbeds import DATA
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 SELECTOR = DATA / "smollm2-selector.pt"
 """`knobwise train experiment=selector_language beams.model=null seeds=[0] judged_shots=[2]
@@ -78,8 +81,8 @@ class DemonstratedModel(KeepsConfiguration, HuggingFaceModel):
 
     def __init__(
         self,
-        model: Any,
-        tokenizer: Any,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
         bank: Sequence[VQAItem],
         selector: Selector,
         **options: Any,
@@ -113,7 +116,7 @@ class DemonstratedModel(KeepsConfiguration, HuggingFaceModel):
         }
 
     @property
-    def identity(self) -> dict[str, Any]:
+    def identity(self) -> dict[str, object]:
         """What tells the model from others of its name, its bank and its selector included."""
         digest = hashlib.sha256()
         for item in self.bank:
