@@ -61,6 +61,18 @@ def load_model(
         )
     if name == ENDPOINT:
         return _behind_endpoint(data, config, endpoint or EndpointOptions())
+    return _of_hugging_face(name, data, config, importance, dtype, device)
+
+
+def _of_hugging_face(
+    name: str,
+    data: str,
+    config: VLMProfileConfig,
+    importance: str | None,
+    dtype: str,
+    device: str | None,
+) -> tuple[AdaptiveVLM, Sequence[VQAItem]]:
+    """Return a Hugging Face model, and its questions; arguments as in `load_model`."""
     # transformers is imported only here, since it takes seconds
     from knobwise.profiling.huggingface.knobs import read_importance
     from knobwise.profiling.huggingface.loading import reads_text_alone

@@ -148,20 +148,10 @@ class KnobPolicy:
             raise InputError("decide: seed is for draws; give deterministic=False, or leave it out")
         arrays = blocks_of(features, self.agent.decider)
         budgets = numbers("budget_ms", budget_ms)
-        # without any size everything is for a single input
-        sizes = {*budgets.shape, *(len(block) for block in arrays.values() if block.ndim == 2)}
-        if len(sizes) > 1:
-            raise InputError(
-                f"decide: features and budgets must be for equally many inputs, not {sorted(sizes)}"
-            )
-        n = next(iter(sizes), 1)
-        if n == 0:
+        count = _number_of_inputs(arrays, budgets)
+        if count == 0:
             return []
-        # what is for one input is the same for all
-        blocks = {}
-        for name, block in arrays.items():
-            blocks[name] = np.tile(block, (n, 1)) if block.ndim == 1 else block
-        each = budgets if budgets.ndim else budgets.repeat(n)
+        blocks, each = _for_each(arrays, budgets, 1 if count is None else count)
         chosen = self.agent.choose(blocks, each, drift=drift, random=random, cost_limits=limits)
         if note := self.agent.decider.limits_note(blocks, limits):
             warnings.warn(note, stacklevel=2)
@@ -179,7 +169,7 @@ class KnobPolicy:
                     drift=drift,
                     between_ms=between_ms,
                 )
-        return results if sizes else results[0]
+        return results[0] if count is None else results
 
     def choose(self, features: Arrays, limits: Array, mask: Array | None = None) -> Array:
         """Choose for n requests, see `knobwise.agents.evaluation.policy.Policy`."""
@@ -327,6 +317,28 @@ class KnobPolicy:
             moments = moved
         deadlines = torch.tensor(budgets)
         return numbers | {"on_time": moments.meets(deadlines), "utility": moments.score(deadlines)}
+
+
+def _number_of_inputs(blocks: Arrays, budgets: Array) -> int | None:
+    """Return for how many inputs blocks and budgets are; None where all are for a single one.
+
+    Raises:
+        InputError: they are for different numbers of inputs.
+    """
+    sizes = {*budgets.shape, *(len(block) for block in blocks.values() if block.ndim == 2)}
+    if len(sizes) > 1:
+        raise InputError(
+            f"decide: features and budgets must be for equally many inputs, not {sorted(sizes)}"
+        )
+    return next(iter(sizes), None)
+
+
+def _for_each(blocks: Arrays, budgets: Array, n: int) -> tuple[Arrays, Array]:
+    """Return blocks [n, d] and budgets [n]: what is for one input is the same for all."""
+    of_each = {}
+    for name, block in blocks.items():
+        of_each[name] = np.tile(block, (n, 1)) if block.ndim == 1 else block
+    return of_each, budgets if budgets.ndim else budgets.repeat(n)
 
 
 def _generator(seed: int | None) -> np.random.Generator:

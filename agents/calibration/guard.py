@@ -175,32 +175,19 @@ def _calibrated(
         count: how many feasible requests there are.
         clusters: int64 [n], see `cluster_numbers`.
     """
-    means = utilities.mean(0)
     # (misses + 1)/(n + 1) ≤ 1 − level; 1e-9: rounding of 1 − level must not matter
     may_miss = math.floor((1 - level) * (count + 1) + 1e-9) - 1 + ROUNDING
     widest = _widest(misses[:-1], may_miss)
-
-    # what would be deployed without the level, and what the level costs from there
-    widest_gain = utilities[:, 0] - utilities[:, -1]
-    otherwise = means[0 if is_better(widest_gain, CONFIDENCE, clusters) else -1]
-    may_cost = LEVEL_COST * max(float(otherwise - means[-1]), 0.0) + 1e-12
-    if widest is not None and otherwise - means[widest] > may_cost:
+    if widest is not None and _costs_too_much(widest, utilities, clusters):
         widest = None
     chosen = widest or 0
     gain = utilities[:, chosen] - utilities[:, -1]
     better = is_better(gain, CONFIDENCE, clusters)
     deployed = better or (widest is not None and bool(misses[-1] > may_miss))
-
-    # why the level is not kept; what is not possible is without the correction for n
     late = float(misses[chosen if deployed else -1])
-    fewest = float(misses.min())
     missed = ""
     if count and late > may_miss:
-        missed = TOO_FEW
-        if may_miss >= 0 and fewest > (1 - level) * count + ROUNDING:
-            missed = OUT_OF_REACH
-        elif fewest <= may_miss:
-            missed = TOO_COSTLY
+        missed = _why_missed(float(misses.min()), may_miss, level, count)
     row: GuardRow = {
         "budget_ms": budget_ms,
         "level": level,
@@ -209,7 +196,7 @@ def _calibrated(
         "missed": missed,
         "reason": "",
         "satisfaction_deployed": (count - late) / count if count else None,
-        "utility_static": float(means[-1]),
+        "utility_static": float(utilities.mean(0)[-1]),
         "gain": float(gain.mean()),
         "gain_se": standard_error(gain, clusters),
         "feasible": count,
@@ -226,6 +213,40 @@ def _calibrated(
             f"of {count:,} feasible requests"
         )
     return row
+
+
+def _costs_too_much(margin: int, utilities: Tensor, clusters: Tensor) -> bool:
+    """Return whether the level, kept by a margin, costs too much of what would be gained without
+    it.
+
+    Args:
+        margin: its index.
+        utilities: [n, M + 1], at each margin and, last, of static.
+        clusters: int64 [n], see `cluster_numbers`.
+    """
+    means = utilities.mean(0)
+    # what would be deployed without the level
+    widest_gain = utilities[:, 0] - utilities[:, -1]
+    otherwise = means[0 if is_better(widest_gain, CONFIDENCE, clusters) else -1]
+    may_cost = LEVEL_COST * max(float(otherwise - means[-1]), 0.0) + 1e-12
+    return bool(otherwise - means[margin] > may_cost)
+
+
+def _why_missed(fewest: float, may_miss: float, level: float, count: int) -> str:
+    """Return why the level is not kept.
+
+    Args:
+        fewest: how many of the feasible requests are late at the best margin, or with static.
+        may_miss: how many may be.
+        level: share of the feasible requests whose budget is to be kept.
+        count: how many feasible requests there are.
+    """
+    # what is not possible is without the correction for n
+    if may_miss >= 0 and fewest > (1 - level) * count + ROUNDING:
+        return OUT_OF_REACH
+    if fewest <= may_miss:
+        return TOO_COSTLY
+    return TOO_FEW
 
 
 def _widest(misses: Tensor, may_miss: float) -> int | None:

@@ -16,6 +16,7 @@ from knobwise.agents.calibration.deployed_controller import DeployedController
 from knobwise.agents.teacher.distiller import Distiller
 from knobwise.agents.teacher.experts import Experts
 from knobwise.agents.teacher.stages import Distillation, regression_stages
+from knobwise.agents.training.controller_settings import ControllerSettings
 from knobwise.agents.training.controller_stages import grpo_stage
 from knobwise.agents.training.controllers import ControllerSetup, controller_trainer, make_trainer
 from knobwise.agents.training.seeding import seeded
@@ -40,7 +41,8 @@ def distillation_trainer(
     Args:
         experts: returns the teacher's experts, fitted on the training and validation samples; None
             fits them here.
-        table, split, settings: see `ControllerSetup`.
+        table, split: see `ControllerSetup`.
+        settings: see `ControllerSettings`.
         seed, device, folder, log: see `Trainer`.
     """
     policy = settings.get("policy")
@@ -53,7 +55,12 @@ def distillation_trainer(
     with seeded(seed, device):
         distiller = Distiller(experts)
         setup = ControllerSetup(
-            table, split, seed=seed, device=device, distiller=distiller, **settings
+            table,
+            split,
+            ControllerSettings(**settings),
+            seed=seed,
+            device=device,
+            distiller=distiller,
         )
         agent = DeployedController(setup.controller, distiller.teacher).eval()
         stages = [

@@ -130,9 +130,36 @@ def read_log(
         most = min(most, max(MAX_CELLS // len(controller.configurations), 1))
     every = math.ceil(_count_lines(folder) / most)
     aside = Counter[str]()
+    rows, labels, unused = _requests(folder, controller, versions, every, aside)
+    # a label comes after its request; of several the one sent last counts
+    of_read = (line for line in _lines(folder, LABELS, aside) if _is_read(line[1], every))
+    labels += _as_sent(of_read)
+    # of labels from 0 to 100, only those of wrong answers would count
+    if any(_is_number(label.get("accuracy")) and label["accuracy"] > 1 for label in labels):
+        aside["a label of a log that has labels above 1, such as in per cent"] = len(labels)
+        labels = []
+    _join(labels, rows, unused, aside)
+    # several processes may have written at once
+    return ReadLog(sorted(rows.values(), key=_moment), aside)
+
+
+def _requests(
+    folder: Path,
+    controller: NumpyController | None,
+    versions: Collection[str],
+    every: int,
+    aside: Counter[str],
+) -> tuple[dict[str, dict[str, Any]], list[dict[str, Any]], set[str]]:
+    """Read the requests of a log, and count in `aside` those that are not used; arguments as in
+    `read_log`, and one request in `every` is read.
+
+    Returns:
+        The good rows by id, still without accuracy; those that hold one, as labels; and the ids of
+        bad rows.
+    """
     rows: dict[str, dict[str, Any]] = {}
-    unused: set[str] = set()
     labels = []
+    unused: set[str] = set()
     for _, row in _lines(folder, REQUESTS, aside):
         if not _is_read(row, every):
             aside[f"the log is large: one request in {every} is read, chosen by its id"] += 1
@@ -150,13 +177,17 @@ def read_log(
             rows[row["id"]] = row | {"accuracy": None}
             if row.get("accuracy") is not None:
                 labels.append(row)
-    # a label comes after its request; of several the one sent last counts
-    of_read = (line for line in _lines(folder, LABELS, aside) if _is_read(line[1], every))
-    labels += _as_sent(of_read)
-    # of labels from 0 to 100, only those of wrong answers would count
-    if any(_is_number(label.get("accuracy")) and label["accuracy"] > 1 for label in labels):
-        aside["a label of a log that has labels above 1, such as in per cent"] = len(labels)
-        labels = []
+    return rows, labels, unused
+
+
+def _join(
+    labels: Iterable[Mapping[str, Any]],
+    rows: Mapping[str, dict[str, Any]],
+    unused: Collection[str],
+    aside: Counter[str],
+) -> None:
+    """Give rows, by id, the accuracies of labels. Count in `aside` the labels that are not used;
+    `unused` are ids of requests that were skipped."""
     for label in labels:
         # a program that writes labels itself may write an id as a number
         name = str(label.get("id"))
@@ -168,8 +199,6 @@ def read_log(
             aside[f"a label of {what}"] += 1
         else:
             request["accuracy"] = label["accuracy"]
-    # several processes may have written at once
-    return ReadLog(sorted(rows.values(), key=_moment), aside)
 
 
 def logged_of(rows: Sequence[Mapping[str, Any]], controller: NumpyController) -> Logged:

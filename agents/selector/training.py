@@ -81,20 +81,16 @@ class SelectorSetup:
         self.settings = self.config.optimiser(len(split.train))
         self.loss = loss or SelectorLossConfig()
         self.calls = 0
-        self.judged_by = "accuracy"
-        if scorer is None and "vqa_correct" not in table.fields:
-            self.judged_by = "beam score"
         self._check(stage, live, reward_model)
         # live draws are scored by the scorer, or if there is one by the reward model
         self.reward_model = copy.deepcopy(reward_model)
         scored_by: Scorer | None = self.answer if live else None
-        identity: list[Any] = [weight_sums(policy.state_dict()) for policy in (start, reference)]
         if self.reward_model is not None:
-            identity += [self.reward_model.config, weight_sums(self.reward_model.weights)]
             scored_by = functools.partial(self.reward_model.score, table)
             live = True
             reward = replace(REWARD, shuffled=reward is not None and reward.shuffled)
-        self.identity = [*identity, stage, live, shots, self.config, self.loss, reward, groups]
+        weights = self._started_from(start, reference)
+        self.identity = [*weights, stage, live, shots, self.config, self.loss, reward, groups]
         # the actor, its reference, and the environment
         self.agent = self._actor(start).to(self.device).eval()
         self.reference = self._actor(reference).to(self.device).eval().requires_grad_(False)
@@ -104,14 +100,13 @@ class SelectorSetup:
             table,
             unprofiled="error",
             observe_features=False,
-            group_size="all",
+            group_size=self.loss.group_size if live else "all",
+            shots=shots if live else None,
             reward=reward,
             groups=groups,
             seed=seed,
             device=self.device,
         )
-        if live:
-            self._env = functools.partial(self._env, group_size=self.loss.group_size, shots=shots)
         self.env = self._env(batch_size=self.settings.contexts, rows=split.train, scorer=scored_by)
         # SFT learns from no rewards
         self.reward_spread: float | None = None
@@ -119,11 +114,24 @@ class SelectorSetup:
             self.reward_spread = self.loss.reward_spread or self._recorded_spread(reward, groups)
         self.stage: SelectorStage = STAGES[stage](self)
 
+    @property
+    def judged_by(self) -> str:
+        """The score of held-out queries: whether answers are right, or without them the beam's."""
+        answered = self.scorer is not None or "vqa_correct" in self.table.fields
+        return "accuracy" if answered else "beam score"
+
     def answer(self, rows: Tensor, demonstrations: Tensor) -> dict[str, Tensor]:
         """Score sequences by the scorer, and count the calls."""
         assert self.scorer is not None
         self.calls += len(rows)
         return self.scorer(rows, demonstrations)
+
+    def _started_from(self, start: Selector, reference: Selector) -> list[Any]:
+        """Return sums of the weights that the stage starts from, and what the reward model is."""
+        sums: list[Any] = [weight_sums(policy.state_dict()) for policy in (start, reference)]
+        if self.reward_model is not None:
+            sums += [self.reward_model.config, weight_sums(self.reward_model.weights)]
+        return sums
 
     def _actor(self, selector: Selector) -> SelectorActor:
         """Return an actor of a copy of a selector."""

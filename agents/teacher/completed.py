@@ -106,14 +106,8 @@ def completed(table: ProfileTable, split: Split, seed: int = 0, folds: int = FOL
     # what samples to judge on hold is not used
     usable = torch.zeros(table.num_samples, 1, dtype=torch.bool)
     usable[fitted] = True
-    logs = log_measured(table.latency_ms.double())
-    # a configuration that no sample to fit on has is never right, and as slow as the slowest
     seen = table.mask[fitted].any(0)
-    slowest = logs[fitted].nanmean(0)[seen].amax()
-    outcomes: list[tuple[Tensor, Any]] = [(table.accuracy.double(), 0.0), (logs, slowest)]
-    for cost in table.costs.values():
-        log_cost = log_measured(cost.double())
-        outcomes.append((log_cost, log_cost[fitted].nan_to_num(-torch.inf).amax()))
+    outcomes = _outcomes(table, fitted, seen)
     filled = []
     cross_fitted = []
     holes = int((~table.mask).sum())
@@ -132,19 +126,7 @@ def completed(table: ProfileTable, split: Split, seed: int = 0, folds: int = FOL
             filled.append(of_all.where(seen, never_seen))
             cross_fitted.append(predicted.where(seen, never_seen))
     offsets = _error_quantiles(table, fitted, cross_fitted[1][fitted])
-    changed = _values(table, filled, offsets)
-    padded_ms = _padded(table.measurements_ms, table)
-    # what was measured stays
-    changed["accuracy"] = table.accuracy.where(table.mask, changed["accuracy"])
-    changed["latency_ms"] = table.latency_ms.where(table.mask, changed["latency_ms"])
-    changed["repeats_ms"] = padded_ms.where(table.mask.unsqueeze(-1), changed["repeats_ms"])
-    if table.first_look_ms is not None:
-        first_look_ms = table.first_look_ms.where(table.mask, changed["first_look_ms"])
-        changed["first_look_ms"] = first_look_ms
-    changed["costs"] = {
-        name: cost.where(~cost.isnan(), changed["costs"][name])
-        for name, cost in table.costs.items()
-    }
+    changed = _or_measured(table, _values(table, filled, offsets))
     fields_of = {f.name: getattr(table, f.name) for f in fields(ProfileTable)}
     return CompletedTable(
         **fields_of | changed,
@@ -152,6 +134,43 @@ def completed(table: ProfileTable, split: Split, seed: int = 0, folds: int = FOL
         predicted=replace(table, **_values(table, cross_fitted, offsets)),
         weight=_weight(table, usable.squeeze(1)),
     )
+
+
+def _outcomes(table: ProfileTable, fitted: Tensor, seen: Tensor) -> list[tuple[Tensor, Any]]:
+    """Return what is predicted: accuracy, ln ms and ln of each further cost, float64 [N, C].
+
+    Each comes with its value for a configuration that no sample to fit on has: it is never right,
+    and costs as much as the one that costs most.
+
+    Args:
+        table: the table with holes.
+        fitted: int64 [n], the samples to fit on.
+        seen: bool [C], the configurations that some of them have.
+    """
+    logs = log_measured(table.latency_ms.double())
+    slowest = logs[fitted].nanmean(0)[seen].amax()
+    outcomes: list[tuple[Tensor, Any]] = [(table.accuracy.double(), 0.0), (logs, slowest)]
+    for cost in table.costs.values():
+        log_cost = log_measured(cost.double())
+        outcomes.append((log_cost, log_cost[fitted].nan_to_num(-torch.inf).amax()))
+    return outcomes
+
+
+def _or_measured(table: ProfileTable, predicted: dict[str, Any]) -> dict[str, Any]:
+    """Return these fields with what was measured where it was, and the predictions elsewhere."""
+    changed = dict(predicted)
+    padded_ms = _padded(table.measurements_ms, table)
+    changed["accuracy"] = table.accuracy.where(table.mask, predicted["accuracy"])
+    changed["latency_ms"] = table.latency_ms.where(table.mask, predicted["latency_ms"])
+    changed["repeats_ms"] = padded_ms.where(table.mask.unsqueeze(-1), predicted["repeats_ms"])
+    if table.first_look_ms is not None:
+        first_look_ms = table.first_look_ms.where(table.mask, predicted["first_look_ms"])
+        changed["first_look_ms"] = first_look_ms
+    changed["costs"] = {
+        name: cost.where(~cost.isnan(), predicted["costs"][name])
+        for name, cost in table.costs.items()
+    }
+    return changed
 
 
 def _error_quantiles(table: ProfileTable, rows: Tensor, log_latency: Tensor) -> Tensor:

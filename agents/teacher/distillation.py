@@ -13,7 +13,7 @@ from torch import Tensor
 
 from knobwise.agents.controller.features import FeatureNormaliser
 from knobwise.agents.controller.networks import drift_inputs
-from knobwise.agents.teacher.teacher import FittedTeacher
+from knobwise.agents.teacher.teacher import FittedTeacher, Teacher
 from knobwise.common.progress import progress
 from knobwise.envs.tables.drift import drawn_drift
 from knobwise.envs.tables.profile_table import ProfileTable
@@ -61,13 +61,7 @@ def distillation_targets(
         `by_value` [M, R, V, values]: what the heads read of it.
     """
     generator = torch.Generator().manual_seed(seed)
-    # each network learns from the teacher that was fitted on the same samples; the last on all
-    teachers = []
-    for teacher, held_out in zip(fitted.of_folds, fitted.folds, strict=True):
-        kept = torch.ones(len(fitted.rows), dtype=torch.bool)
-        kept[held_out] = False
-        teachers.append((teacher, fitted.rows[kept]))
-    teachers.append((fitted.teacher, fitted.rows))
+    teachers = _teachers_of_networks(fitted)
     cells = len(teachers) * LIMITS * table.num_configurations
     count = max(1, min(REQUESTS, MAX_CELLS // cells, draws))
     targets = []
@@ -92,6 +86,17 @@ def distillation_targets(
     parts = {name: part.to(device) for name, part in parts.items()}
     parts["x"] = parts["x"].unsqueeze(2).expand(-1, -1, LIMITS, -1)
     return TensorDict(parts, parts["limit"].shape)
+
+
+def _teachers_of_networks(fitted: FittedTeacher) -> list[tuple[Teacher, Tensor]]:
+    """Return for each network the teacher that was fitted on the same samples, and their rows; the
+    last on all."""
+    teachers = []
+    for teacher, held_out in zip(fitted.of_folds, fitted.folds, strict=True):
+        kept = torch.ones(len(fitted.rows), dtype=torch.bool)
+        kept[held_out] = False
+        teachers.append((teacher, fitted.rows[kept]))
+    return [*teachers, (fitted.teacher, fitted.rows)]
 
 
 def drawn_limits(judged: Tensor, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:

@@ -282,24 +282,7 @@ def _fit(
 
     `by_fold` are of each fold the positions that are held out, and the targets of the others.
     """
-    # float64 to fit on, float32 to predict from
-    x = torch.from_numpy(targets.x).float()
-
-    def fitted(_: Rows, known: Targets) -> list[Regressor]:
-        # a limit on the caller's thread does not hold in this one
-        with threadpool_limits(1, user_api="openmp"):
-            return _models(name, known, settings, seed)
-
-    # the constant comes first, so that it wins where nothing is better
-    held_out = torch.zeros(len(settings) + 1, *targets.values.shape)
-    of_folds: list[list[Regressor]] = []
-    fitting = Parallel(n_jobs=-1, prefer="threads", return_as="generator")
-    results = fitting(itertools.starmap(delayed(fitted), by_fold))
-    for (hold, _), models in zip(by_fold, results, strict=True):
-        for setting, model in enumerate(models):
-            held_out[setting, hold] = model(x[hold])
-        of_folds.append(models)
-
+    of_folds, held_out = _fitted_out_of_fold(name, targets, by_fold, settings, seed)
     # the first C columns are accuracies, the others log-latencies
     count = measured.mask.shape[1]
     log_latency = log_measured(measured.latency_ms)
@@ -334,6 +317,38 @@ def _fit(
         experts.append(Expert(name, right, fast, spread, ", ".join(words)))
     out_of_fold = Prediction(unseen_accuracy, unseen_latency, spread)
     return FittedExpert(experts[0], out_of_fold, experts[1:])
+
+
+def _fitted_out_of_fold(
+    name: str,
+    targets: Targets,
+    by_fold: Sequence[tuple[Rows, Targets]],
+    settings: Sequence[Any],
+    seed: int,
+) -> tuple[list[list[Regressor]], Tensor]:
+    """Fit the constant and each setting of a family on each fold; arguments as in `_fit`.
+
+    Returns:
+        The models of each fold, the constant first, so that it wins where nothing is better; and
+        what they predict for the samples that are held out of them, float32 [settings + 1, n, 2·C].
+    """
+    # float64 to fit on, float32 to predict from
+    x = torch.from_numpy(targets.x).float()
+
+    def fitted(_: Rows, known: Targets) -> list[Regressor]:
+        # a limit on the caller's thread does not hold in this one
+        with threadpool_limits(1, user_api="openmp"):
+            return _models(name, known, settings, seed)
+
+    held_out = torch.zeros(len(settings) + 1, *targets.values.shape)
+    of_folds: list[list[Regressor]] = []
+    fitting = Parallel(n_jobs=-1, prefer="threads", return_as="generator")
+    results = fitting(itertools.starmap(delayed(fitted), by_fold))
+    for (hold, _), models in zip(by_fold, results, strict=True):
+        for setting, model in enumerate(models):
+            held_out[setting, hold] = model(x[hold])
+        of_folds.append(models)
+    return of_folds, held_out
 
 
 def _spread(measured: MeasuredRows, accuracy: Tensor, log_latency: Tensor) -> Tensor:

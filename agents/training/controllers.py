@@ -19,26 +19,21 @@ from torch import Tensor, nn
 
 from knobwise.agents.controller.actor import make_actor, make_critic
 from knobwise.agents.controller.controller import Controller
-from knobwise.agents.controller.settings import PolicyConfig
-from knobwise.agents.training.checkpoint import load_checkpoint, started_from
+from knobwise.agents.training.augmentation import copies_for_training
+from knobwise.agents.training.checkpoint import Loaded, load_checkpoint, started_from
+from knobwise.agents.training.controller_settings import ControllerSettings
 from knobwise.agents.training.controller_stages import RCE, ControllerStage, grpo_stage
-from knobwise.agents.training.held_out import HeldOut, divided
+from knobwise.agents.training.held_out import HeldOut
+from knobwise.agents.training.samples import samples_of_training
 from knobwise.agents.training.seeding import seeded, weight_sums
-from knobwise.agents.training.settings import OptimiserConfig
 from knobwise.agents.training.state import Provenance
 from knobwise.agents.training.trainer import Trainer
-from knobwise.common.errors import InputError
-from knobwise.envs.bandit.budgets import default_budgets, judged_values
 from knobwise.envs.bandit.contexts import LIMIT_KEYS
 from knobwise.envs.bandit.reward_kinds import KINDS
-from knobwise.envs.bandit.settings import REWARDS, BalanceConfig, BudgetConfig, RewardConfig
 from knobwise.envs.bandit.torchrl_env import ConfigBandit
-from knobwise.envs.tables.drift import copies_of, rows_of_copies
+from knobwise.envs.tables.drift import rows_of_copies
 from knobwise.envs.tables.profile_table import ProfileTable, Split
-from knobwise.losses.settings import LossConfig
 
-MAX_NOISE = 1 << 24
-"""Numbers that are drawn for `policy.augment`; in larger tables copies share them."""
 SPREAD_CELLS = 1 << 22
 """The spread of rewards is measured on at most as many rewards, or one context for each network."""
 
@@ -50,23 +45,19 @@ class ControllerSetup:
         table: the profile.
         split: fit on `train`, choose on `validation`, or both in folds (`policy.fold_networks`);
             `test` is not used.
-        reward: the reward; under a mean budget it is always `priced`.
-        budgets_ms: float [B], the budgets of validation; None for the default budgets. Under a
-            mean budget, validation uses values of a right answer instead.
-        cost_ms: the time that a decision and its features take, which the reward charges.
-        init_from: a checkpoint whose heads training starts from, with the statistics that its
-            inputs are standardised by (`started_from`); None for fresh weights. Samples that it was
-            trained on count as seen.
-        fold_seed: seed of the folds; None for `seed`.
+        settings: what it is trained for, and how.
+        seed: of the initialisation, the contexts and the draws.
+        device: `cpu` or `cuda`.
         distiller: makes the teacher of the controller; its `make` is called with this right after
             the networks are there. None for nothing.
 
     Attributes:
-        networks: M, the number of networks side by side.
+        policy, loss, settings: of `ControllerSettings`; `settings` are those of the optimiser.
         folds: the rows that each fold's network is fitted on, and those that it is judged on.
         fitted: int64 [n], the rows that the deployed network is fitted on.
         limits: float [B], the judged budgets in ms, or values of a right answer.
         controller, reference: the networks that learn, and a copy for the KL.
+        copied, drift, augment: the samples with their copies, see `Copies`.
         actor, critic: the policy that draws, and for PPO its value network.
         env: where contexts and rewards come from.
         held_out: judges the networks.
@@ -77,115 +68,105 @@ class ControllerSetup:
         self,
         table: ProfileTable,
         split: Split,
+        settings: ControllerSettings,
         *,
-        policy: PolicyConfig | None = None,
-        loss: LossConfig | None = None,
-        optimiser: OptimiserConfig | None = None,
-        budgets_ms: Tensor | None = None,
-        budget: BudgetConfig | None = None,
-        reward: RewardConfig | None = None,
-        balance: BalanceConfig | None = None,
-        cost_ms: float = 0.0,
-        init_from: str | Path | None = None,
-        fold_seed: int | None = None,
         seed: int = 0,
         device: str = "cpu",
         distiller: Any = None,
     ) -> None:
         self.table = table
         self.split = split
-        self.policy = policy or PolicyConfig()
-        self.loss = loss or LossConfig()
-        self.settings = optimiser or OptimiserConfig()
-        self.cost_ms = cost_ms
+        self.policy = settings.policy
+        self.loss = settings.loss
+        self.settings = settings.optimiser
+        self.constraint = settings.budget.constraint
+        self.cost_ms = settings.cost_ms
+        self.limits = settings.limits(table)
         self.seed = seed
-        self.fold_seed = seed if fold_seed is None else fold_seed
         self.device = torch.device(device)
-        self.networks = self.policy.networks_trained
-        self.constraint = "deadline" if budget is None else budget.constraint
-        self.priced = self.constraint == "mean"
-        self.limit_key = LIMIT_KEYS[self.constraint]
-        if self.priced:
-            reward = REWARDS[self.constraint]
-            budgets_ms = judged_values(table)
-        self.limits = default_budgets(table) if budgets_ms is None else budgets_ms
-        # utility under budgets is judged, and the reward under prices
-        self.judged_by = "utility"
-        if reward is not None:
-            self.judged_by = KINDS[reward.kind].judged_by
 
         # samples: what each network is fitted on, and judged on
-        self._seen_before: list[str] = []
-        start = None
-        if init_from is not None:
-            start = load_checkpoint(init_from)
-            self._note_samples_of(start.extra, start.profile_digest, init_from)
-        self.folds = divided(table, split, self.policy.fold_networks, self.fold_seed)
-        network_rows = self.folds[0]
-        self.fitted = network_rows[0]
-        if len(network_rows) > 1:  # folds, and a last network of all samples
-            self.fitted = split.fitted
-            network_rows = [*network_rows, self.fitted]
+        start = None if settings.init_from is None else load_checkpoint(settings.init_from)
+        samples = samples_of_training(table, split, settings, start, seed)
+        self.folds = samples.folds
+        self.fitted = samples.fitted
+        self.fold_seed = samples.fold_seed
+        self._seen_before = samples.seen_before
 
-        # networks: fresh, or those of the checkpoint
-        controller = Controller.for_table(table, self.fitted, self.policy, self.constraint)
+        # networks: those that learn, of the teacher too, and the reference
+        self.controller = first_controller(table, self.fitted, settings, start)
         self.start_sums: list[float] | None = None
         if start is not None:
-            controller = started_from(str(init_from), start, controller)
-            self.start_sums = weight_sums(controller.state_dict())
-        self.controller = controller
+            self.start_sums = weight_sums(self.controller.state_dict())
         self.distiller = distiller
         if distiller is not None:
             distiller.make(self).to(self.device).eval()
-        controller.to(self.device).eval()
-        self.reference = copy.deepcopy(controller).requires_grad_(False)
+        self.controller.to(self.device).eval()
+        self.reference = copy.deepcopy(self.controller).requires_grad_(False)
 
         # the actor, which also sees copies of the samples: on slower machines, with noisy features
-        self.drift = 0.0
-        if not self.priced and len(controller.network.values):
-            self.drift = self.policy.drift
-        noisy = self.policy.augment > 0 and controller.normaliser.width > 0
-        self.copied, offsets = copies_of(table, self.drift, noisy, seed)
-        self.augment = 0.0
-        noise = None
-        if noisy and self.copied is not table:
-            self.augment = self.policy.augment
-            count = min(self.copied.num_samples, MAX_NOISE // controller.normaliser.width)
-            generator = torch.Generator().manual_seed(seed)
-            noise = controller.normaliser.noise(self.augment, max(count, 1), generator)
+        copies = copies_for_training(table, self.controller, self.policy, seed)
+        self.copied = copies.table
+        self.drift = copies.drift
+        self.augment = copies.augment
         self.actor = make_actor(
-            controller, table, self.group_size, all_networks=True, offsets=offsets, noise=noise
+            self.controller,
+            table,
+            self.group_size,
+            all_networks=True,
+            offsets=copies.offsets,
+            noise=copies.noise,
         ).to(self.device)
         self.critic: Any = None
         if self.loss.objective == "ppo":
-            self.critic = make_critic(controller, table, noise).to(self.device)
+            self.critic = make_critic(self.controller, table, copies.noise).to(self.device)
 
         # the environment: contexts for all networks in turn, each of its own rows
         self.env = ConfigBandit(
-            self.copied,
+            copies.table,
             batch_size=self.settings.contexts * self.networks,
             group_size=self.group_size,
-            budget=budget,
-            reward=reward,
-            balance=(balance or BalanceConfig()).by,
-            rows=[rows_of_copies(rows, table, self.copied) for rows in network_rows],
+            budget=settings.budget,
+            reward=settings.charged_reward,
+            balance=settings.balance.by,
+            rows=[rows_of_copies(rows, table, copies.table) for rows in samples.by_network],
             seed=seed,
             unprofiled="error",
             action="configuration",
             observe_features=False,
-            cost_ms=cost_ms,
+            cost_ms=self.cost_ms,
             device=self.device,
         )
         self.held_out = HeldOut(
             table,
             self.folds[1],
             self.networks,
-            self.limits,
-            self.env.rewards,
-            self.judged_by,
-            self.priced,
-            cost_ms,
+            limits=self.limits,
+            rewards=self.env.rewards,
+            judged_by=self.judged_by,
+            priced=self.priced,
+            cost_ms=self.cost_ms,
         )
+
+    @property
+    def networks(self) -> int:
+        """M, the number of networks side by side."""
+        return self.policy.networks_trained
+
+    @property
+    def priced(self) -> bool:
+        """True under a mean budget."""
+        return self.constraint == "mean"
+
+    @property
+    def limit_key(self) -> str:
+        """The key of a context's limit."""
+        return LIMIT_KEYS[self.constraint]
+
+    @property
+    def judged_by(self) -> str:
+        """The score that networks are judged by: utility under budgets, reward under prices."""
+        return KINDS[self.env.rewards.config.kind].judged_by
 
     @property
     def exact(self) -> bool:
@@ -244,26 +225,25 @@ class ControllerSetup:
         rewards = self.env.rewards.all(row.flatten(), limit.flatten(0, row.ndim - 1))
         return minibatch.copy().set("reward_per_configuration", rewards.view(*row.shape, -1))
 
-    def _note_samples_of(self, extra: Provenance, profile_digest: str, path: str | Path) -> None:
-        """Note the samples that a checkpoint was trained on, and take over its folds.
 
-        The folds are taken over if profile and split are the same, so that samples held out of a
-        network stay held out of it.
+def first_controller(
+    table: ProfileTable, fitted: Tensor, settings: ControllerSettings, start: Loaded | None = None
+) -> Controller:
+    """Return the controller that training starts from: fresh, or with the weights of a checkpoint.
 
-        Raises:
-            InputError: the checkpoint was trained on test samples.
-        """
-        self._seen_before = extra.get("seen", [])
-        test = extra.get("test_rows", self.split.train)
-        if torch.equal(test, self.split.test) and profile_digest == self.table.digest:
-            self.fold_seed = extra.get("fold_seed", self.fold_seed)
-            return
-        count = len({*self._seen_before} & {*self.table.fingerprints(self.split.test)})
-        if count:
-            raise InputError(
-                f"init_from={path}: was trained on {count} of the test samples of profile "
-                f"{self.table.name!r}; split the profile as its run did (split.seed=…)"
-            )
+    Args:
+        table: the profile.
+        fitted: int64 [n], the rows that statistics of a fresh one are taken from.
+        settings: the policy, the constraint, and where the checkpoint was.
+        start: the checkpoint; None for fresh weights.
+
+    Raises:
+        InputError: the checkpoint does not fit, see `started_from`.
+    """
+    fresh = Controller.for_table(table, fitted, settings.policy, settings.budget.constraint)
+    if start is None:
+        return fresh
+    return started_from(str(settings.init_from), start, fresh)
 
 
 def controller_trainer(
@@ -281,11 +261,14 @@ def controller_trainer(
     With a teacher (`policy.teacher`) it is `agents.calibration.training.distillation_trainer`.
 
     Args:
-        table, split, settings: see `ControllerSetup`.
+        table, split: see `ControllerSetup`.
+        settings: see `ControllerSettings`.
         seed, device, folder, log: see `Trainer`.
     """
     with seeded(seed, device):
-        setup = ControllerSetup(table, split, seed=seed, device=device, **settings)
+        setup = ControllerSetup(
+            table, split, ControllerSettings(**settings), seed=seed, device=device
+        )
         stages = [RCE(setup), grpo_stage(setup)]
         return make_trainer(setup, setup.controller, stages, folder, log)
 

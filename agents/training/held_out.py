@@ -17,39 +17,12 @@ from torch.nn.utils.rnn import pad_sequence
 
 from knobwise.agents.controller.actor import Actor
 from knobwise.agents.training.stage import Validation
-from knobwise.common.errors import InputError
-from knobwise.envs.bandit.budgets import subsample
 from knobwise.envs.bandit.outcomes import DeadlineOutcomes, outcomes_of
 from knobwise.envs.bandit.reward import RewardTable
-from knobwise.envs.tables.profile_table import ProfileTable, Split
-from knobwise.envs.tables.splits import folds_of
+from knobwise.envs.tables.profile_table import ProfileTable
 
-MAX_JUDGED = 1 << 16
-"""Held-out samples that networks are judged on in training."""
 PRICED_METRICS = ("Reward", "Accuracy", "Latency", "Loss")
 """What is logged of a validation under prices, where nothing is late."""
-
-
-def divided(
-    table: ProfileTable, split: Split, fold_networks: int, seed: int
-) -> tuple[list[Tensor], list[Tensor]]:
-    """Return the rows that each fold's network is fitted on, and those it is judged on.
-
-    Raises:
-        InputError: there are fewer samples (or images) than networks.
-    """
-    if fold_networks == 1:
-        return [split.train], [subsample(split.validation, MAX_JUDGED)]
-    rows = split.fitted
-    folds = folds_of(table, rows, seed, fold_networks)
-    if len(folds) < fold_networks:
-        raise InputError(
-            f"policy.fold_networks={fold_networks}: profile {table.name!r} has only {len(folds)} "
-            "samples (or images) outside its test part; use fewer networks"
-        )
-    fitted, held_out = zip(*folds, strict=True)
-    judged = [subsample(rows[hold], MAX_JUDGED // len(folds)) for hold in held_out]
-    return [rows[fit] for fit in fitted], judged
 
 
 class HeldOut:

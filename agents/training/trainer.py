@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import multiprocessing
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -108,17 +108,7 @@ class Trainer:
         self.device = torch.device(device)
         self.title = f"seed {seed}"
         self.saved: int | None = None
-        self.total = 0
-        stored: set[Any] = set()
-        for stage in self.stages:
-            stage.first = self.total
-            self.total = stage.end
-            stored |= {*stage.stored}
-
-        def arranged(data: TensorDictBase) -> TensorDictBase:
-            # an episode is a single step, so the time axis is dropped
-            return data.squeeze(-1).select(*stored, strict=False).unflatten(0, shape)
-
+        self.total = _numbered(self.stages)
         # the collector draws contexts, lets the stage decide, and fills the buffer
         self.policy = StagePolicy(self.stages[0], reads)
         self.buffer = ReplayBuffer(
@@ -126,19 +116,8 @@ class Trainer:
             sampler=SamplerWithoutReplacement(),
             batch_size=shape[0],
         )
-        self.collector = Collector(
-            env,
-            self.policy,
-            replay_buffer=self.buffer,
-            extend_buffer=True,
-            postproc=arranged,
-            frames_per_batch=math.prod(shape),
-            total_frames=-1,
-            trust_policy=True,
-            use_buffers=False,
-            track_traj_ids=False,
-            auto_register_policy_transforms=False,
-        )
+        stored = {key for stage in self.stages for key in stage.stored}
+        self.collector = _collector(env, self.policy, self.buffer, stored, shape)
         self.optimiser = self.stages[0].optimiser(self.stages[0].module)
         self.state = TrainingState(repr(identity), random=random_state(self.device))
         # since the speed was last logged
@@ -394,3 +373,45 @@ class Trainer:
         if not state.finished:
             say(f"{self.title}: goes on from iteration {state.iteration:,} of {self.total:,}")
         return True
+
+
+def _numbered(stages: Iterable[Stage]) -> int:
+    """Tell each stage its first iteration, one after the other; return how many there are."""
+    total = 0
+    for stage in stages:
+        stage.first = total
+        total = stage.end
+    return total
+
+
+def _collector(
+    env: EnvBase,
+    policy: StagePolicy,
+    buffer: ReplayBuffer,
+    stored: Collection[Any],
+    shape: tuple[int, ...],
+) -> Collector:
+    """Return what draws contexts, lets the policy decide, and fills the buffer.
+
+    Args:
+        stored: the keys that the buffer takes.
+        shape: the shape of a batch of contexts in the buffer.
+    """
+
+    def arranged(data: TensorDictBase) -> TensorDictBase:
+        # an episode is a single step, so the time axis is dropped
+        return data.squeeze(-1).select(*stored, strict=False).unflatten(0, shape)
+
+    return Collector(
+        env,
+        policy,
+        replay_buffer=buffer,
+        extend_buffer=True,
+        postproc=arranged,
+        frames_per_batch=math.prod(shape),
+        total_frames=-1,
+        trust_policy=True,
+        use_buffers=False,
+        track_traj_ids=False,
+        auto_register_policy_transforms=False,
+    )

@@ -9,6 +9,7 @@ from typing import Any
 import polars as pl
 
 from knobwise.common.errors import InputError
+from knobwise.envs.readers.column_values import holds_no_text
 from knobwise.envs.readers.feature_columns import (
     AUTO,
     encode_samples,
@@ -18,7 +19,7 @@ from knobwise.envs.readers.feature_columns import (
     texts_in,
 )
 from knobwise.envs.readers.feature_files import Features, features_from
-from knobwise.envs.readers.frames import KEYS, holds_no_text
+from knobwise.envs.readers.frames import KEYS
 from knobwise.envs.readers.layouts import CONFIGURATION
 from knobwise.envs.readers.outcome_columns import (
     ANSWERS,

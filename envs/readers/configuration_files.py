@@ -16,7 +16,7 @@ import polars as pl
 from knobwise.common.errors import InputError, naming
 from knobwise.common.json_text import read_json
 from knobwise.common.progress import progress
-from knobwise.envs.readers.frames import as_share, check_range, refuse_lost_digits
+from knobwise.envs.readers.column_values import as_share, check_range, refuse_lost_digits
 
 IDS = ("sample_id", "question_id", "image_id")
 WORDS = (*IDS, "question_type")

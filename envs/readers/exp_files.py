@@ -13,6 +13,7 @@ from knobwise.common.checks import folder_name, one_of
 from knobwise.common.errors import InputError
 from knobwise.common.files import write_text
 from knobwise.common.json_text import encoded
+from knobwise.envs.readers.column_values import check_range, whole_words
 from knobwise.envs.readers.configuration_files import (
     IDS,
     KNOBS,
@@ -21,7 +22,6 @@ from knobwise.envs.readers.configuration_files import (
     read_configurations,
 )
 from knobwise.envs.readers.feature_files import Features
-from knobwise.envs.readers.frames import check_range, whole_words
 from knobwise.envs.readers.long_table import table_from_frame
 from knobwise.envs.tables.profile_table import ProfileTable
 

@@ -19,19 +19,14 @@ from torch import Tensor
 
 from knobwise.common.errors import Damaged, InputError, naming
 from knobwise.common.files import is_damaged, written_whole
+from knobwise.envs.readers.column_values import name_column, number_column
 from knobwise.envs.readers.feature_columns import (
     encode_samples,
     fit_column,
     in_block,
     texts_in,
 )
-from knobwise.envs.readers.frames import (
-    KEYS,
-    name_column,
-    number_column,
-    read_frame,
-    with_chats,
-)
+from knobwise.envs.readers.frames import KEYS, read_frame, with_chats
 from knobwise.envs.readers.layouts import PLAIN, Layout, with_ids
 from knobwise.envs.readers.outcome_columns import INDEX, listed, named_like
 from knobwise.envs.tables.columns import FEATURES, Column

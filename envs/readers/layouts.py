@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import polars as pl
 
 from knobwise.common.errors import InputError
-from knobwise.envs.readers.frames import holds_no_text, number_column, refuse_lost_digits
+from knobwise.envs.readers.column_values import holds_no_text, number_column, refuse_lost_digits
 
 CONFIGURATION = "configuration"
 """The knob of a wide table."""

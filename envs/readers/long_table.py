@@ -14,33 +14,20 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import polars as pl
-import torch
 
 from knobwise.common.errors import InputError, naming
 from knobwise.common.files import written_whole
-from knobwise.envs.readers.column_roles import (
-    keys_of,
-    knobs_and_features,
-    note_equal_numbers,
-    note_look_alikes,
-)
+from knobwise.envs.readers.column_roles import keys_of, knobs_and_features
+from knobwise.envs.readers.column_values import as_share, check_range, name_column, number_column
+from knobwise.envs.readers.dense_table import COST, TIME, WEIGHT, WORD_COLUMNS, dense_fields
 from knobwise.envs.readers.feature_files import Features, attach_features, features_from
-from knobwise.envs.readers.frames import (
-    as_share,
-    check_range,
-    knob_column,
-    name_column,
-    number_column,
-    read_frame,
-    with_chats,
-)
+from knobwise.envs.readers.frames import read_frame, with_chats
 from knobwise.envs.readers.layouts import CONFIGURATION, Layout, long_form
 from knobwise.envs.readers.outcome_columns import failures, listed
 from knobwise.envs.readers.unit_columns import in_one_unit
 from knobwise.envs.tables.columns import Column
-from knobwise.envs.tables.profile_table import ProfileTable, median_of
+from knobwise.envs.tables.profile_table import ProfileTable
 from knobwise.envs.tables.units import MS, in_other_unit, kept_as
 
 UNUSED = ("fold", "question_id")
@@ -53,31 +40,8 @@ TRAINING_COLUMNS = {
     "language_feature": "language_features",
 }
 """Other columns of training examples, with the names that we give them."""
-WEIGHT = "sampling_weight"
-"""The column of how many cells a measured cell stands for."""
-COST = "cost "
-"""Further costs are kept under this and the name of their column."""
-CLUSTER = "cluster"
-"""The column of clusters that `long_frame` writes; when read, `group` names one."""
-TIME = "measured_at"
-"""The column of times that `_times` makes."""
 EPOCH = 1e9
 """Times of today, in seconds or smaller units since 1970, are larger."""
-WORD_COLUMNS = {
-    "datasets": "dataset",
-    "sample_ids": "sample_id",
-    "image_ids": "image_id",
-    "clusters": CLUSTER,
-    "parts": "split",
-    "question_types": "question_type",
-}
-"""Fields of a `ProfileTable` with a name for each sample, and the columns that hold them."""
-PARTS = {
-    **dict.fromkeys(("train", "training"), "train"),
-    **dict.fromkeys(("validation", "val", "valid", "dev"), "validation"),
-    **dict.fromkeys(("test", "testing"), "test"),
-}
-"""Spellings in the column `split`, and the parts they stand for."""
 
 
 def read_long_table(path: str | Path, *, name: str | None = None, **choices: Any) -> ProfileTable:
@@ -193,35 +157,39 @@ def table_from_frame(
             knobs = [*dict.fromkeys([*(knobs or ()), CONFIGURATION])]
         if accuracy == "accuracy" and accuracy not in frame.columns and "score" in frame.columns:
             accuracy = "score"
+        # columns with a role of their own
         needed = [c for c in ("sample_id", accuracy, latency, group, time) if c is not None]
         _refuse_missing(needed, frame, described)
         costs = list(dict.fromkeys(costs or ()))
         _refuse_costs(costs, frame, needed, described)
+        other = {*needed, *costs, "dataset", "repeat"} | described.names
+
+        # measurements as numbers
         frame, unit = in_one_unit(frame, latency, unit, notes)
         kept, factor = kept_as(unit)
-        ids = described.id or "sample_id"
         frame, rows = _profiled_rows(
-            frame, ids, accuracy, accuracy_unit, latency, kept == MS, notes
+            frame,
+            ids=described.id or "sample_id",
+            accuracy=accuracy,
+            accuracy_unit=accuracy_unit,
+            latency=latency,
+            timed=kept == MS,
+            notes=notes,
         )
         if factor != 1:
             # before they lose digits as float32, so that the table is that of a file in ms
             rows = rows.with_columns(pl.col("latency") * factor)
-            notes.append(f"{latency}: read in {unit}, kept in ms; all budgets are in ms")
-        elif kept == MS and in_other_unit(latency):
-            notes.append(f"{latency}: read in ms; if it is in another unit, unit=… says so")
-        if unused := [name for name in UNUSED if name in {*frame.columns} - described.names]:
-            notes.append(f"keys that are not used: {', '.join(unused)}")
-        other = {"dataset", "sample_id", "repeat", accuracy, latency, *filter(None, (group, time))}
-        other |= described.names
-        other |= {*costs}
+        _note_unit(latency, unit, notes)
+        _note_unused(frame, described, notes)
         if time is not None:
             rows = rows.with_columns(_times(frame[time]))
-        keys = keys_of(rows)
+
+        # all other columns: knobs, and perhaps features
         knobs, blocks = knobs_and_features(
-            frame, keys, knobs, features, columns, other, latency, notes, some_cells
+            frame, keys_of(rows), knobs, features, columns, other, latency, notes, some_cells
         )
         rows = rows.with_columns(_costs(frame, rows, costs, notes))
-        fields = _dense_fields(frame, rows, knobs, group, notes)
+        fields = dense_fields(frame, rows, knobs, group, notes)
     table = ProfileTable(name=name, unit=kept, notes=tuple(notes), **fields)
     if blocks is None:
         return table
@@ -261,6 +229,21 @@ def _refuse_costs(
         )
 
 
+def _note_unit(latency: str, unit: str, notes: list[str]) -> None:
+    """Note if times were converted to ms, or if the name of their column speaks of another unit."""
+    kept, factor = kept_as(unit)
+    if factor != 1:
+        notes.append(f"{latency}: read in {unit}, kept in ms; all budgets are in ms")
+    elif kept == MS and in_other_unit(latency):
+        notes.append(f"{latency}: read in ms; if it is in another unit, unit=… says so")
+
+
+def _note_unused(frame: pl.DataFrame, layout: Layout, notes: list[str]) -> None:
+    """Note the keys of other readers that this one does not use."""
+    if unused := [name for name in UNUSED if name in {*frame.columns} - layout.names]:
+        notes.append(f"keys that are not used: {', '.join(unused)}")
+
+
 def _costs(
     frame: pl.DataFrame, rows: pl.DataFrame, costs: Sequence[str], notes: list[str]
 ) -> list[pl.Series]:
@@ -286,84 +269,6 @@ def _costs(
 def _varies_in_rows(frame: pl.DataFrame) -> bool:
     """Return whether a sample of a wide table has several rows, which may have other settings."""
     return frame.select(*keys_of(frame).columns, CONFIGURATION).is_duplicated().any()
-
-
-def _dense_fields(
-    frame: pl.DataFrame,
-    rows: pl.DataFrame,
-    columns: Sequence[str],
-    group: str | None,
-    notes: list[str],
-) -> dict[str, Any]:
-    """Return the fields of the `ProfileTable` with these columns as knobs, and clusters by the
-    column `group`.
-
-    `frame` and `rows` are what `_profiled_rows` returns.
-    """
-    # each knob is coded by the index of its value
-    knobs, codes = zip(*(knob_column(frame[column]) for column in columns), strict=True)
-    for knob in knobs:
-        note_look_alikes(f"knob {knob.name}", knob.values, notes)
-        note_equal_numbers(frame[knob.name], knob, notes)
-    chosen = pl.DataFrame([code.alias(f"knob {k}") for k, code in enumerate(codes)])
-    configurations = chosen.unique().sort(chosen.columns)
-    keys = keys_of(rows)
-    samples = _samples(frame.drop(columns), keys, group)
-    for name in keys.columns:
-        note_look_alikes(name, samples[name].unique().to_list(), notes)
-    if TIME in rows.columns:
-        first = rows.group_by(keys.columns).agg(pl.col(TIME).min())
-        samples = samples.join(first, on=keys.columns, how="left", maintain_order="left")
-        samples = samples.sort(TIME, maintain_order=True).drop(TIME)
-    shape = len(samples), len(configurations)
-    # each row belongs to one cell of the dense table
-    cell = _row_numbers(keys, samples) * shape[1] + _row_numbers(chosen, configurations)
-    count = np.bincount(cell, minlength=shape[0] * shape[1])
-    repetition = np.zeros_like(cell)
-    if count.max() > 1:
-        names = [pl.format("{}={}", pl.lit(column), column) for column in columns]
-        setting = frame.select(setting=pl.concat_str(names, separator=" "))
-        rows = _without_copies(frame, rows.with_columns(setting, cell=cell), notes)
-        rows = rows.sort("cell", "repeat", "latency", "accuracy")
-        # rows of a cell are neighbours now; each is numbered from the first of its cell
-        cell = rows["cell"].to_numpy()
-        count = np.bincount(cell, minlength=count.size)
-        first_of_cell = count.cumsum() - count
-        repetition = np.arange(cell.size) - first_of_cell[cell]
-        _check_repeated(rows, notes)
-    # from rows to cells
-    repeats = np.full((count.size, count.max()), np.nan, np.float32)
-    repeats[cell, repetition] = rows["latency"].clip(0)
-    repeats_ms = torch.from_numpy(repeats).view(*shape, -1)
-    accuracy = _means(rows["accuracy"].clip(0, 1), cell, count).view(shape)
-    first_look_ms = _means(rows["first_look"], cell, count).view(shape).nan_to_num(0.0)
-    fields = {
-        "knobs": knobs,
-        "configurations": torch.from_numpy(configurations.to_numpy().astype(np.int64)),
-        "accuracy": accuracy,
-        "latency_ms": median_of(repeats_ms) + first_look_ms,
-        "mask": ~accuracy.isnan(),
-        **_names(samples, notes),
-    }
-    if (rows["weight"] != 1).any():
-        weight = _means(rows["weight"], cell, count)
-        fields[WEIGHT] = weight.view(shape).nan_to_num(0.0)
-    if first_look_ms.any():
-        fields["first_look_ms"] = first_look_ms
-    for name in (name for name in rows.columns if name.startswith(COST)):
-        known = rows[name].is_not_null().to_numpy()
-        known_times = np.bincount(cell[known], minlength=count.size)
-        means = _means(rows[name].drop_nulls(), cell[known], known_times).view(shape)
-        fields.setdefault("costs", {})[name.removeprefix(COST)] = means
-    if count.max() > 1:
-        fields["repeats_ms"] = repeats_ms + first_look_ms.unsqueeze(-1)
-    return fields
-
-
-def _means(values: pl.Series, cell: np.ndarray, times: np.ndarray) -> torch.Tensor:
-    """Return the mean of each cell's values, float32, NaN where there are none."""
-    means = np.bincount(cell, values, times.size) / np.where(times, times, np.nan)
-    return torch.from_numpy(means).float()
 
 
 def long_frame(table: ProfileTable) -> pl.DataFrame:
@@ -425,7 +330,39 @@ def _profiled_rows(
         one, and `sample_id`), accuracy, latency, `repeat` (null without such a column),
         `first_look` (0 without one) and `weight` (1 without one).
     """
-    # every measurement as a number
+    measured = _as_numbers(frame, accuracy, accuracy_unit, latency, timed, notes)
+    # what failed is late and wrong, not unmeasured
+    shares = measured["accuracy"].alias(accuracy)
+    failed = failures(frame, shares, measured["latency"], notes)
+    has_time = measured["latency"].is_not_null()
+    wrong = pl.when(failed & has_time).then(0.0).otherwise("accuracy")
+    measured = measured.with_columns(accuracy=wrong)
+    # a row that lacks one of the two says nothing
+    profiled = measured["accuracy"].is_not_null() & has_time
+    if not profiled.all():
+        _note_not_profiled(profiled, failed, has_time, accuracy, notes)
+        frame = frame.filter(profiled)
+        measured = measured.filter(profiled)
+    if frame.is_empty():
+        raise InputError(f"no row with both {accuracy} and {latency}")
+    keys = [name_column(frame[ids]).alias("sample_id")]
+    if "dataset" in frame.columns:
+        keys.insert(0, name_column(frame["dataset"]))
+    rows = measured.with_columns(keys)
+    _check_ranges(rows, accuracy, latency)
+    return frame, rows
+
+
+def _as_numbers(
+    frame: pl.DataFrame,
+    accuracy: str,
+    accuracy_unit: str,
+    latency: str,
+    timed: bool,
+    notes: list[str],
+) -> pl.DataFrame:
+    """Return the measurements of rows as numbers: accuracy and latency, null where unknown,
+    `repeat`, `first_look` and `weight`; see `_profiled_rows`."""
     shares = as_share(number_column(frame[accuracy]), accuracy_unit, notes)
     measured = pl.DataFrame(
         {"accuracy": shares, "latency": number_column(frame[latency], False)}
@@ -439,143 +376,31 @@ def _profiled_rows(
         measured = measured.with_columns(first_look=first_look)
     if WEIGHT in frame.columns:
         measured = measured.with_columns(weight=number_column(frame[WEIGHT], False))
-    # what failed is late and wrong, not unmeasured
-    failed = failures(frame, shares, measured["latency"], notes)
-    has_time = measured["latency"].is_not_null()
-    wrong = pl.when(failed & has_time).then(0.0).otherwise("accuracy")
-    measured = measured.with_columns(accuracy=wrong)
-    # a row that lacks one of the two says nothing
-    profiled = measured["accuracy"].is_not_null() & has_time
-    if not profiled.all():
-        notes.append(f"{(~profiled).sum()} rows without accuracy or latency: not profiled")
-        if untimed := (failed & ~has_time).sum():
-            notes.append(
-                f"{untimed} of them failed: give them the time after which they were given up"
-            )
-        if unscored := (has_time & ~profiled).sum():
-            notes.append(
-                f"{unscored} of them lack {accuracy} alone: if they failed or timed out, they were "
-                f"late and wrong; give them {accuracy} 0"
-            )
-        frame = frame.filter(profiled)
-        measured = measured.filter(profiled)
-    if frame.is_empty():
-        raise InputError(f"no row with both {accuracy} and {latency}")
-    keys = [name_column(frame[ids]).alias("sample_id")]
-    if "dataset" in frame.columns:
-        keys.insert(0, name_column(frame["dataset"]))
-    rows = measured.with_columns(keys)
+    return measured
+
+
+def _note_not_profiled(
+    profiled: pl.Series, failed: pl.Series, has_time: pl.Series, accuracy: str, notes: list[str]
+) -> None:
+    """Note how many rows lack an accuracy or a latency, and what those need that failed."""
+    notes.append(f"{(~profiled).sum()} rows without accuracy or latency: not profiled")
+    if untimed := (failed & ~has_time).sum():
+        notes.append(f"{untimed} of them failed: give them the time after which they were given up")
+    if unscored := (has_time & ~profiled).sum():
+        notes.append(
+            f"{unscored} of them lack {accuracy} alone: if they failed or timed out, they were "
+            f"late and wrong; give them {accuracy} 0"
+        )
+
+
+def _check_ranges(rows: pl.DataFrame, accuracy: str, latency: str) -> None:
+    """Raise InputError for accuracies out of range, impossible times, and unknown weights."""
     check_range(rows, "accuracy", accuracy)
     check_range(rows, "latency", latency)
     check_range(rows, "first_look", "first_look_ms")
     check_range(rows, "weight", WEIGHT)
     if rows["weight"].null_count():
         raise InputError(f"{WEIGHT} is empty in some rows; write 1 where all cells were measured")
-    return frame, rows
-
-
-def _as_above(*columns: str) -> pl.Expr:
-    """Return whether a row has the same values in these columns as the row above it."""
-    return pl.all_horizontal(pl.col(columns) == pl.col(columns).shift()).fill_null(False)
-
-
-def _cells_of(rows: pl.DataFrame) -> str:
-    """Name the first cells that rows are of, by sample and setting."""
-    cells = rows.unique("cell", maintain_order=True)["sample_id", "setting"].rows()
-    names = [f"{sample} ({setting})" for sample, setting in cells[:3]]
-    return f"of sample {', '.join(names)}{', …' * (len(cells) > 3)}"
-
-
-def _without_copies(frame: pl.DataFrame, rows: pl.DataFrame, notes: list[str]) -> pl.DataFrame:
-    """Return rows without those that are equal to an earlier one in every column of the frame.
-
-    Measurements without numbers may be equal by chance. So copies of those are left out only where
-    their cell has no other rows, which changes none of its means.
-    """
-    rows = rows.with_columns(frame.select(copy=~pl.struct(pl.all()).is_first_distinct()))
-    certain = pl.col("repeat").is_not_null() | ((~pl.col("copy")).sum().over("cell") == 1)
-    left_out = rows.filter(pl.col("copy") & certain)
-    if left_out.is_empty():
-        return rows
-    notes.append(
-        f"copies of other rows, equal in every column, are left out: {len(left_out)}, such as "
-        f"{_cells_of(left_out)}"
-    )
-    return rows.filter(~(pl.col("copy") & certain))
-
-
-def _check_repeated(rows: pl.DataFrame, notes: list[str]) -> None:
-    """Note how many cells were measured repeatedly without numbers, or differ in accuracy.
-
-    `repeat` tells measurements of a cell apart, or without it accuracy and latency do. Raises
-    InputError if nothing does.
-    """
-    keys = ["repeat"]
-    if rows["repeat"].null_count():
-        keys = ["latency", "accuracy"]
-        times = rows["cell"].value_counts()["count"].to_numpy()
-        if times.max() > 1:
-            notes.append(
-                f"{(times > 1).sum()} cells occur up to {times.max()} times: taken as repeated "
-                "measurements"
-            )
-    copies = rows.filter(_as_above("cell", *keys))
-    if copies.height:
-        raise InputError(
-            f"{copies['cell'].n_unique()} (sample, configuration) pairs occur more than once with "
-            f"the same {' and '.join(keys)}, such as {_cells_of(copies)}; remove the copies, or "
-            "number the measurements of each pair in a column `repeat`. Ids must be unique inside "
-            "a data set (do they restart in every batch or on every rank?), and every knob needs a "
-            "column"
-        )
-    other = ~_as_above("accuracy")
-    differ = rows.filter(_as_above("cell"), other)
-    if len(differ):
-        notes.append(
-            f"{differ['cell'].n_unique()} cells differ in accuracy between measurements, such as "
-            f"{_cells_of(differ)}: the mean is used"
-        )
-    same_time = rows.filter(_as_above("cell", "latency"), other)
-    if len(same_time):
-        notes.append(
-            f"{same_time['cell'].n_unique()} of them have two accuracies at the same latency, such "
-            f"as {_cells_of(same_time)}: one may be a mistake"
-        )
-
-
-def _samples(frame: pl.DataFrame, keys: pl.DataFrame, group: str | None) -> pl.DataFrame:
-    """Return one row per sample, with its key, image, part, question type and cluster.
-
-    Samples are sorted by data set, then whole-number ids by size, then the other ids by name.
-    Raises InputError if a sample's rows differ, a part is unknown, or an image is in several
-    clusters.
-    """
-    # further names of a sample, which must be the same in all its rows
-    optional = [c for c in ("image_id", "split", "question_type") if c in frame.columns]
-    extra = [name_column(frame[c]) for c in optional if not frame[c].is_null().all()]
-    if group is not None:
-        extra.append(name_column(frame[group]).alias(CLUSTER))
-    samples = keys.with_columns(extra).unique()
-    # a column that varies inside a sample makes more distinct rows than there are samples
-    for column in extra:
-        if samples.select(*keys.columns, column.name).n_unique() > keys.n_unique():
-            name = f"group={group}" if column.name == CLUSTER else column.name
-            raise InputError(f"{name} must be the same in all rows of a sample")
-    if group is not None:
-        unit = [c for c in ("dataset", "image_id") if c in samples.columns]
-        if "image_id" in unit and samples.n_unique([*unit, CLUSTER]) > samples.n_unique(unit):
-            raise InputError(f"group={group} must be the same in all rows of an image")
-    # several spellings stand for the same part
-    if "split" in samples.columns:
-        splits = samples["split"].str.to_lowercase()
-        if unknown := sorted(set(splits) - set(PARTS)):
-            raise InputError(
-                f"split {', '.join(unknown[:5])} is unknown; known are {', '.join(PARTS)}"
-            )
-        samples = samples.with_columns(splits.replace_strict(PARTS))
-    # ids that are no whole numbers become null, and come last
-    number = pl.col("sample_id").cast(pl.Int64, strict=False)
-    return samples.sort(*keys.columns[:-1], number, "sample_id", nulls_last=True)
 
 
 def _times(column: pl.Series) -> pl.Series:
@@ -604,21 +429,3 @@ def _times(column: pl.Series) -> pl.Series:
             f"others (seconds beside milliseconds?), such as {other[0]}; write all in the same unit"
         )
     return times.alias(TIME)
-
-
-def _names(samples: pl.DataFrame, notes: list[str]) -> dict[str, Any]:
-    """Return the fields of a `ProfileTable` that hold a name for each sample."""
-    names = {column: tuple(samples[column]) for column in samples.columns}
-    # one split for all is where the samples come from, and does not divide them
-    if len(set(names.get("split", ()))) == 1:
-        notes.append(
-            f"every sample is in split {names.pop('split')[0]!r}: the samples are divided anew"
-        )
-    return {field: names.get(column, ()) for field, column in WORD_COLUMNS.items()}
-
-
-def _row_numbers(rows: pl.DataFrame, index: pl.DataFrame) -> np.ndarray:
-    """Return the number of the row of `index` that has the values of each row, int64 [rows]."""
-    numbered = index.select(rows.columns).with_row_index("number")
-    numbers = rows.join(numbered, on=rows.columns, how="left", maintain_order="left")["number"]
-    return numbers.to_numpy().astype(np.int64)

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import polars as pl
 
-from knobwise.envs.readers.frames import holds_no_text
+from knobwise.envs.readers.column_values import holds_no_text
 
 ANSWERS = re.compile(
     r"answers?|((.*_)?golds?|gold(en)?|gt|ground_?truth)(_.*)?|labels?|targets?|ref(erence)?s?"

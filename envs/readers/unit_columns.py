@@ -5,7 +5,7 @@ from __future__ import annotations
 import polars as pl
 
 from knobwise.common.errors import InputError
-from knobwise.envs.readers.frames import number_column
+from knobwise.envs.readers.column_values import number_column
 from knobwise.envs.readers.outcome_columns import UNITS, listed, named_like, plain
 from knobwise.envs.tables.units import MS, TIMES, kept_as, own_unit
 
@@ -41,7 +41,7 @@ def in_one_unit(
     in_name = own_unit(cost)
     if not units or (in_name and not times):
         return frame, unit
-    said = listed(units)
+    listing = listed(units)
     if known.null_count():
         raise InputError(
             f"column {name} names the unit of {cost}, but is empty in {known.null_count()} rows; "
@@ -49,18 +49,18 @@ def in_one_unit(
         )
     if len(units) > 1 and len(times) < len(units):
         raise InputError(
-            f"column {name}: {cost} is in {said}, which cannot be converted into each other; keep "
+            f"column {name}: {cost} is in {listing}, which cannot be converted into each other; keep "
             "the rows of one unit"
         )
     wanted = unit if unit != MS else in_name
     if wanted and {_length(wanted)} != {_length(word) for word in units}:
         raise InputError(
-            f"{cost} is in {wanted}, but column {name} says {said}; rename the column that is wrong"
+            f"{cost} is in {wanted}, but column {name} says {listing}; rename the column that is wrong"
         )
     if not times:
-        notes.append(f"{cost}: in {said}, as column {name} says")
+        notes.append(f"{cost}: in {listing}, as column {name} says")
         return frame, units[0]
-    notes.append(f"{cost}: read in {said}, as column {name} says, kept in ms; budgets are in ms")
+    notes.append(f"{cost}: read in {listing}, as column {name} says, kept in ms; budgets are in ms")
     factor = words.replace_strict(factors, default=None, return_dtype=pl.Float64)
     return frame.with_columns((numbers * factor).alias(cost)), MS
 

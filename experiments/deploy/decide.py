@@ -14,8 +14,9 @@ from knobwise.common.errors import InputError, naming
 from knobwise.common.files import written_whole
 from knobwise.common.progress import say
 from knobwise.common.words import counted
+from knobwise.envs.readers.column_values import refuse_lost_digits
 from knobwise.envs.readers.feature_columns import encode, number
-from knobwise.envs.readers.frames import Lines, read_frame, refuse_lost_digits, with_chats
+from knobwise.envs.readers.frames import Lines, read_frame, with_chats
 from knobwise.envs.tables.columns import FEATURES, Column, columns_of
 from knobwise.experiments.evidence.run_folder import controller_at
 from knobwise.experiments.settings.options import DecideRun

@@ -22,7 +22,7 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
-import torch
+import polars as pl
 from rich.console import Console
 from threadpoolctl import threadpool_limits
 from torch import Tensor
@@ -95,28 +95,18 @@ def run_live(
             another profile, as model or requests may be; or these failed, and what was served
             before is printed and written first.
     """
-    if loaded.profile_digest != table.digest or "test_rows" not in loaded.extra:
-        raise InputError(
-            f"{checkpoint}: live needs a run that was trained on profile {table.name!r}"
-        )
-    if loaded.controller.calibration.limits:
-        raise InputError(
-            f"{checkpoint}: was trained with budget.limits, but a live run knows only times; leave "
-            "out live=true, which replays the measured costs"
-        )
-    test = loaded.extra["test_rows"]
-    fitted = torch.cat([loaded.extra["train_rows"], loaded.extra["validation_rows"]])
+    _refuse_unsuited(checkpoint, loaded, table)
+    split = _split_of(loaded)
+    settings = config.stream
     if isinstance(requests, ElasticRequests):
         requests.soft = bool(((table.accuracy > 0) & (table.accuracy < 1)).any())
     budgets = judged_budgets(table, config.budgets_ms)
-    settings = config.stream
     # as in training; what was served is then replayed by predictions where nothing was measured
-    split = Split(loaded.extra["train_rows"], loaded.extra["validation_rows"], test)
     measured = table
     table = table_for(config.unprofiled, table, split)
     if isinstance(table, CompletedTable):
         say("the profile was measured in part; replays go by predictions elsewhere")
-    stream = draw_stream(table, test, fitted, budgets, requests, settings)
+    stream = draw_stream(table, split.test, split.fitted, budgets, requests, settings)
     with one_thread(), threadpool_limits(1), collected_between(), clocked_by(settings.clock):
         check_features(model, table, stream)
         served = AdaptiveModel(model, loaded.controller, clock=settings.clock)
@@ -127,8 +117,8 @@ def run_live(
             choices, ratios = served.timed_cells(measured, stream.timed, CALIBRATION)
         speed = float(np.exp(np.nanmedian(ratios or [0.0])))
         stream = replace(stream, budgets_ms=stream.budgets_ms * speed)
-        fixed = fixed_configurations(table, fitted, budgets)
-        server = Server(served, fit_static(table, fitted), fixed, stream, requests, settings)
+        fixed = fixed_configurations(table, split.fitted, budgets)
+        server = Server(served, fit_static(table, split.fitted), fixed, stream, requests, settings)
         for tracker in server.trackers:
             tracker.warm_start(choices, ratios)
         stopped = server.serve()
@@ -137,8 +127,14 @@ def run_live(
     results: RunResults = {}
     if server.done:
         policies = list(server.policies)
-        about = table, stream, policies, record, served.controller, speed
-        results, decisions = live_results(*about)
+        results, decisions = live_results(
+            table,
+            stream,
+            policies,
+            served=record,
+            controller=served.controller,
+            speed=speed,
+        )
         results["live"] |= {
             "model": model.name,
             "clock": settings.clock,
@@ -146,16 +142,40 @@ def run_live(
             "tracker": served.tracker.factors(),
             "ignored": served.tracker.ignored,
         }
-        comparison = Comparison([Run(results, results["live"]["kind"])])
-        print_comparison(comparison, Console())
-        write_json(config.json, results)
-        if config.decisions is not None:
-            write_decisions(config.decisions, decisions)
-        if config.html is not None:
-            write_page(comparison, config.html)
+        _show_and_write(results, decisions, config)
     if stopped is not None:
         raise stopped
     return results
+
+
+def _refuse_unsuited(checkpoint: str | Path, loaded: Loaded, table: ProfileTable) -> None:
+    """Raise InputError if a controller was not trained on this profile, or not for times alone."""
+    if loaded.profile_digest != table.digest or "test_rows" not in loaded.extra:
+        raise InputError(
+            f"{checkpoint}: live needs a run that was trained on profile {table.name!r}"
+        )
+    if loaded.controller.calibration.limits:
+        raise InputError(
+            f"{checkpoint}: was trained with budget.limits, but a live run knows only times; leave "
+            "out live=true, which replays the measured costs"
+        )
+
+
+def _split_of(loaded: Loaded) -> Split:
+    """Return the split that a controller was trained on."""
+    extra = loaded.extra
+    return Split(extra["train_rows"], extra["validation_rows"], extra["test_rows"])
+
+
+def _show_and_write(results: RunResults, decisions: pl.DataFrame, config: EvaluateRun) -> None:
+    """Print results, and write the files that a user asks for."""
+    comparison = Comparison([Run(results, results["live"]["kind"])])
+    print_comparison(comparison, Console())
+    write_json(config.json, results)
+    if config.decisions is not None:
+        write_decisions(config.decisions, decisions)
+    if config.html is not None:
+        write_page(comparison, config.html)
 
 
 def fixed_configurations(table: ProfileTable, fitted: Tensor, budgets_ms: Tensor) -> dict[str, int]:

@@ -20,6 +20,7 @@ from knobwise.experiments.evidence.decisions import SCHEMA
 from knobwise.experiments.evidence.schema import (
     AgreementRow,
     LiveFacts,
+    MachineFacts,
     OverheadFacts,
     RunResults,
     ServedRow,
@@ -201,25 +202,13 @@ def live_results(
     decisions = live_decisions(table, stream, policies, served)
     requests = decisions.with_columns(pl.lit(None, SCHEMA[key]).alias(key) for key in OPEN)
     live = requests.filter(source="live")
-    compared = with_score_of(
-        with_references(DEADLINE, live), policies[0], "utility", "of_controller"
-    )
-    rows = [
-        {"policy": row.pop("policy"), "budget_ms": row.pop("condition"), **row}
-        for row in summarise(compared, NUMBERS, conditions=False)
-    ]
+    rows = _rows_of_policies(live, controller=policies[0])
     # of the controller
     decided = {name: values[0] for name, values in served.items()}
     facts: LiveFacts = {
         "kind": "simulated request stream, served live",
         "requests": len(stream.rows),
-        "machine": {
-            "cpu": cpu_name(),
-            "torch": torch.__version__,
-            "threads": 1,
-            "load": os.getloadavg()[0],
-            "jitter": None,
-        },
+        "machine": _machine(),
         "speed": {"before": speed},
         "agreement": [],
         "overhead": _overhead(decided),
@@ -252,6 +241,33 @@ def live_results(
         "live": facts,
     }
     return cast(RunResults, results), decisions
+
+
+def _rows_of_policies(live: pl.DataFrame, controller: str) -> list[dict[str, Any]]:
+    """Return a row for each policy, its means over the requests that were served.
+
+    Args:
+        live: the decisions.
+        controller: the policy that others are compared with, beside static.
+    """
+    with_static = with_references(DEADLINE, live)
+    compared = with_score_of(with_static, controller, "utility", "of_controller")
+    rows = []
+    for row in summarise(compared, NUMBERS, conditions=False):
+        policy = row.pop("policy")
+        rows.append({"policy": policy, "budget_ms": row.pop("condition"), **row})
+    return rows
+
+
+def _machine() -> MachineFacts:
+    """Return what is known of this machine; its jitter only a replay tells."""
+    return {
+        "cpu": cpu_name(),
+        "torch": torch.__version__,
+        "threads": 1,
+        "load": os.getloadavg()[0],
+        "jitter": None,
+    }
 
 
 def _add_feasible(rows: list[dict[str, Any]], live: pl.DataFrame) -> None:

@@ -121,19 +121,7 @@ class ControllerExperiment(Experiment):
         policy = replace(config.policy, hidden=config.policy.hidden or self._width())
         self.config = replace(self.config, policy=policy)
         self.trainers = [self._trainer(seed) for seed in config.seeds]
-        if config.policy.augment and not self.trainers[0].setup.augment:
-            self.notes.append(
-                f"policy.augment={config.policy.augment} has no effect: profile {table.name!r} has "
-                "no features, or too many cells to copy"
-            )
-        kind = KINDS[self.config.reward.kind]
-        setup = self.trainers[0].setup
-        if setup.distiller is not None and not kind.learned_by_teacher:
-            self.notes.append(
-                f"reward={self.config.reward.kind}: only GRPO optimises it. The teacher predicts "
-                f"utility, and loss.kl_to_ref_coeff ({setup.kl_coeff:g}) keeps GRPO near the "
-                "distilled policy; policy=independent learns this reward alone"
-            )
+        self.notes += self._notes_on_settings()
         # the first split makes the experiments on the others
         self.others: list[ControllerExperiment] = []
         if not number:
@@ -141,6 +129,25 @@ class ControllerExperiment(Experiment):
             self.others = [self._on_split(other) for other in range(1, splits)]
         for other in self.others:
             self.notes += [note for note in other.notes if note not in self.notes]
+
+    def _notes_on_settings(self) -> list[str]:
+        """Return what settings have no effect here, or another than a user may think."""
+        notes = []
+        setup = self.trainers[0].setup
+        augment = self.config.policy.augment
+        if augment and not setup.augment:
+            notes.append(
+                f"policy.augment={augment} has no effect: profile {self.table.name!r} has no "
+                "features, or too many cells to copy"
+            )
+        kind = self.config.reward.kind
+        if setup.distiller is not None and not KINDS[kind].learned_by_teacher:
+            notes.append(
+                f"reward={kind}: only GRPO optimises it. The teacher predicts utility, and "
+                f"loss.kl_to_ref_coeff ({setup.kl_coeff:g}) keeps GRPO near the distilled policy; "
+                "policy=independent learns this reward alone"
+            )
+        return notes
 
     def _trainer(self, seed: int) -> Trainer:
         """Return the trainer of a seed."""

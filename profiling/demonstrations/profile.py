@@ -92,11 +92,7 @@ def profile_beams(
         task.scorer.keep(state)
 
     # the search, by methods that need no policy
-    def one_by_one(find: Find, chunks: Iterable[Tensor]) -> Iterator[tuple[Tensor, Fields]]:
-        for rows in chunks:
-            yield rows, find(task, rows)
-
-    in_chunks = partial(_in_chunks, chunk=config.chunk, do=do or one_by_one)
+    in_chunks = partial(_in_chunks, chunk=config.chunk, do=do or partial(_one_by_one, task))
     beams = in_chunks(state / "search", table=task.table, find=partial(_search, config))
     table = _with_found(task.table, beams)
     zero_shot = with_prefix(beams, "zero_shot.")
@@ -123,6 +119,14 @@ def profile_beams(
     write_json(out / "beams-info.json", info | {"rounds": rounds, "figures": shares})
     print_figures(shares)
     return table
+
+
+def _one_by_one(
+    task: BeamTask, find: Find, chunks: Iterable[Tensor]
+) -> Iterator[tuple[Tensor, Fields]]:
+    """Find sequences for one chunk of queries after the other, here."""
+    for rows in chunks:
+        yield rows, find(task, rows)
 
 
 def _with_found(table: BeamTable, beams: Fields, index: int = 0) -> BeamTable:

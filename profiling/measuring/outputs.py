@@ -14,8 +14,8 @@ import polars as pl
 from numpy.typing import NDArray
 
 from knobwise.common.files import written_whole
+from knobwise.envs.readers.dense_table import WEIGHT
 from knobwise.envs.readers.exp_files import write_exp5_exp6
-from knobwise.envs.readers.long_table import WEIGHT
 from knobwise.profiling.measuring.adaptive_model import KNOBS, KnobSupport
 from knobwise.profiling.measuring.machine import digests, write_json
 from knobwise.profiling.measuring.measuring import (
@@ -139,17 +139,7 @@ def write_vlm_profile(
     `columns` of the model.
     """
     records = records_of(plan, log, facts["name"])
-    wanted = ("sample_id", "image_id", "question_type", "split", *DRAWN)
-    keys = [c for c in (*wanted, *plan.knobs, "repeat", "accuracy") if c in records.columns]
-    times = [c for c in records.columns if c.endswith("_ms")]
-    numbers = [c for c in further if c in records.columns]
-    table = records.select(*keys, *times, *numbers, "pred", "dataset")
-    known = _of_samples(plan, {*records.columns, *wanted, *further})
-    data_columns = known.columns[1:]
-    if PROMPT in further:
-        prompts = [question_text(item, plan.requests.prompt) for item in plan.items]
-        known = known.with_columns(pl.Series(PROMPT, prompts, pl.String))
-    table = table.join(known, on="sample_id", maintain_order="left")
+    table, data_columns = _long_table(plan, records, further)
     write_table(out / "table.parquet", table)
     questions = [(item.id, item.question) for item in plan.items]
     samples = pl.DataFrame(questions, ["sample_id", "question"], orient="row")
@@ -168,10 +158,8 @@ def write_vlm_profile(
         )
 
     measured = plan.select(log)
-    shape = (len(plan.items), len(plan.configurations))
-    cells = records.group_by(CELL, maintain_order=True).agg(pl.median("latency_ms"))
-    latency = np.full(shape, np.nan)
-    latency[tuple(cells.select(CELL).to_numpy().T)] = cells["latency_ms"].to_numpy()
+    latency = _median_latencies(plan, records)
+    shape = latency.shape
     if plan.parts:
         # of each other sample, this share of the cells was drawn, all with the same probability
         content["measured"] = {
@@ -197,6 +185,31 @@ def write_vlm_profile(
     }
     write_json(out / "profile.json", content)
     return content
+
+
+def _long_table(
+    plan: MeasurementPlan, records: pl.DataFrame, further: Sequence[str]
+) -> tuple[pl.DataFrame, list[str]]:
+    """Return the rows of `table.parquet`, and which of its columns come from the data."""
+    wanted = ("sample_id", "image_id", "question_type", "split", *DRAWN)
+    keys = [c for c in (*wanted, *plan.knobs, "repeat", "accuracy") if c in records.columns]
+    times = [c for c in records.columns if c.endswith("_ms")]
+    numbers = [c for c in further if c in records.columns]
+    table = records.select(*keys, *times, *numbers, "pred", "dataset")
+    known = _of_samples(plan, {*records.columns, *wanted, *further})
+    data_columns = known.columns[1:]
+    if PROMPT in further:
+        prompts = [question_text(item, plan.requests.prompt) for item in plan.items]
+        known = known.with_columns(pl.Series(PROMPT, prompts, pl.String))
+    return table.join(known, on="sample_id", maintain_order="left"), data_columns
+
+
+def _median_latencies(plan: MeasurementPlan, records: pl.DataFrame) -> NDArray[np.floating]:
+    """Return the median latency of each cell of a plan in ms, [N, C], NaN where not measured."""
+    cells = records.group_by(CELL, maintain_order=True).agg(pl.median("latency_ms"))
+    latency = np.full((len(plan.items), len(plan.configurations)), np.nan)
+    latency[tuple(cells.select(CELL).to_numpy().T)] = cells["latency_ms"].to_numpy()
+    return latency
 
 
 def knob_report(

@@ -33,13 +33,14 @@ from knobwise.profiling.measuring.adaptive_model import (
     check_configuration,
 )
 from knobwise.profiling.measuring.feature_store import FeatureStore, content_keys
+from knobwise.profiling.measuring.local_runner import LocalRunner
 from knobwise.profiling.measuring.machine import claim, machine
 from knobwise.profiling.measuring.measuring import (
     COLUMNS,
     EXTRA,
     LOG,
     SEED,
-    LocalRunner,
+    Bools,
     MeasurementPlan,
     Runner,
     appended,
@@ -95,24 +96,11 @@ def profile_vlm(
     out = Path(out)
     state = out / "state"
     # check everything before anything is written
-    items = draw_items(items, config)
-    requests = Questions(items, config.metric, config.prompt)
     config = replace(config, repeats=config.repeats or getattr(model, "repeats", None))
-    configurations = chosen_configurations(model.knobs, config, getattr(model, "measured", {}))
     name = config.name or "data"
     folder_name("knobs.name", name)
-    values = {k.name: [k.default, *(k.values or (k.least, k.most))] for k in model.knobs}
-    versions = getattr(model, "identity", {})
-    identity = {"model": model.name, "knobs": values, **versions, **(identity or {})}
-    identity.setdefault("machine", machine())
-    # a change of the prompt changes the content of every sample
-    questions = [question_text(item, config.prompt) for item in items]
-    contents = content_keys(items, questions)
-    parts = drawn_parts(items, config, len(configurations))
-    design = cells_to_measure(
-        parts, len(items), len(configurations), config.per_sample, config.whole_test
-    )
-    plan = MeasurementPlan(items, requests, contents, configurations, config, design, parts)
+    drawn = _drawn_plan(model, draw_items(items, config), config)
+    identity = _identity(model, identity or {})
     settings = {"max_new_tokens": config.max_new_tokens, "clock": config.clock}
     claim(state / "run.json", {"dataset": name, **identity, **settings})
     store = FeatureStore(state / "features")
@@ -123,7 +111,7 @@ def profile_vlm(
         "config": asdict(config),
         "split": SPLIT,
         **identity,
-        "metrics": dict(sorted(Counter(requests.metrics.values()).items())),
+        "metrics": dict(sorted(Counter(drawn.requests.metrics.values()).items())),
     }
     limit_s = 3600 * (config.max_hours or math.inf)
 
@@ -131,13 +119,8 @@ def profile_vlm(
         return clock_s() - start_s >= limit_s
 
     with appended(path) as log:
-        sure = read_sure_cells(state / FILE, contents, configurations)
-        if needed is not None:
-            table, wanted = needed()
-            ids = [item.id for item in items]
-            sure |= cells_of_plan(wanted, table, ids, configurations)
-            write_sure_cells(state / FILE, sure, contents, configurations)
-        plan = replace(plan, design=design.with_sure(sure))
+        sure = _sure_cells(state / FILE, drawn, needed)
+        plan = replace(drawn, design=drawn.design.with_sure(sure))
         wanted_cells = int(plan.design.cells.sum())
         known = read_measurements(path)
         done = plan.done(known)
@@ -151,8 +134,8 @@ def profile_vlm(
         limit = getattr(model, "limit", "") or f"knobs.max_hours={config.max_hours}"
         if not whole:
             taken = plan.done(measurements)[0] & plan.design.cells
-            plan = replace(plan, design=part_of(design, sure, taken, parts, limit))
-        store.write(features, plan.contents, [item.id for item in items])
+            plan = replace(plan, design=part_of(drawn.design, sure, taken, plan.parts, limit))
+        store.write(features, plan.contents, [item.id for item in plan.items])
         further = getattr(model, "columns", ())
         profile = write_vlm_profile(out, plan, measurements, model.knobs, facts, further)
     if not whole:
@@ -162,6 +145,46 @@ def profile_vlm(
         )
     print(*knob_lines(profile), sep="\n")
     return out
+
+
+def _identity(model: AdaptiveVLM, further: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what tells this model and machine from others."""
+    values = {k.name: [k.default, *(k.values or (k.least, k.most))] for k in model.knobs}
+    versions = getattr(model, "identity", {})
+    identity = {"model": model.name, "knobs": values, **versions, **further}
+    identity.setdefault("machine", machine())
+    return identity
+
+
+def _drawn_plan(
+    model: AdaptiveVLM, items: tuple[VQAItem, ...], config: VLMProfileConfig
+) -> MeasurementPlan:
+    """Return what is measured of these samples, as it is drawn: without cells that are measured
+    whatever is drawn."""
+    requests = Questions(items, config.metric, config.prompt)
+    configurations = chosen_configurations(model.knobs, config, getattr(model, "measured", {}))
+    # a change of the prompt changes the content of every sample
+    questions = [question_text(item, config.prompt) for item in items]
+    contents = content_keys(items, questions)
+    parts = drawn_parts(items, config, len(configurations))
+    design = cells_to_measure(
+        parts, len(items), len(configurations), config.per_sample, config.whole_test
+    )
+    return MeasurementPlan(items, requests, contents, configurations, config, design, parts)
+
+
+def _sure_cells(
+    path: Path, drawn: MeasurementPlan, needed: Callable[[], tuple[ProfileTable, Tensor]] | None
+) -> Bools:
+    """Return the cells that are measured whatever is drawn, bool [N, C]: those of earlier calls,
+    and those that this one needs, which are noted in the file."""
+    sure = read_sure_cells(path, drawn.contents, drawn.configurations)
+    if needed is not None:
+        table, wanted = needed()
+        ids = [item.id for item in drawn.items]
+        sure |= cells_of_plan(wanted, table, ids, drawn.configurations)
+        write_sure_cells(path, sure, drawn.contents, drawn.configurations)
+    return sure
 
 
 def draw_items(items: Sequence[VQAItem], config: VLMProfileConfig) -> tuple[VQAItem, ...]:

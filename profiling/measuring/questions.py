@@ -20,7 +20,8 @@ from PIL import Image
 from torch import Tensor
 
 from knobwise.common.errors import InputError, naming
-from knobwise.envs.readers.frames import read_frame, refuse_lost_digits
+from knobwise.envs.readers.column_values import refuse_lost_digits
+from knobwise.envs.readers.frames import read_frame
 from knobwise.profiling.measuring.answer_metrics import normalised
 
 Prompt = tuple[int, list[int]]

@@ -9,12 +9,12 @@ from types import SimpleNamespace
 
 from knobwise.common.errors import InputError
 from knobwise.profiling.measuring.adaptive_model import AdaptiveVLM, clocked_by
+from knobwise.profiling.measuring.local_runner import LocalRunner
 from knobwise.profiling.measuring.machine import read_note
 from knobwise.profiling.measuring.measuring import (
     COLLECT_EVERY,
     WORKER,
     Job,
-    LocalRunner,
     MeasurementPlan,
     Taken,
     appended,

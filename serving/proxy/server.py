@@ -66,15 +66,7 @@ def serve(config: ServeRun, controller: NumpyController) -> None:
         fields = KnobFields(known, messages, config.extra_body, config.override)
         shadow = checked_default(fields, runtime, config.shadow, config.default)
         upstream.check()
-    prompt = config.prompt
-    if prompt is None:
-        prompt = next(iter(controller.texts)) if len(controller.texts) == 1 else "prompt"
-    features = RequestFeatures(
-        _features(config.features),
-        prompt,
-        controller.feature_sizes,
-        [column[0] for column in controller.columns],
-    )
+    features = _request_features(config, controller)
     hosts = hosts_of(config.host, config.names)
     guards = Guards(hosts, token, round(config.max_body_mb * 1e6))
     # once the port is there, the workers of a server that was killed are gone
@@ -113,6 +105,19 @@ def serve(config: ServeRun, controller: NumpyController) -> None:
             if upstream is not None and (missing := features.only_from_requests):
                 say(f"requests must bring these features, or static decides: {missing}")
             serve_in_workers(worker, config.workers, config.drain_s, gone)
+
+
+def _request_features(config: ServeRun, controller: NumpyController) -> RequestFeatures:
+    """Return what reads the features of requests."""
+    prompt = config.prompt
+    if prompt is None:
+        prompt = next(iter(controller.texts)) if len(controller.texts) == 1 else "prompt"
+    return RequestFeatures(
+        _features(config.features),
+        prompt,
+        controller.feature_sizes,
+        [column[0] for column in controller.columns],
+    )
 
 
 def _say(config: ServeRun, port: int, broken: int, token: str | None, unit: str) -> None:

@@ -23,8 +23,9 @@ from torchrl.envs import (
 
 from knobwise.envs import ConfigBandit, DemonstrationBandit, DemonstrationRewardConfig, GroupConfig
 from knobwise.envs.demonstrations.beam_table import bank_rows
+from knobwise.envs.demonstrations.passes import Passes
 from knobwise.envs.demonstrations.settings import FIELDS, MODES
-from knobwise.envs.demonstrations.torchrl_env import Passes, recorded_groups
+from knobwise.envs.demonstrations.torchrl_env import recorded_groups
 
 X = -1
 ROW = torch.tensor([0])

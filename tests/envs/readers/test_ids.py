@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 import knobwise
+from knobwise.envs.readers.column_values import name_column
 from knobwise.envs.readers.feature_files import attach_features, read_features
-from knobwise.envs.readers.frames import name_column
 from knobwise.envs.readers.long_table import read_long_table, table_from_frame
 from knobwise.profiling.measuring.questions import read_vqa_data
 

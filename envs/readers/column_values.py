@@ -1,0 +1,215 @@
+"""Columns of a table as numbers, names and knob values, read strictly.
+
+Errors name the column that is wrong.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from typing import Any
+
+import polars as pl
+
+from knobwise.common.checks import one_of
+from knobwise.common.errors import InputError
+from knobwise.envs.tables.profile_table import Knob
+
+DECIMAL = "; write a decimal comma as a point, and nothing between thousands"
+GROUPED = r"[-+]?[\d.]*,[\d.,]*"
+"""A number with a comma, which parts thousands or decimals."""
+NO_NUMBER = ("", "?", "null", "none", "na", "n/a", "#n/a")
+"""Spellings of a number that is missing, in lower case; nan is none of them."""
+PERCENT = " (those in per cent need accuracy_unit=percent; bring any other scale to 0 … 1)"
+TIERS = ("low", "medium", "high")
+"""Knob values that have an order of their own."""
+NUMERAL = re.compile(r"-?(0|[1-9]\d*)(\.\d+)?([eE][-+]?\d+)?")
+FRACTION = re.compile(r"-?\d+\.0*[1-9]\d*$")
+"""A number with digits behind the point, of which the last may be zeros."""
+MANTISSA_BITS: dict[Any, int] = {pl.Float16: 11, pl.Float32: 24, pl.Float64: 53}
+"""Whole numbers below 2 to this power are exact in a float; larger ones may share a value."""
+POWER_OF_TEN = r"^\s*[+-]?\d+(?:[.,](\d+))?[eE]\+(\d+)\s*$"
+"""A number as spreadsheets and R shorten it, such as 1.23E+11: its decimals, and its exponent."""
+FLOAT_AS_TEXT = r"^[+-]?\d+(\.0+|\.\d+[eE]\+\d+)$"
+"""A whole number that was a float when it was written, such as 7.0."""
+
+
+def holds_no_text(dtype: pl.DataType) -> bool:
+    """Return whether values of this type are neither numbers nor text, nor written as text."""
+    return dtype.is_nested() or dtype in (pl.Binary, pl.Duration, pl.Object)
+
+
+def number_column(series: pl.Series, logical: bool = True) -> pl.Series:
+    """Return the column as Float64.
+
+    Text is parsed; empty text and `?` are null. If `logical`, true and false are 1 and 0. Raises
+    InputError for anything else.
+    """
+    if series.dtype.is_numeric() or series.dtype == pl.Null:
+        return series.cast(pl.Float64)
+    spellings: dict[str, str | None] = dict.fromkeys(NO_NUMBER)
+    if logical:
+        spellings |= {"true": "1", "false": "0"}
+    if series.dtype not in (pl.String, pl.Categorical, pl.Enum, pl.Boolean):
+        raise InputError(f"column {series.name!r} holds {series.dtype}, expected numbers")
+    written = series.cast(pl.String).str.strip_chars()
+    text = written.str.to_lowercase().replace(spellings)
+    numbers = text.cast(pl.Float64, strict=False)
+    if len(wrong := written.filter(numbers.is_null() & text.is_not_null())):
+        raise InputError(
+            f"column {series.name!r} has values that are not numbers: {wrong[0]!r}, …"
+            f"{DECIMAL * bool(re.fullmatch(GROUPED, wrong[0]))}"
+        )
+    return numbers
+
+
+def as_share(accuracy: pl.Series, unit: str, notes: list[str]) -> pl.Series:
+    """Return accuracies from 0 to 1; those in per cent are divided by 100, and a note says so.
+
+    Raises:
+        InputError: an unknown unit, or per cent where no value is above 1.
+    """
+    one_of("accuracy_unit", unit, ("share", "percent"))
+    if unit == "share":
+        return accuracy
+    if not (accuracy > 1).any():
+        raise InputError("accuracy_unit=percent, but no accuracy is above 1")
+    notes.append("accuracy is in per cent: it is divided by 100")
+    return accuracy / 100
+
+
+def check_range(rows: pl.DataFrame, column: str, name: str) -> None:
+    """Raise InputError, with the first of them, for accuracies out of range or impossible times.
+
+    Args:
+        rows: `sample_id`, optionally `dataset` and the `file` that a row is from, and the column.
+        column: `accuracy`, or any time or weight; null is none.
+        name: of the column in its file.
+    """
+    if column == "accuracy":
+        valid = pl.col(column).is_between(-1e-6, 1 + 1e-6)
+        fault = f"outside [0, 1]{PERCENT}"
+    else:
+        valid = pl.col(column).is_between(0, 3.4e38)
+        fault = "negative, NaN or infinite"
+    bad = rows.filter(~valid)
+    if bad.is_empty():
+        return
+    advice = ""
+    # NaN is neither out of range nor in per cent
+    if (nan := bad.filter(pl.col(column).is_nan())).height:
+        bad = nan
+        fault = "NaN"
+        advice = ", or leave the cell empty: it counts as not measured"
+    first = bad.row(0, named=True)
+    at = ", ".join(f"{key} {first[key]}" for key in ("dataset", "sample_id") if key in first)
+    file = f"{first['file']}: " if "file" in first else ""
+    where = f"{bad.height} row{'s' * (bad.height > 1)} (first: {at})"
+    raise InputError(f"{file}{name} is {fault} in {where}; fix or remove it{advice}")
+
+
+def name_column(series: pl.Series) -> pl.Series:
+    """Return the column as text; the float 7.0 is the id 7.
+
+    Raises InputError if a row is empty, NaN, infinite, or neither a name nor a number, or if
+    numbers have lost digits.
+    """
+    wrong = series.is_null()
+    if series.dtype.is_float():
+        wrong |= ~series.is_finite().fill_null(False)
+    if wrong.any() or holds_no_text(series.dtype):
+        raise InputError(
+            f"column {series.name!r} must hold a name or a finite number in every row: "
+            f"{wrong.sum()} rows do not, and its type is {series.dtype}"
+        )
+    refuse_lost_digits(series)
+    # other programs write whole numbers as 7.0 where a column had gaps
+    if series.dtype == pl.String and series.str.contains(FLOAT_AS_TEXT).all():
+        series = series.cast(pl.Float64)
+        refuse_lost_digits(series)
+    text = series.cast(pl.String)
+    if series.dtype.is_float() or series.dtype.is_decimal():
+        whole = series.cast(pl.Int128, strict=False).cast(pl.String)
+        text = whole.zip_with(series % 1 == 0, text)
+    return text
+
+
+def refuse_lost_digits(series: pl.Series) -> None:
+    """Raise InputError, with the column's name, if its numbers cannot tell ids apart any more.
+
+    These are floats that are too large to be exact, and text that a spreadsheet shortened.
+    """
+    lost = pl.repeat(False, len(series), dtype=pl.Boolean, eager=True)
+    cause = "a spreadsheet shortened them"
+    if series.dtype.is_float():
+        bits = MANTISSA_BITS[series.dtype.base_type()]
+        lost = series.is_finite() & (series.abs() >= 2.0**bits)
+        cause = f"a {series.dtype} holds whole numbers exactly only below 2^{bits}"
+    elif series.dtype == pl.String and series.str.contains(POWER_OF_TEN).any():
+        parts = series.str.extract_groups(POWER_OF_TEN).struct.unnest()
+        decimals = parts["1"].str.len_chars().fill_null(0)
+        # all digits of a whole number are written if it has as many decimals as its exponent
+        lost = decimals < parts["2"].cast(pl.Int64, strict=False)
+    # null is no id
+    if lost.any():
+        values = series.filter(lost)
+        raise InputError(
+            f"column {series.name!r} holds {len(values)} numbers that have lost digits, such as "
+            f"{values[0]}, so that different ids look alike: {cause}. Write ids as text, or as "
+            "whole numbers (int64)"
+        )
+
+
+def knob_column(series: pl.Series) -> tuple[Knob, pl.Series]:
+    """Return the knob of a column, and the index of each row's value.
+
+    Text such as `8` is a number, `08` is not; nor are 3.1 and 3.10 where both occur, which may be
+    versions. Raises InputError if a row has no value, or one that is neither a finite number nor a
+    name.
+    """
+    if series.dtype in (pl.Boolean, pl.Categorical, pl.Enum):
+        series = series.cast(pl.String)
+    if series.dtype == pl.Int128 or series.dtype.is_decimal():
+        series = series.cast(pl.Float64)
+    if series.dtype in (pl.Float16, pl.Float32):
+        # the shortest decimal that is read as the same number: 0.1, not 0.10000000149
+        series = series.cast(pl.String).cast(pl.Float64)
+    known = series.dtype.is_numeric() or series.dtype == pl.String
+    # each spelling is parsed once; text that spells numbers throughout is numbers
+    written: list[Any] = series.unique().to_list() if known else [None]
+    read = written
+    if series.dtype == pl.String and all(NUMERAL.fullmatch(value or "") for value in written):
+        numbers = [json.loads(value) for value in written]
+        fractions = [n for n, value in zip(numbers, written, strict=True) if FRACTION.match(value)]
+        read = numbers if len({*fractions}) == len(fractions) else written
+    if None in read or any(isinstance(value, float) and not math.isfinite(value) for value in read):
+        raise InputError(
+            f"knob {series.name!r} must be a finite number or a name in every row; "
+            f"{series.null_count()} are empty, and its type is {series.dtype}. Fill them (with "
+            "none, if that is a setting), or name the knobs with knobs="
+        )
+    read = [
+        int(value) if isinstance(value, float) and value.is_integer() else value for value in read
+    ]
+    order = TIERS.index if {*read} <= {*TIERS} else None
+    knob = Knob(series.name, tuple(sorted(set(read), key=order)))
+    # several spellings may have the same value, such as 1 and 1.0
+    index = {value: i for i, value in enumerate(knob.values)}
+    codes = series.replace_strict(written, [index[value] for value in read], return_dtype=pl.UInt32)
+    return knob, codes
+
+
+def whole_words(cells: pl.DataFrame) -> pl.DataFrame:
+    """Return the cells with images and question types in all rows, if any row has them.
+
+    A row without one gets that of another row of its sample; else the image has the sample's id,
+    and the question type is `unknown`.
+    """
+    keys = [column for column in ("dataset", "sample_id") if column in cells.columns]
+    defaults = {"image_id": pl.col("sample_id"), "question_type": pl.lit("unknown")}
+    for name, default in defaults.items():
+        if name in cells.columns and not cells[name].is_null().all():
+            of_sample = pl.col(name).drop_nulls().first().over(keys)
+            cells = cells.with_columns(pl.coalesce(name, of_sample, default))
+    return cells

@@ -1,0 +1,300 @@
+"""From rows to the dense table: each row is a measurement of a cell (sample, configuration).
+
+The rows come from `knobwise.envs.readers.long_table`, with numbers for what was measured.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import polars as pl
+import torch
+
+from knobwise.common.errors import InputError
+from knobwise.envs.readers.column_roles import keys_of, note_equal_numbers, note_look_alikes
+from knobwise.envs.readers.column_values import knob_column, name_column
+from knobwise.envs.tables.profile_table import Knob, median_of
+
+WEIGHT = "sampling_weight"
+"""The column of how many cells a measured cell stands for."""
+COST = "cost "
+"""Further costs are kept under this and the name of their column."""
+CLUSTER = "cluster"
+"""The column of clusters that `long_frame` writes; when read, `group` names one."""
+TIME = "measured_at"
+"""The column of when a row was measured."""
+WORD_COLUMNS = {
+    "datasets": "dataset",
+    "sample_ids": "sample_id",
+    "image_ids": "image_id",
+    "clusters": CLUSTER,
+    "parts": "split",
+    "question_types": "question_type",
+}
+"""Fields of a `ProfileTable` with a name for each sample, and the columns that hold them."""
+PARTS = {
+    **dict.fromkeys(("train", "training"), "train"),
+    **dict.fromkeys(("validation", "val", "valid", "dev"), "validation"),
+    **dict.fromkeys(("test", "testing"), "test"),
+}
+"""Spellings in the column `split`, and the parts they stand for."""
+
+
+def dense_fields(
+    frame: pl.DataFrame,
+    rows: pl.DataFrame,
+    columns: Sequence[str],
+    group: str | None,
+    notes: list[str],
+) -> dict[str, Any]:
+    """Return the fields of a `ProfileTable`, all but its name, unit, notes and features.
+
+    Args:
+        frame: all columns of the measurements, as they were read.
+        rows: for each of them the ids as text (`dataset`, if there is one, and `sample_id`),
+            `accuracy`, `latency`, `repeat`, `first_look` and `weight`; perhaps further costs under
+            `COST` and their name, and `TIME`.
+        columns: those of the frame that are knobs.
+        group: the column of what a sample belongs to.
+        notes: what is noticed.
+
+    Raises:
+        InputError: a measurement occurs twice, or what belongs to a sample differs in its rows.
+    """
+    knobs, chosen = _coded_knobs(frame.select(columns), notes)
+    configurations = chosen.unique().sort(chosen.columns)
+    samples = _samples_in_order(frame.drop(columns), rows, group, notes)
+    # each row belongs to one cell of the dense table
+    shape = len(samples), len(configurations)
+    of_sample = _row_numbers(keys_of(rows), samples)
+    cells = _Cells(shape, of_sample * shape[1] + _row_numbers(chosen, configurations))
+    if cells.times.max() > 1:
+        rows = _repeated_rows(frame, rows.with_columns(cell=cells.of_row), columns, notes)
+        cells = _Cells(shape, rows["cell"].to_numpy())
+    return {
+        "knobs": knobs,
+        "configurations": torch.from_numpy(configurations.to_numpy().astype(np.int64)),
+        **_measured_fields(rows, cells),
+        **_names(samples, notes),
+    }
+
+
+class _Cells(NamedTuple):
+    """Where rows stand in the dense table of N samples and C configurations."""
+
+    shape: tuple[int, int]
+    """N and C."""
+    of_row: np.ndarray
+    """int64 [rows], the cell of each row; cells are numbered sample by sample."""
+
+    @property
+    def times(self) -> np.ndarray:
+        """How many rows each cell has, int64 [N·C]."""
+        return np.bincount(self.of_row, minlength=math.prod(self.shape))
+
+    def means(self, values: pl.Series) -> torch.Tensor:
+        """Return the mean of each cell's values that are known, float32 [N, C], NaN where there are
+        none."""
+        known = _Cells(self.shape, self.of_row[values.is_not_null().to_numpy()])
+        times = known.times
+        sums = np.bincount(known.of_row, values.drop_nulls(), times.size)
+        means = sums / np.where(times, times, np.nan)
+        return torch.from_numpy(means).float().view(self.shape)
+
+    def repeated(self, values: pl.Series) -> torch.Tensor:
+        """Return all values of each cell, float32 [N, C, R], filled up by NaN. Where a cell has
+        several rows, they are neighbours."""
+        times = self.times
+        position = np.zeros_like(self.of_row)
+        if times.max() > 1:
+            # each row is numbered from the first of its cell
+            first_of_cell = times.cumsum() - times
+            position = np.arange(self.of_row.size) - first_of_cell[self.of_row]
+        repeats = np.full((times.size, times.max()), np.nan, np.float32)
+        repeats[self.of_row, position] = values
+        return torch.from_numpy(repeats).view(*self.shape, -1)
+
+
+def _coded_knobs(columns: pl.DataFrame, notes: list[str]) -> tuple[tuple[Knob, ...], pl.DataFrame]:
+    """Return the knobs in these columns, and the columns with each value as its index."""
+    knobs, codes = zip(*(knob_column(column) for column in columns), strict=True)
+    for knob in knobs:
+        note_look_alikes(f"knob {knob.name}", knob.values, notes)
+        note_equal_numbers(columns[knob.name], knob, notes)
+    return knobs, pl.DataFrame([code.alias(f"knob {k}") for k, code in enumerate(codes)])
+
+
+def _samples_in_order(
+    frame: pl.DataFrame, rows: pl.DataFrame, group: str | None, notes: list[str]
+) -> pl.DataFrame:
+    """Return one row per sample as `_samples` does, sorted by the first time of each if rows have
+    times."""
+    keys = keys_of(rows)
+    samples = _samples(frame, keys, group)
+    for name in keys.columns:
+        note_look_alikes(name, samples[name].unique().to_list(), notes)
+    if TIME not in rows.columns:
+        return samples
+    first = rows.group_by(keys.columns).agg(pl.col(TIME).min())
+    samples = samples.join(first, on=keys.columns, how="left", maintain_order="left")
+    return samples.sort(TIME, maintain_order=True).drop(TIME)
+
+
+def _samples(frame: pl.DataFrame, keys: pl.DataFrame, group: str | None) -> pl.DataFrame:
+    """Return one row per sample, with its key, image, part, question type and cluster.
+
+    Samples are sorted by data set, then whole-number ids by size, then the other ids by name.
+    Raises InputError if a sample's rows differ, a part is unknown, or an image is in several
+    clusters.
+    """
+    # further names of a sample, which must be the same in all its rows
+    optional = [c for c in ("image_id", "split", "question_type") if c in frame.columns]
+    extra = [name_column(frame[c]) for c in optional if not frame[c].is_null().all()]
+    if group is not None:
+        extra.append(name_column(frame[group]).alias(CLUSTER))
+    samples = keys.with_columns(extra).unique()
+    # a column that varies inside a sample makes more distinct rows than there are samples
+    for column in extra:
+        if samples.select(*keys.columns, column.name).n_unique() > keys.n_unique():
+            name = f"group={group}" if column.name == CLUSTER else column.name
+            raise InputError(f"{name} must be the same in all rows of a sample")
+    if group is not None:
+        unit = [c for c in ("dataset", "image_id") if c in samples.columns]
+        if "image_id" in unit and samples.n_unique([*unit, CLUSTER]) > samples.n_unique(unit):
+            raise InputError(f"group={group} must be the same in all rows of an image")
+    # several spellings stand for the same part
+    if "split" in samples.columns:
+        splits = samples["split"].str.to_lowercase()
+        if unknown := sorted(set(splits) - set(PARTS)):
+            raise InputError(
+                f"split {', '.join(unknown[:5])} is unknown; known are {', '.join(PARTS)}"
+            )
+        samples = samples.with_columns(splits.replace_strict(PARTS))
+    # ids that are no whole numbers become null, and come last
+    number = pl.col("sample_id").cast(pl.Int64, strict=False)
+    return samples.sort(*keys.columns[:-1], number, "sample_id", nulls_last=True)
+
+
+def _repeated_rows(
+    frame: pl.DataFrame, rows: pl.DataFrame, columns: Sequence[str], notes: list[str]
+) -> pl.DataFrame:
+    """Return rows with their `cell`, cell by cell and in the order of the measurements, without
+    copies. Raises InputError if measurements of a cell cannot be told apart."""
+    names = [pl.format("{}={}", pl.lit(column), column) for column in columns]
+    setting = frame.select(setting=pl.concat_str(names, separator=" "))
+    rows = _without_copies(frame, rows.with_columns(setting), notes)
+    rows = rows.sort("cell", "repeat", "latency", "accuracy")
+    _check_repeated(rows, notes)
+    return rows
+
+
+def _without_copies(frame: pl.DataFrame, rows: pl.DataFrame, notes: list[str]) -> pl.DataFrame:
+    """Return rows without those that are equal to an earlier one in every column of the frame.
+
+    Measurements without numbers may be equal by chance. So copies of those are left out only where
+    their cell has no other rows, which changes none of its means.
+    """
+    rows = rows.with_columns(frame.select(copy=~pl.struct(pl.all()).is_first_distinct()))
+    certain = pl.col("repeat").is_not_null() | ((~pl.col("copy")).sum().over("cell") == 1)
+    left_out = rows.filter(pl.col("copy") & certain)
+    if left_out.is_empty():
+        return rows
+    notes.append(
+        f"copies of other rows, equal in every column, are left out: {len(left_out)}, such as "
+        f"{_cells_of(left_out)}"
+    )
+    return rows.filter(~(pl.col("copy") & certain))
+
+
+def _check_repeated(rows: pl.DataFrame, notes: list[str]) -> None:
+    """Note how many cells were measured repeatedly without numbers, or differ in accuracy.
+
+    `repeat` tells measurements of a cell apart, or without it accuracy and latency do. Raises
+    InputError if nothing does.
+    """
+    keys = ["repeat"]
+    if rows["repeat"].null_count():
+        keys = ["latency", "accuracy"]
+        times = rows["cell"].value_counts()["count"].to_numpy()
+        if times.max() > 1:
+            notes.append(
+                f"{(times > 1).sum()} cells occur up to {times.max()} times: taken as repeated "
+                "measurements"
+            )
+    copies = rows.filter(_as_above("cell", *keys))
+    if copies.height:
+        raise InputError(
+            f"{copies['cell'].n_unique()} (sample, configuration) pairs occur more than once with "
+            f"the same {' and '.join(keys)}, such as {_cells_of(copies)}; remove the copies, or "
+            "number the measurements of each pair in a column `repeat`. Ids must be unique inside "
+            "a data set (do they restart in every batch or on every rank?), and every knob needs a "
+            "column"
+        )
+    other = ~_as_above("accuracy")
+    differ = rows.filter(_as_above("cell"), other)
+    if len(differ):
+        notes.append(
+            f"{differ['cell'].n_unique()} cells differ in accuracy between measurements, such as "
+            f"{_cells_of(differ)}: the mean is used"
+        )
+    same_time = rows.filter(_as_above("cell", "latency"), other)
+    if len(same_time):
+        notes.append(
+            f"{same_time['cell'].n_unique()} of them have two accuracies at the same latency, such "
+            f"as {_cells_of(same_time)}: one may be a mistake"
+        )
+
+
+def _as_above(*columns: str) -> pl.Expr:
+    """Return whether a row has the same values in these columns as the row above it."""
+    return pl.all_horizontal(pl.col(columns) == pl.col(columns).shift()).fill_null(False)
+
+
+def _cells_of(rows: pl.DataFrame) -> str:
+    """Name the first cells that rows are of, by sample and setting."""
+    cells = rows.unique("cell", maintain_order=True)["sample_id", "setting"].rows()
+    names = [f"{sample} ({setting})" for sample, setting in cells[:3]]
+    return f"of sample {', '.join(names)}{', …' * (len(cells) > 3)}"
+
+
+def _measured_fields(rows: pl.DataFrame, cells: _Cells) -> dict[str, Any]:
+    """Return the fields of a `ProfileTable` that hold what was measured in each cell."""
+    repeats_ms = cells.repeated(rows["latency"].clip(0))
+    accuracy = cells.means(rows["accuracy"].clip(0, 1))
+    first_look_ms = cells.means(rows["first_look"]).nan_to_num(0.0)
+    fields: dict[str, Any] = {
+        "accuracy": accuracy,
+        "latency_ms": median_of(repeats_ms) + first_look_ms,
+        "mask": ~accuracy.isnan(),
+    }
+    if (rows["weight"] != 1).any():
+        fields[WEIGHT] = cells.means(rows["weight"]).nan_to_num(0.0)
+    if first_look_ms.any():
+        fields["first_look_ms"] = first_look_ms
+    costs = [name for name in rows.columns if name.startswith(COST)]
+    if costs:
+        fields["costs"] = {name.removeprefix(COST): cells.means(rows[name]) for name in costs}
+    if repeats_ms.shape[-1] > 1:
+        fields["repeats_ms"] = repeats_ms + first_look_ms.unsqueeze(-1)
+    return fields
+
+
+def _names(samples: pl.DataFrame, notes: list[str]) -> dict[str, Any]:
+    """Return the fields of a `ProfileTable` that hold a name for each sample."""
+    names = {column: tuple(samples[column]) for column in samples.columns}
+    # one split for all is where the samples come from, and does not divide them
+    if len(set(names.get("split", ()))) == 1:
+        notes.append(
+            f"every sample is in split {names.pop('split')[0]!r}: the samples are divided anew"
+        )
+    return {field: names.get(column, ()) for field, column in WORD_COLUMNS.items()}
+
+
+def _row_numbers(rows: pl.DataFrame, index: pl.DataFrame) -> np.ndarray:
+    """Return the number of the row of `index` that has the values of each row, int64 [rows]."""
+    numbered = index.select(rows.columns).with_row_index("number")
+    numbers = rows.join(numbered, on=rows.columns, how="left", maintain_order="left")["number"]
+    return numbers.to_numpy().astype(np.int64)
