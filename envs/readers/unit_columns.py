@@ -49,13 +49,14 @@ def in_one_unit(
         )
     if len(units) > 1 and len(times) < len(units):
         raise InputError(
-            f"column {name}: {cost} is in {listing}, which cannot be converted into each other; keep "
-            "the rows of one unit"
+            f"column {name}: {cost} is in {listing}, which cannot be converted into each other; "
+            "keep the rows of one unit"
         )
     wanted = unit if unit != MS else in_name
     if wanted and {_length(wanted)} != {_length(word) for word in units}:
         raise InputError(
-            f"{cost} is in {wanted}, but column {name} says {listing}; rename the column that is wrong"
+            f"{cost} is in {wanted}, but column {name} says {listing}; rename the column that is "
+            "wrong"
         )
     if not times:
         notes.append(f"{cost}: in {listing}, as column {name} says")
