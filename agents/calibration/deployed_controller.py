@@ -214,6 +214,35 @@ class DeployedController(nn.Module):
     def arrays(self) -> Arrays:
         """Return the content of an exported file: every array by name, and `header`, JSON."""
         controller = self.controller
+        calibration = self.calibration
+        header = self._header()
+        arrays = {"configurations": controller.configurations.cpu().numpy()}
+        if len(controller.network.values):
+            by_value = DRIFT_SCALE * controller.network.values
+            arrays["values"] = by_value.cpu().float().numpy()
+        # where no latency was expected, ln ms is 0 with a spread of 1
+        zeros = np.zeros(len(controller.configurations), np.float32)
+        parts = {
+            "normaliser": _numpy_of(controller.normaliser.state_dict()),
+            "network": _network_arrays(controller),
+            "costs": calibration.costs,
+            "latency": calibration.latency or {"bias": zeros, "spread": zeros + 1},
+            "static": calibration.static,
+            "mean": calibration.mean,
+        }
+        for number, encoder in enumerate(calibration.texts.values()):
+            parts[f"texts.{number}"] = encoder
+        if header["guard"]:
+            parts["guard"] = guards.arrays_of(calibration.guard)
+        for part, named in parts.items():
+            for name, values in named.items():
+                arrays[f"{part}.{name}"] = values
+        arrays["header"] = np.frombuffer(json.dumps(header).encode(), np.uint8)
+        return arrays | {"digest": np.frombuffer(digest_of(arrays), np.uint8)}
+
+    def _header(self) -> dict[str, Any]:
+        """Return what is no array in an exported file: settings and names, as plain values."""
+        controller = self.controller
         normaliser = controller.normaliser
         calibration = self.calibration
         by_knobs = controller.network.head.by_knobs
@@ -221,8 +250,7 @@ class DeployedController(nn.Module):
         if controller.constraint == "mean":
             # before its prices are calibrated it decides under none
             limit = "mean" if calibration.mean else ""
-        # what is no array: settings and names, as JSON
-        header = {
+        header: dict[str, Any] = {
             "format": FORMAT,
             "knobs": [[knob.name, list(knob.values)] for knob in controller.knobs],
             "features": normaliser.sizes,
@@ -245,29 +273,7 @@ class DeployedController(nn.Module):
             header["costs"] = calibration.cost_names
         if calibration.limits:
             header["limits"] = calibration.limits["values"]
-        arrays = {"configurations": controller.configurations.cpu().numpy()}
-        if len(controller.network.values):
-            by_value = DRIFT_SCALE * controller.network.values
-            arrays["values"] = by_value.cpu().float().numpy()
-        # where no latency was expected, ln ms is 0 with a spread of 1
-        zeros = np.zeros(len(controller.configurations), np.float32)
-        parts = {
-            "normaliser": _numpy_of(normaliser.state_dict()),
-            "network": _network_arrays(controller),
-            "costs": calibration.costs,
-            "latency": calibration.latency or {"bias": zeros, "spread": zeros + 1},
-            "static": calibration.static,
-            "mean": calibration.mean,
-        }
-        for number, encoder in enumerate(calibration.texts.values()):
-            parts[f"texts.{number}"] = encoder
-        if header["guard"]:
-            parts["guard"] = guards.arrays_of(calibration.guard)
-        for part, named in parts.items():
-            for name, values in named.items():
-                arrays[f"{part}.{name}"] = values
-        arrays["header"] = np.frombuffer(json.dumps(header).encode(), np.uint8)
-        return arrays | {"digest": np.frombuffer(digest_of(arrays), np.uint8)}
+        return header
 
     def export(self, path: str | Path) -> NumpyController:
         """Write the `.npz` that `NumpyController.load` reads, and return the same controller."""

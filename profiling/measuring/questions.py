@@ -250,17 +250,7 @@ def _item(
     # the required columns
     item_id = value("id", "question_id")
     question = value("question")
-    source: Any = None
-    if images:
-        source = value("image", "image_path")
-    # as datasets of Hugging Face hold images
-    if isinstance(source, Mapping):
-        source = source.get("bytes") or source.get("path")
-    if isinstance(source, str):
-        source = path.parent / source
-        # unlike Path.is_file, it takes a path of any length
-        if not os.path.isfile(source):
-            raise InputError(f"{where}: no image file {source}")
+    source = _image(path, value("image", "image_path"), where) if images else None
     for key, part, kind in (
         ("id", item_id, str | int),
         ("question", question, str),
@@ -278,13 +268,8 @@ def _item(
                 f"{where}: none of its choices {[*choices]} is one of its answers {[*answers]}"
             )
     image_id = row.get("image_id")
-    if image_id is None:  # the same file, or the same bytes, is the same image
-        if not images:
-            image_id = question
-        elif isinstance(source, Path):
-            image_id = source.resolve()
-        else:
-            image_id = hashlib.sha256(source).hexdigest()
+    if image_id is None:
+        image_id = _identity_of(source) if images else question
     return VQAItem(
         id=str(item_id),
         image=source,
@@ -295,6 +280,28 @@ def _item(
         question_type=str(row.get("question_type") or ""),
         fields={name: row[name] for name in further},
     )
+
+
+def _image(path: Path, written: Any, where: str) -> Any:
+    """Return the image that a row of a file names: the bytes, or the path of a file that is there;
+    anything else as it is."""
+    # as datasets of Hugging Face hold images
+    if isinstance(written, Mapping):
+        written = written.get("bytes") or written.get("path")
+    if not isinstance(written, str):
+        return written
+    file = path.parent / written
+    # unlike Path.is_file, it takes a path of any length
+    if not os.path.isfile(file):
+        raise InputError(f"{where}: no image file {file}")
+    return file
+
+
+def _identity_of(image: bytes | Path) -> str:
+    """Return what tells an image from others: the same file, or the same bytes, is the same."""
+    if isinstance(image, Path):
+        return str(image.resolve())
+    return hashlib.sha256(image).hexdigest()
 
 
 def _texts(value: Any, where: str, what: str) -> tuple[str, ...]:
