@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
@@ -23,6 +23,9 @@ from knobwise.agents.training.seeding import seeded
 from knobwise.agents.training.trainer import Trainer
 from knobwise.envs.tables.profile_table import ProfileTable, Split
 
+if TYPE_CHECKING:
+    from knobwise.agents.training.stage import Log
+
 
 def distillation_trainer(
     table: ProfileTable,
@@ -32,7 +35,7 @@ def distillation_trainer(
     seed: int = 0,
     device: str = "cpu",
     folder: Path | None = None,
-    log: Any = None,
+    log: Log | None = None,
     **settings: Any,
 ) -> Trainer:
     """Return the training of a controller, with a teacher if `policy.teacher` says so and there is

@@ -149,7 +149,7 @@ def as_limit(value: Any, name: str = "budget_ms") -> float:
     return number
 
 
-def as_numbers(what: str, values: Any, truths: bool = False) -> Array:
+def as_numbers(what: str, values: object, truths: bool = False) -> Array:
     """Return numbers as an array: lists, arrays, or tensors, with gradients or without. Raises a
     ValueError that begins with `what` if these are no numbers; truth values are 0 and 1 if
     `truths`, and else none."""
@@ -171,7 +171,7 @@ def as_numbers(what: str, values: Any, truths: bool = False) -> Array:
     return array
 
 
-def short(value: Any) -> str:
+def short(value: object) -> str:
     """Shorten the repr of a value to one line of at most 80 characters, for a message."""
     line = " ".join(repr(value).split())
     return line if len(line) < 80 else f"{line[:77]}…"

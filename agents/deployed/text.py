@@ -11,7 +11,7 @@ import json
 import math
 import unicodedata
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 from zlib import crc32
 
 import numpy as np
@@ -46,7 +46,7 @@ _DIGITS = b"0123456789"
 _PARTED = bytes(byte if byte > 127 or chr(byte).isalnum() else 32 for byte in range(256))
 
 
-def text_of(value: Any, messages: str = "last") -> str:
+def text_of(value: object, messages: str = "last") -> str:
     """Return the text of a value: itself, or what is read of a chat, "" for None and NaN.
 
     A chat is a list of messages with `role` and `content`, or JSON of one. Contents may be lists of
@@ -73,18 +73,18 @@ def text_of(value: Any, messages: str = "last") -> str:
     return "\n".join(_content_of(message["content"]) for message in chosen)
 
 
-def is_text(value: Any) -> bool:
+def is_text(value: object) -> bool:
     """Tell a text, a chat, or what is neither from a block of numbers."""
     if isinstance(value, (list, tuple)):
         return all(isinstance(part, Mapping) for part in value)
     return not hasattr(value, "shape")
 
 
-def _is_message(value: Any) -> bool:
+def _is_message(value: object) -> bool:
     return isinstance(value, Mapping) and {"role", "content"} <= value.keys()
 
 
-def _content_of(content: Any) -> str:
+def _content_of(content: object) -> str:
     """Return the text of a message, whose parts may be images too."""
     if isinstance(content, str):
         return content
@@ -122,7 +122,7 @@ class Parts(NamedTuple):
         return [math.log1p(self.characters), math.log1p(self.words), self.digits]
 
 
-def parts_of(value: Any, messages: str = "last") -> Parts:
+def parts_of(value: object, messages: str = "last") -> Parts:
     """Take a text or a chat apart, see `text_of`, which raises a ValueError for anything else.
 
     A run is hashed by its three code points, and a word by the CRC of its UTF-8: the sum of their
@@ -183,7 +183,7 @@ class TextEncoder:
         self._projection = arrays["projection"]
         self._least_runs, self._least_words, self._most = arrays["limits"].tolist()
 
-    def __call__(self, value: Any) -> Array:
+    def __call__(self, value: object) -> Array:
         """Return the numbers of a text or chat, float32 [width]; all NaN if it is unlike training.
         Raises a ValueError if it is neither."""
         parts = parts_of(value, self.messages)

@@ -11,7 +11,7 @@ import copy
 import functools
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -33,6 +33,9 @@ from knobwise.envs.demonstrations.torchrl_env import DemonstrationBandit, Scorer
 from knobwise.envs.tables.profile_table import Split
 from knobwise.losses.functional import k3
 from knobwise.losses.settings import SelectorLossConfig
+
+if TYPE_CHECKING:
+    from knobwise.agents.training.stage import Log
 
 
 class SelectorSetup:
@@ -250,7 +253,7 @@ def selector_trainer(
     seed: int = 0,
     device: str = "cpu",
     folder: Path | None = None,
-    log: Any = None,
+    log: Log | None = None,
     **settings: Any,
 ) -> Trainer:
     """Return the training of one stage of one selector with one seed.

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from tensordict import TensorDict, TensorDictBase
@@ -165,7 +165,7 @@ class Distillation(ControllerStage):
         return TensorDict({"loss_imitation": loss.mean()})
 
 
-def regression_stages(setup: ControllerSetup, teacher: Any) -> list[ControllerStage]:
+def regression_stages(setup: ControllerSetup, teacher: Teacher) -> list[ControllerStage]:
     """Return the regression, and where bins of the features are tried another with them."""
     if not teacher.network.edges.numel():
         return [Regression(setup, teacher)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from importlib import import_module
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import nn
@@ -13,6 +13,11 @@ from knobwise.agents.training.state import Provenance
 from knobwise.common.errors import Damaged, InputError
 from knobwise.common.files import is_damaged, written_whole
 from knobwise.common.progress import say
+
+if TYPE_CHECKING:
+    from knobwise.agents.calibration.deployed_controller import DeployedController
+    from knobwise.agents.controller.controller import Controller
+    from knobwise.agents.selector.selector import Selector
 
 FORMAT = "knobwise.Controller/3"
 KINDS = {
@@ -52,7 +57,7 @@ class Loaded(NamedTuple):
         return type(self.agent).__name__
 
     @property
-    def controller(self) -> Any:
+    def controller(self) -> DeployedController:
         """The agent as a `DeployedController`, if it is a controller.
 
         Raises:
@@ -64,7 +69,7 @@ class Loaded(NamedTuple):
         return self.agent
 
     @property
-    def network(self) -> Any:
+    def network(self) -> Controller:
         """The `Controller` of a controller, without teacher and guard.
 
         Raises:
@@ -83,7 +88,7 @@ class Loaded(NamedTuple):
             )
 
     @property
-    def selector(self) -> Any:
+    def selector(self) -> Selector:
         """The agent, if it is a `Selector`.
 
         Raises:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import functools
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from tensordict import TensorDict, TensorDictBase
@@ -33,6 +33,9 @@ from knobwise.envs.bandit.reward_kinds import KINDS
 from knobwise.envs.bandit.torchrl_env import ConfigBandit
 from knobwise.envs.tables.drift import rows_of_copies
 from knobwise.envs.tables.profile_table import ProfileTable, Split
+
+if TYPE_CHECKING:
+    from knobwise.agents.training.stage import Log
 
 SPREAD_CELLS = 1 << 22
 """The spread of rewards is measured on at most as many rewards, or one context for each network."""
@@ -253,7 +256,7 @@ def controller_trainer(
     seed: int = 0,
     device: str = "cpu",
     folder: Path | None = None,
-    log: Any = None,
+    log: Log | None = None,
     **settings: Any,
 ) -> Trainer:
     """Return the training of a controller that learns from rewards alone: RCE, then GRPO or PPO.
@@ -278,7 +281,7 @@ def make_trainer(
     agent: nn.Module,
     stages: list[ControllerStage],
     folder: Path | None = None,
-    log: Any = None,
+    log: Log | None = None,
 ) -> Trainer:
     """Return the trainer of a controller's stages. To be called inside the `seeded` of the setup.
 

@@ -269,7 +269,7 @@ def _item(
             )
     image_id = row.get("image_id")
     if image_id is None:
-        image_id = _identity_of(source) if images else question
+        image_id = question if source is None else _identity_of(source)
     return VQAItem(
         id=str(item_id),
         image=source,
