@@ -19,6 +19,10 @@ class Exploration:
     expected to lose at most `loss` utility, by the policy's own probabilities; else the controller
     decides, with the choice g. So the probability of c is (1 − ε)·1[c = g] + ε/|S|·1[c ∈ S].
 
+    Where static decides and knows of nothing else within `loss`, S is its second choice alone, in a
+    share q of these requests: such that they lose `loss` on average (`second_best`). Then ε·q takes
+    the place of ε.
+
     Args:
         share: ε, 0 to 1.
         loss: utility, in units of accuracy.
@@ -41,16 +45,20 @@ class Exploration:
         0."""
         return self.share > 0 and self._random.random() < self.share
 
-    def draw(self, close: Sequence[int]) -> int:
-        """Draw the configuration of a request that is explored, from S."""
+    def draw(self, best: int, close: Sequence[int], share: float = 1.0) -> int:
+        """Draw the configuration of a request that is explored, from S in this share q of them;
+        else it is `best`, g."""
+        if share < 1 and self._random.random() >= share:
+            return best
         return self._random.choice(close)
 
-    def chances(self, best: int, close: Sequence[int]) -> dict[int, float]:
+    def chances(self, best: int, close: Sequence[int], share: float = 1.0) -> dict[int, float]:
         """Return the probability of every configuration that a request could have got, where `best`
-        is g and `close` is S."""
+        is g, `close` is S and `share` is q."""
         # the terms of the formula above: ε/|S|, then 1 − ε
-        chances = dict.fromkeys(close, self.share / len(close))
-        chances[best] = chances.get(best, 0.0) + (1 - self.share)
+        drawn = self.share * share
+        chances = dict.fromkeys(close, drawn / len(close))
+        chances[best] = chances.get(best, 0.0) + (1 - drawn)
         return {index: chance for index, chance in chances.items() if chance > 0}
 
 
@@ -86,3 +94,29 @@ def near_best(
         # log-probabilities in units of utility
         utility = log_probs / controller.header["sharpness"]
     return np.flatnonzero(utility >= utility.max() - loss).tolist()
+
+
+def second_best(
+    controller: NumpyController,
+    best: int,
+    limit_ms: float,
+    drift: Drift,
+    loss: float,
+    mask: Array | None = None,
+) -> tuple[int, float] | None:
+    """Return what static would choose without `best`, and the share of the explored requests that
+    may get it so that they lose `loss` utility on average; None if there is nothing else.
+
+    Args as in `near_best`; no features, so that the probabilities of a request that is not explored
+    are known without them.
+    """
+    assert controller.static is not None
+    limits = np.array([limit_ms]) * controller.factor(drift)
+    utility = controller.static.mean_utility(limits, mask)[0]
+    others = utility.copy()
+    others[best] = -np.inf
+    second = int(others.argmax())
+    lost = utility[best] - others[second]
+    if not (np.isfinite(lost) and loss > 0):
+        return None
+    return second, float(loss / max(lost, loss))

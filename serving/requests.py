@@ -204,6 +204,7 @@ def row_of(result: Result, chances: Mapping[int, float]) -> dict[str, object]:
         "among": list(chances),
         "chances": list(chances.values()),
         "best": decision.best,
+        "explored": result.explored,
         "budget_ms": request.budget_ms,
         "limit_ms": float(decision.limit_ms),
         "features": {name: packed(block) for name, block in (features or {}).items()} or None,

@@ -25,7 +25,7 @@ from knobwise.agents.learning.request_log import RequestLog
 from knobwise.common.errors import InputError
 from knobwise.common.forks import FORKED
 from knobwise.envs.tables.units import MS, check_time
-from knobwise.serving.exploration import Exploration, near_best
+from knobwise.serving.exploration import Exploration, near_best, second_best
 from knobwise.serving.inputs import blocks_of, limit_of
 from knobwise.serving.requests import Decision, PendingRequest, Result, row_of
 from knobwise.serving.tracker import LatencyTracker
@@ -270,7 +270,8 @@ class Runtime:
         assert expected is not None
         best = expected[0]
         if request.explored:
-            choice = self._exploration.draw(self._close(request, blocks, limit_ms))
+            close, share = self._close(request, blocks, limit_ms, best)
+            choice = self._exploration.draw(best, close, share)
             expected = controller.expected_of(blocks, limit_ms, request.drift, choice)
         choice, log_latency, spread = expected
         knobs = controller.configuration(choice)
@@ -312,26 +313,26 @@ class Runtime:
         decision = self.decide(request, missing, choose=choose)
         return decision._replace(features=None, fell_back=True)
 
-    def _close(self, request: PendingRequest, features: Arrays, limit_ms: float) -> list[int]:
-        """Return the configurations that exploration may draw, among those that limits allow."""
+    def _close(
+        self, request: PendingRequest, features: Arrays, limit_ms: float, best: int
+    ) -> tuple[list[int], float]:
+        """Return the configurations that exploration may draw, among those that limits allow, and
+        the share of the explored requests in which it draws; `best` is the controller's choice."""
         controller = request.controller
-        close = near_best(
-            controller,
-            features,
-            limit_ms,
-            request.drift,
-            loss=self._exploration.loss,
-            mask=request.mask,
-        )
+        about = limit_ms, request.drift
+        loss = self._exploration.loss
+        close = near_best(controller, features, *about, loss=loss, mask=request.mask)
         blocks = {name: np.asarray(block)[None] for name, block in features.items()}
         allowed = controller.allowed(blocks, 1, request.limits)
-        if allowed is None:
-            return close
-        kept = [choice for choice in close if allowed[0, choice]]
-        best = controller.decide_expected(
-            features, limit_ms, request.drift, request.limits, request.mask
-        )
-        return kept or [best[0]]
+        mask = request.mask
+        if allowed is not None:
+            close = [choice for choice in close if allowed[0, choice]] or [best]
+            mask = allowed[0] if mask is None else allowed[0] & mask
+        if close == [best] and controller.decides_by_static(features, *about):
+            second = second_best(controller, best, *about, loss=loss, mask=mask)
+            if second is not None:
+                return [second[0]], second[1]
+        return close, 1.0
 
     def finish(
         self,
@@ -415,8 +416,10 @@ class Runtime:
         # what stands in for features that failed is not drawn
         chances = {decision.best: 1.0}
         if decision.features is not None and self._exploration.share:
-            close = self._close(decision.request, decision.features, decision.limit_ms)
-            chances = self._exploration.chances(decision.best, close)
+            close, share = self._close(
+                decision.request, decision.features, decision.limit_ms, decision.best
+            )
+            chances = self._exploration.chances(decision.best, close, share)
         return result._replace(request_id=self.log.add(row_of(result, chances)))
 
     def abandon(self, what: str, error: BaseException | str) -> None:

@@ -51,10 +51,12 @@ SIMULATED = words_of("""
     profile.image_width=4 profile.language_width=4
 """)
 """A small table without a file."""
-OPTIMISER = words_of("""
-    optimiser.teacher_iterations=4 optimiser.pretrain_iterations=4 optimiser.iterations=8
+UNTAUGHT = words_of("""
+    optimiser.pretrain_iterations=4 optimiser.iterations=8
     optimiser.contexts=32 optimiser.evaluate_every=4 policy.hidden=16 tracking=disabled
 """)
+"""Is quick, for heads without a teacher."""
+OPTIMISER = words_of("optimiser.teacher_iterations=4", UNTAUGHT)
 """Is quick."""
 BEAMS = words_of("""
     beams.path=b.safetensors beams.train=0.6 beams.validation=0.2 selector.width=16

@@ -26,7 +26,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from commands import BEAMS, OPTIMISER, TABLE, VARIABLES, words_of, write_table
+from commands import BEAMS, TABLE, UNTAUGHT, VARIABLES, words_of, write_table
 from helpers import few_demonstrations, small_beams
 
 from knobwise.__main__ import main
@@ -36,11 +36,14 @@ from knobwise.experiments.train.controller import ControllerExperiment
 from knobwise.experiments.train.selector import SelectorExperiment
 
 SHARED = words_of("seeds=[0] name=x tracking.tensorboard=false")
-CONTROLLER = words_of(
-    "train experiment=lean baselines=false", TABLE, OPTIMISER, SHARED, "optimiser.patience=0"
+UNTAUGHT_CONTROLLER = words_of(
+    "train experiment=lean baselines=false", TABLE, UNTAUGHT, SHARED, "optimiser.patience=0"
 )
+CONTROLLER = words_of(UNTAUGHT_CONTROLLER, "optimiser.teacher_iterations=4")
 WITH_TEACHER = words_of(CONTROLLER, "policy.experts=[ridge,knn] policy.fold_networks=2")
-FREE = words_of(CONTROLLER, "policy=independent loss.entropy_coeff=0.01 optimiser.epochs=2")
+FREE = words_of(
+    UNTAUGHT_CONTROLLER, "policy=independent loss.entropy_coeff=0.01 optimiser.epochs=2"
+)
 REPLAYED = words_of(
     "train experiment=selector_replay",
     BEAMS,

@@ -25,6 +25,7 @@ from commands import (
     REPLAY,
     SIMULATED,
     TABLE,
+    UNTAUGHT,
     jobs_of,
     launch,
     read_json,
@@ -82,11 +83,14 @@ from knobwise.testbeds import builtin_profile
 from knobwise.testbeds.elastic.adapter import ElasticAdaptive, ElasticRequests
 
 pytestmark = pytest.mark.usefixtures("home")
-LEAN = words_of(OPTIMISER, "seeds=[0] baselines=false own_cost=false name=run")
+ONE_SEED = words_of("seeds=[0] baselines=false own_cost=false name=run")
+LEAN = words_of(OPTIMISER, ONE_SEED)
 """A quick training of one seed that is judged quickly."""
+ALONE = words_of(UNTAUGHT, ONE_SEED)
+"""The same without a teacher."""
 
 
-INDEPENDENT = words_of("train", TABLE, LEAN, "policy=independent")
+INDEPENDENT = words_of("train", TABLE, ALONE, "policy=independent")
 
 
 REPLAYED = words_of(REPLAY, "variants.shuffled_recorded=null judged_shots=[2]")
@@ -509,7 +513,7 @@ def test_k7_groups_of_draws_have_z_scores_a_clip_and_a_kl(seeds_run):
 def test_k8_the_weight_of_the_kl_follows_the_kl():
 
     words = "policy=independent loss=sampled loss.kl_band=[0,1e-9] optimiser.evaluate_every=2"
-    launch("train", SIMULATED, LEAN, words)
+    launch("train", SIMULATED, ALONE, words)
     beta = pl.read_csv("runs/latest/metrics.csv")["Train/Beta"].drop_nulls().to_list()
     # a KL above the band: from 0 to the least weight, then up by half at every iteration
     assert beta == pytest.approx([0.0, 0.0015, 0.0015 * 1.5**2, 0.0015 * 1.5**4])
@@ -672,7 +676,7 @@ def test_k16_the_data_set_is_an_input_and_an_unknown_one_is_zeros():
         profile.features=[af.npz,bf.npz,cf.npz] policy=independent
         policy.dataset_input=true split.leave_out=bt
     """
-    launch("train", LEAN, joint)
+    launch("train", ALONE, joint)
     run = "runs/controller/run"
     policy = knobwise.load(run)
     assert policy.features["dataset"] == 3
@@ -693,7 +697,7 @@ def test_k16_the_data_set_is_an_input_and_an_unknown_one_is_zeros():
 
 def test_k17_ppo_learns_a_value_network_on_as_many_draws_as_grpo():
 
-    launch("train experiment=ppo", SIMULATED, LEAN, "optimiser.pretrain_iterations=0")
+    launch("train experiment=ppo", SIMULATED, ALONE, "optimiser.pretrain_iterations=0")
     first, second = pl.read_csv("runs/ppo/run/metrics.csv")["Train/Value_Loss"].drop_nulls()
     assert second < first
     assert read_json("runs/ppo/run/results.json")["training"]["method"] == "PPO"

@@ -26,9 +26,11 @@ from knobwise.envs.demonstrations.beam_files import write_rl_data
 from knobwise.envs.readers.exp_files import write_exp5_exp6
 from knobwise.envs.readers.feature_files import write_features
 from knobwise.envs.readers.long_table import long_frame, write_long_table
+from knobwise.experiments.command_line.compose import read_settings
 from knobwise.experiments.evidence.results import read_results
 from knobwise.experiments.evidence.schema import DatasetRow, PolicyRow, RunResults
 from knobwise.experiments.settings.options import WorkspaceRun
+from knobwise.experiments.settings.unread import unread
 from knobwise.experiments.tracking.tracker import THROUGHPUT
 from knobwise.experiments.tracking.workspace import view_of
 from knobwise.testbeds.simulated_endpoint import SimulatedEndpoint
@@ -39,11 +41,12 @@ PAGE = (ROOT / "docs/metrics.md").read_text()
 LINE = re.compile(r"^\| (`[^`]+`(?:, `[^`]+`)*) \|", re.MULTILINE)
 ROWS_TOO = ("controls", "votes", "by_dataset")
 """Lists whose rows have the columns of `rows`."""
-SHORT = words_of("""
-    optimiser.teacher_iterations=2 optimiser.pretrain_iterations=2 optimiser.iterations=2
+UNTAUGHT = words_of("""
+    optimiser.pretrain_iterations=2 optimiser.iterations=2
     optimiser.contexts=32 optimiser.minibatch=16 optimiser.evaluate_every=2 policy.hidden=16
     policy.fold_networks=2 seeds=[0] tracking=offline
 """)
+SHORT = words_of("optimiser.teacher_iterations=2", UNTAUGHT)
 LIVE = """
     experiment=selector seeds=[0] judged_shots=[1,2] variants.hidden_live.epochs=1
     sft.queries=1024 rce.queries=1024 grpo.queries=1024 variants.grpo_recorded=null
@@ -72,8 +75,8 @@ SELECTOR = words_of("""
 """)
 RUNS = {
     "guarded": words_of(SHORT, MEASURED, PRICED, "policy=utility seeds=[0,1]"),
-    "sampled": words_of(SHORT, MEASURED, ALONE),
-    "ppo": words_of(SHORT, MEASURED, "experiment=ppo policy.fold_networks=1 baselines=false"),
+    "sampled": words_of(UNTAUGHT, MEASURED, ALONE),
+    "ppo": words_of(UNTAUGHT, MEASURED, "experiment=ppo policy.fold_networks=1 baselines=false"),
     "data_sets": words_of(SHORT, JOINT, "policy=utility"),
     "mean": words_of(SHORT, MEASURED, "policy=utility budget=mean"),
     "live": words_of(SELECTOR, LIVE),
@@ -414,6 +417,8 @@ def shortened(words):
     # other settings that a guide is about stay
     words = [word for word in words if not word.startswith(("seeds=", "tracking="))]
     stated = {word.partition("=")[0] for word in words}
+    # no word that nothing reads
+    stated |= {*unread(read_settings("train", words[1:]))}
     return words + [word for word in SHORTER if word.partition("=")[0] not in stated]
 
 

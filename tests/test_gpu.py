@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from commands import BEAMS, OPTIMISER, TABLE, launch, read_json, words_of, write_table
+from commands import BEAMS, TABLE, UNTAUGHT, launch, read_json, words_of, write_table
 from helpers import needs_gpu, small_beams, small_table, trainer_on
 from tensordict import TensorDict
 from tiny_models import tiny_language_model
@@ -18,7 +18,8 @@ from knobwise.profiling.huggingface.model import HuggingFaceModel
 from knobwise.profiling.measuring.adaptive_model import Request
 
 pytestmark = [needs_gpu, pytest.mark.usefixtures("home")]
-QUICK = words_of(OPTIMISER, "seeds=[0] own_cost=false baselines=false device=cuda name=run")
+QUICK = words_of(UNTAUGHT, "seeds=[0] own_cost=false baselines=false device=cuda name=run")
+TEACHER = "optimiser.teacher_iterations=4"
 ENVIRONMENTS = {
     "plain": {},
     "groups": {"group_size": 4},
@@ -89,12 +90,12 @@ def test_networks_are_judged_as_on_the_cpu(constraint):
 @pytest.mark.parametrize(
     "words",
     [
-        "",
-        "policy=utility loss=exact",
-        "policy=utility loss=ppo policy.augment=0.3",
+        TEACHER,
+        f"policy=utility loss=exact {TEACHER}",
+        f"policy=utility loss=ppo policy.augment=0.3 {TEACHER}",
         "policy=independent budget=relative reward=shaped loss.kl_band=[0.01,0.1]",
         "policy=independent reward=function reward.function=examples.rewards:late_answers",
-        "policy=utility budget=mean budgets_ms=[10,14]",
+        f"policy=utility budget=mean budgets_ms=[10,14] {TEACHER}",
         "experiment=seeds policy.dropout=0.5",
     ],
 )

@@ -8,11 +8,11 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from knobwise.agents.evaluation.limits import judged_by_limits
 from knobwise.agents.evaluation.policy import Policy, choices_of, reads_features, requests_of
 from knobwise.agents.teacher.completed import CompletedTable, estimated
 from knobwise.common.errors import InputError
 from knobwise.envs.bandit.budgets import MIN_LATENCY_MS
+from knobwise.envs.bandit.cost_limits import judged_by_limits
 from knobwise.envs.bandit.outcomes import DeadlineOutcomes, outcomes_of
 from knobwise.envs.bandit.reward import RewardTable
 from knobwise.envs.bandit.settings import TRAINING_REWARD

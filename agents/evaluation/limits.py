@@ -32,7 +32,7 @@ from knobwise.agents.teacher.regressors import ridge
 from knobwise.common.checks import one_of
 from knobwise.common.errors import InputError
 from knobwise.envs.bandit.budgets import subsample
-from knobwise.envs.bandit.outcomes import DeadlineOutcomes
+from knobwise.envs.bandit.cost_limits import over_limits, share_over
 from knobwise.envs.bandit.settings import BudgetConfig
 from knobwise.envs.tables.profile_table import ProfileTable, Split
 from knobwise.envs.tables.splits import folds_of
@@ -218,22 +218,6 @@ def check_limits(table: ProfileTable, budget: BudgetConfig) -> None:
         )
 
 
-def share_over(cost: Tensor, limit: float) -> Tensor:
-    """Return 1 where a cost, float32 [*], is above its limit, else 0; NaN where it is unknown."""
-    # as float32 as the costs, of which one may equal the limit
-    over = cost > torch.tensor(limit, dtype=torch.float32)
-    return over.float().where(~cost.isnan(), torch.nan)
-
-
-def over_limits(table: ProfileTable, limits: Limits) -> Tensor:
-    """Return where a cell costs more than one of the limits, bool [N, C]; an unknown cost does
-    not."""
-    over = torch.zeros_like(table.mask)
-    for name, limit in limits.values.items():
-        over |= share_over(table.costs[name], limit) > 0
-    return over
-
-
 def further_costs(
     table: ProfileTable, rows: Tensor, chosen: Tensor, hindsight: bool = False
 ) -> dict[str, Tensor]:
@@ -263,25 +247,3 @@ def further_costs(
         if table.limits is not None and name in table.limits.values:
             columns[f"over_{name}"] = look_up(partial(over_in, name=name))
     return columns
-
-
-def judged_by_limits(
-    outcomes: DeadlineOutcomes, table: ProfileTable, rows: Tensor, budgets_ms: Tensor
-) -> DeadlineOutcomes:
-    """Return outcomes for rows int64 [n] under deadlines [B], with those above a limit as late;
-    without limits as they are.
-
-    A request is feasible if some configuration that it may have keeps its deadline and all limits.
-    """
-    if table.limits is None:
-        return outcomes
-    over = over_limits(table, table.limits)[rows]
-    quick = table.without_first_look.latency_ms[rows]
-    fastest = quick.masked_fill(over | ~table.mask[rows], torch.inf).amin(1)
-    return replace(
-        outcomes,
-        # an answer is as right as it is, although it counts as wrong
-        accuracy=table.limits.table.accuracy[rows.unsqueeze(1), outcomes.chosen],
-        on_time=outcomes.on_time * ~over.gather(1, outcomes.chosen),
-        feasible=fastest.unsqueeze(1) <= budgets_ms,
-    )

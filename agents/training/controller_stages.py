@@ -15,6 +15,7 @@ from torchrl.objectives import ClipPPOLoss
 from knobwise.agents.controller.actor import collect
 from knobwise.agents.controller.controller import Controller
 from knobwise.agents.training.stage import Stage
+from knobwise.envs.bandit.cost_limits import answers_of
 from knobwise.envs.bandit.outcomes import moments
 from knobwise.losses import ExactGRPOLoss, GRPOLoss, RCELoss
 from knobwise.losses.functional import STD_FLOOR, even_weight, reward_spread
@@ -60,15 +61,18 @@ class ControllerStage(Stage):
 
     def metrics(self, data: TensorDictBase) -> dict[str, float]:
         """Compute mean and standard deviation of reward, accuracy and latency over the drawn
-        groups, and under deadlines the share of draws that are late."""
+        groups, and under deadlines the share of draws that are late, or cost more than a limit."""
         data = data.flatten(0, 1).cpu()
-        table = self.setup.env.table
-        cells = data["row"].unsqueeze(1), data["configuration"]
-        latency = table.latency_ms[cells]
-        numbers = {"Reward": data["next", "reward"], "Accuracy": table.accuracy[cells]}
-        metrics = moments(numbers | {"Latency": latency})
+        rows = data["row"].unsqueeze(1)
+        latency = self.setup.env.table.latency_ms[rows, data["configuration"]]
+        # a copy on a slower machine gets the answers of its sample
+        table = self.setup.table
+        accuracy, over = answers_of(table, (rows % table.num_samples, data["configuration"]))
+        metrics = moments(
+            {"Reward": data["next", "reward"], "Accuracy": accuracy, "Latency": latency}
+        )
         if not self.setup.priced:
-            late = latency > data["budget_ms"].unsqueeze(1)
+            late = (latency > data["budget_ms"].unsqueeze(1)) | over
             metrics["Budget_Violation_Rate"] = float(late.float().mean())
         return metrics
 

@@ -17,6 +17,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from knobwise.agents.controller.actor import Actor
 from knobwise.agents.training.stage import Validation
+from knobwise.envs.bandit.cost_limits import judged_by_limits
 from knobwise.envs.bandit.outcomes import DeadlineOutcomes, outcomes_of
 from knobwise.envs.bandit.reward import RewardTable
 from knobwise.envs.tables.profile_table import ProfileTable
@@ -108,7 +109,7 @@ class HeldOut:
     def _outcomes(self, policies: Tensor) -> DeadlineOutcomes:
         """Look up the outcomes of greedy decisions by log-probs [B, n, C]."""
         chosen = policies.argmax(-1).T
-        return outcomes_of(
+        outcomes = outcomes_of(
             self.table,
             self.rows,
             chosen,
@@ -116,6 +117,7 @@ class HeldOut:
             rewards=self.free_rewards,
             cost_ms=self.cost_ms,
         )
+        return judged_by_limits(outcomes, self.table, self.rows, self.limits)
 
     @functools.cached_property
     def _all_rewards(self) -> Tensor:

@@ -33,6 +33,8 @@ class RewardKind:
     """For the help."""
     formula: Formula | None
     """None: the settings name the user's own function, see `RewardFunction`."""
+    reads: tuple[str, ...] = ()
+    """The weights of `RewardConfig` that the formula reads."""
     constraint: str = "deadline"
     """The constraint of the budget that it goes with."""
     uses_complexity: bool = False
@@ -93,16 +95,23 @@ def _weighted(accuracy: Tensor, alpha: float) -> Tensor:
 
 
 KINDS = {
-    "shaped": RewardKind("the sum of the five terms below", shaped, uses_complexity=True),
+    "shaped": RewardKind(
+        "the sum of the five terms below",
+        shaped,
+        reads=("alpha", "beta", "gamma", "delta", "epsilon"),
+        uses_complexity=True,
+    ),
     "utility": RewardKind(
         "α·accuracy if the budget is met, else −`miss`",
         utility,
+        reads=("alpha", "miss"),
         learned_by_teacher=True,
         settings={"miss": 0.2},
     ),
     "priced": RewardKind(
         "α·accuracy − λ·latency, under a mean budget only",
         priced,
+        reads=("alpha",),
         constraint="mean",
         judged_by="reward",
         learned_by_teacher=True,

@@ -9,6 +9,9 @@ from knobwise.common.checks import at_least, one_of
 from knobwise.common.errors import InputError
 from knobwise.envs.bandit.reward_kinds import KINDS
 
+WEIGHTS = ("alpha", "beta", "gamma", "delta", "epsilon", "miss")
+"""The weights of a reward; `RewardKind.reads` says which a kind reads."""
+
 
 @dataclass
 class BudgetConfig:
@@ -76,7 +79,7 @@ class RewardConfig:
             raise InputError(
                 "reward=function and reward.function=module:name go together; give both or neither"
             )
-        for weight in ("alpha", "beta", "gamma", "delta", "epsilon", "miss"):
+        for weight in WEIGHTS:
             at_least(f"reward.{weight}", getattr(self, weight), 0)
 
 

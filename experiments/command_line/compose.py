@@ -12,14 +12,17 @@ from typing import Any
 
 import hydra
 from hydra import compose, initialize_config_dir
+from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.utils import get_original_cwd
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from knobwise.common.errors import InputError
 from knobwise.common.interruption import end_with
+from knobwise.common.progress import say
 from knobwise.experiments.command_line.flags import SWEEP
 from knobwise.experiments.command_line.grammar import kinds_of, literal
 from knobwise.experiments.command_line.mistakes import explained
@@ -28,6 +31,7 @@ from knobwise.experiments.settings.choices import CONF
 from knobwise.experiments.settings.options import VERBS
 from knobwise.experiments.settings.profiles import group_of_run, of_run, refuse_code
 from knobwise.experiments.settings.tracking import Training
+from knobwise.experiments.settings.unread import refuse_unread, unread
 
 OF_RUN = "of_run"
 """The choice of a group that is what the run of a checkpoint was trained on."""
@@ -43,10 +47,18 @@ def read_settings(verb: str, arguments: Sequence[str]) -> Any:
     """Return the settings of a verb, as an instance of its dataclass.
 
     Raises:
-        InputError: an unknown key or group, a value of the wrong type or a missing one.
+        InputError: an unknown key or group, a value of the wrong type or a missing one, or one that
+            the choices beside it do not read.
     """
     words = in_grammar(verb, arguments)
-    return settings_of(composed(verb, [*words_of_run(verb, words), *words]))
+    config = composed(verb, [*words_of_run(verb, words), *words])
+    refuse_unread(config, map(key_of, words))
+    return settings_of(config)
+
+
+def key_of(word: str) -> str:
+    """Return the key of a `key=value` word."""
+    return word.lstrip("+~").partition("=")[0]
 
 
 def in_grammar(verb: str, arguments: Sequence[str], sweep: bool = False) -> list[str]:
@@ -152,8 +164,9 @@ def run_hydra(
             words of its command, and those of them that vary from job to job (if none, all).
 
     Raises:
-        InputError: arguments that Hydra refuses, before the first job starts; or, once all jobs
-            are done, the mistake in one of them. Other errors of a job are raised then as well.
+        InputError: arguments that Hydra refuses, or a word that no job reads, before the first job
+            starts; or, once all jobs are done, the mistake in one of them. Other errors of a job
+            are raised then as well.
     """
     from joblib.parallel import LokyBackend, register_parallel_backend
 
@@ -164,6 +177,11 @@ def run_hydra(
     def job(config: DictConfig) -> None:
         os.chdir(get_original_cwd())  # relative paths refer to it, but workers start elsewhere
         words = list(HydraConfig.get().overrides.task)
+        # what another job reads is left out where this one does not
+        for key, reason in unread(config).items():
+            if key in typed and "." in key:
+                say(f"{key}={OmegaConf.select(config, key)}: {reason} does not read it; left out")
+                OmegaConf.update(config, key, OmegaConf.select(usual, key))
         # Hydra writes false as False
         varied = [word for word in words if word.lower() not in common]
         task(settings_of(config), words, varied or words)
@@ -174,5 +192,35 @@ def run_hydra(
     options = [word for word in arguments if word not in SWEEP]
     sys.argv = ["knobwise", "-m", *with_variants(in_grammar(verb, options, sweep=True))]
     common = {word.lower() for word in sys.argv}
+    typed = set(map(key_of, sys.argv))
+    usual = OmegaConf.structured(VERBS[verb])
     with explained(verb, arguments):
+        _refuse_what_no_job_reads(verb, sys.argv[2:])
         hydra.main(version_base="1.3", config_path=str(CONF), config_name=verb)(job)()
+
+
+def _refuse_what_no_job_reads(verb: str, words: Sequence[str]) -> None:
+    """Refuse the first word of a sweep that none of its jobs reads; one that some of them read may
+    stay.
+
+    Raises:
+        InputError: there is one, or Hydra refuses the words.
+    """
+    first, *others = (composed(verb, job) for job in _jobs(verb, words))
+    ignored = set(unread(first)).intersection(*map(unread, others))
+    refuse_unread(first, [key for key in map(key_of, words) if key in ignored])
+
+
+def _jobs(verb: str, words: Sequence[str]) -> list[list[str]]:
+    """Return the words of every job of a sweep, with what the file of its experiment sweeps."""
+
+    def split(words: Sequence[str]) -> list[list[str]]:
+        (jobs,) = BasicSweeper.split_arguments(parser.parse_overrides([*words]), None)
+        return [list(job) for job in jobs]
+
+    parser = OverridesParser.create()
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        config = compose(verb, split(words)[0], return_hydra_config=True)
+    swept = config.hydra.sweeper.get("params") or {}
+    # of two words with the same key the later one counts
+    return split([*(f"{key}={values}" for key, values in swept.items()), *words])

@@ -27,6 +27,8 @@ from knobwise.common.files import is_damaged, locked, write_text
 from knobwise.common.progress import say
 from knobwise.common.words import counted, points
 from knobwise.experiments.evidence.run_folder import VERSION, checkpoint_at
+from knobwise.experiments.inspection.logs import facts_of_times
+from knobwise.experiments.report.inspection import said_of_times
 from knobwise.experiments.settings.options import UpdateRun
 from knobwise.experiments.settings.profiles import LongTables, read_profile
 from knobwise.experiments.settings.words import typed
@@ -183,16 +185,20 @@ def _from_log(config: UpdateRun, loaded: Loaded, digest: str) -> tuple[Loaded, d
     count = len(log.rows)
     print(f"{counted(count, 'request')} of {config.log}", *log.lines(), sep="\n")
     logged = logged_of(log.rows, agent.decider)
+    times = facts_of_times(log.rows)
     # from here on they would only take memory
     log.rows.clear()
     _print_labels(agent, logged)
     # each step learns on some folds of the requests and is judged on the others
     result = update(agent, logged, config.accept, loaded.extra.get("loss", 0.0))
     _print_steps(result, config.accept)
+    unit = agent.decider.unit
+    print(*said_of_times(times, unit, str(config.log), learned=result.better), sep="\n")
     facts = {
         "better": result.better,
         "requests": count,
         "set_aside": dict(log.aside),
+        "times": times,
         "steps": {name: estimate._asdict() for name, estimate in result.steps.items()},
         "doubts": result.objections,
         "accepted": config.accept,

@@ -3,14 +3,26 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import polars as pl
 
 from knobwise.agents.learning.logged import read_log
+from knobwise.agents.learning.times import times_by_setting
 from knobwise.common.words import setting
+from knobwise.envs.tables.units import MS
 
-LOGGED = ("met", "accuracy", "choice", "best", "controller")
+LOGGED = ("met", "accuracy", "choice", "best", "explored", "controller")
 """The columns of a log that shares are taken of."""
+
+
+def facts_of_times(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return the times of the settings of a log, see `times_by_setting`, as plain values."""
+    return [
+        times._asdict() | {name: getattr(times, name) for name in ("off", "changed", "far")}
+        for times in times_by_setting(rows)
+    ]
 
 
 def inspect_log(folder: str) -> dict[str, object]:
@@ -18,8 +30,10 @@ def inspect_log(folder: str) -> dict[str, object]:
 
     Returns:
         `requests`: their number. `on_time`, `labelled`, `explored`: shares of them, the last of
-        those that were not answered by the best choice. `accuracy`: mean over the labelled;
-        `fractional`: whether one is neither 0 nor 1.
+        those whose configuration was drawn, perhaps the best; of older rows those that another
+        answered. `accuracy`: mean over the labelled; `fractional`: whether one is neither 0 nor 1.
+        `times`: `SettingTimes` of each frequent setting, `off`, `changed` and `far`. `unit`: of
+        these times.
         `configurations`: label → requests. `controllers`: digest → requests. `unlike`: requests
         whose text is unlike those of training. `set_aside`: reason → rows.
 
@@ -32,7 +46,7 @@ def inspect_log(folder: str) -> dict[str, object]:
     shares = rows.select(
         on_time=pl.mean("met"),
         labelled=labelled.mean(),
-        explored=(pl.col("choice") != pl.col("best")).mean(),
+        explored=pl.coalesce("explored", pl.col("choice") != pl.col("best")).mean(),
     )
     return {
         "log": folder,
@@ -42,6 +56,8 @@ def inspect_log(folder: str) -> dict[str, object]:
         "accuracy": rows["accuracy"].mean(),
         "fractional": bool((rows["accuracy"].cast(pl.Float64) % 1 > 0).any()),
         "configurations": dict(Counter(setting(row["knobs"]) for row in log.rows).most_common()),
+        "times": facts_of_times(log.rows),
+        "unit": next((row["unit"] for row in log.rows if "unit" in row), MS),
         "controllers": dict(Counter(rows["controller"])),
         "unlike": sum(bool(row.get("unlike")) for row in log.rows),
         "set_aside": dict(log.aside),

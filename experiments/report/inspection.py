@@ -4,6 +4,7 @@ charts; what the log of a controller holds."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 
 import numpy as np
@@ -317,4 +318,42 @@ def logged(facts: Facts) -> list[Sentence]:
         requests = counted(count, "request")
         share = f"{count / total:.1%}"
         lines.append(Sentence("chosen", configuration=label, requests=requests, share=share))
+    return lines + said_of_times(facts["times"], facts["unit"], facts["log"])
+
+
+def said_of_times(
+    times: Sequence[Facts], unit: str, log: str, learned: bool = False
+) -> list[Sentence]:
+    """Return what the answers of each setting took beside what was expected, and what to do next.
+
+    Args:
+        times: see `facts_of_times`.
+        unit: of the times.
+        log: the folder of the log.
+        learned: whether an update has learned them already.
+    """
+    lines = []
+    for each in times:
+        since: Sentence | str = ""
+        if each["since"] is not None:
+            moment = datetime.fromtimestamp(each["since"], UTC)
+            since = Sentence("changed_since", moment=f"{moment:%Y-%m-%d %H:%M}")
+        lines.append(
+            Sentence(
+                "times",
+                configuration=each["setting"],
+                took=quantity(each["took"], unit),
+                factor=f"{each['factor']:.2g}",
+                since=since,
+            )
+        )
+    for each in times:
+        if each["more"] and each["off"]:
+            answers = counted(each["more"], "answer")
+            lines.append(Sentence("more_answers", configuration=each["setting"], answers=answers))
+    changed = [each for each in times if each["changed"]]
+    if changed and not learned:
+        far = Sentence("far") if any(each["far"] for each in changed) else ""
+        count = counted(len(changed), "setting")
+        lines.append(Sentence("times_changed", count=count, log=log, far=far))
     return lines

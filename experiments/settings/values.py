@@ -15,6 +15,7 @@ from knobwise.common.errors import InputError
 from knobwise.experiments.settings.choices import CHOICES, CONF, experiments
 from knobwise.experiments.settings.config_file import dotted
 from knobwise.experiments.settings.options import TrainRun
+from knobwise.experiments.settings.unread import refuse_unread
 from knobwise.experiments.settings.words import nearest, plain
 
 Values = Mapping[str, Any]
@@ -30,11 +31,13 @@ def training_settings(options: Values) -> TrainRun:
 
     Raises:
         InputError: an unknown option or choice, a value of the wrong type or one that the
-            settings refuse, an experiment of selectors, or a profile.
+            settings refuse, one that the choices beside it do not read, an experiment of selectors,
+            or a profile.
     """
     overrides = dict(options)
     name = overrides.pop("experiment", TrainRun.experiment)
     chosen, values = _of_experiment(name)
+    typed = [*dotted(overrides)]
     for group in CHOICES:
         if isinstance(overrides.get(group), str):
             chosen[group] = overrides.pop(group)
@@ -59,6 +62,7 @@ def training_settings(options: Values) -> TrainRun:
             OmegaConf.update(config, key, plain(_in_python(value)), force_add=in_mapping)
         except OmegaConfBaseException as error:
             raise InputError(f"{key}={value!r}: {str(error).splitlines()[0]}") from error
+    refuse_unread(config, typed)
     settings = OmegaConf.to_object(config)
     assert isinstance(settings, TrainRun)
     return settings

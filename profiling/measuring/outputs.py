@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict
@@ -246,6 +247,34 @@ def knob_report(
             if len(row["measured"]) > 1:
                 row |= _savings(fitted[:, term])
     return report
+
+
+def line_of_plan(plan: MeasurementPlan, knobs: Sequence[KnobSupport]) -> str:
+    """Return a line that says what will be measured: how many configurations, and the values of
+    each knob."""
+    values = {
+        name: plan.settings[name].unique(maintain_order=True).to_list() for name in plan.knobs
+    }
+    grid = math.prod(map(len, values.values()))
+    count = len(plan.configurations)
+    whole = f"{count}" if count == grid else f"{count} of {grid}"
+    samples = len(plan.items)
+    cells = int(plan.design.cells.sum())
+    line = f"measures {whole} configurations of {samples:,} samples"
+    if cells < count * samples:
+        line += f" in part ({cells:,} of {count * samples:,} cells)"
+    often = "once" if plan.repeats == 1 else f"{plan.repeats} times"
+    line += f", {often} each: "
+    parts = []
+    for knob in knobs:
+        part = f"{knob.name}={', '.join(map(str, values[knob.name]))}"
+        if knob.available and len(values[knob.name]) == 1:
+            more = f"knobs.values={{{knob.name}: […]}}"
+            if knob.name in KNOBS:
+                more = f"knobs.{knob.name}=[…]"
+            part += f" alone ({more} for more)"
+        parts.append(part)
+    return line + "; ".join(parts)
 
 
 def knob_lines(profile: Mapping[str, Any]) -> list[str]:

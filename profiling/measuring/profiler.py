@@ -47,10 +47,10 @@ from knobwise.profiling.measuring.measuring import (
     measure,
     read_measurements,
 )
-from knobwise.profiling.measuring.outputs import knob_lines, write_vlm_profile
+from knobwise.profiling.measuring.outputs import knob_lines, line_of_plan, write_vlm_profile
 from knobwise.profiling.measuring.questions import VQAItem
 from knobwise.profiling.measuring.requests import Questions, question_text
-from knobwise.profiling.measuring.settings import VLMProfileConfig
+from knobwise.profiling.measuring.settings import VLMProfileConfig, one_type
 from knobwise.profiling.measuring.sure_cells import (
     FILE,
     cells_of_plan,
@@ -126,6 +126,7 @@ def profile_vlm(
         done = plan.done(known)
         if hasattr(model, "continues"):
             model.continues(known)
+        print(line_of_plan(plan, model.knobs))
         run: Runner = LocalRunner(model, plan)
         if runner is not None:
             run = runner(model, plan, state)
@@ -234,7 +235,7 @@ def chosen_configurations(
     """Return the configurations to measure, with a value for every knob.
 
     The settings give the values of a knob. Otherwise `usual` gives them (the model's usual values
-    by knob), and otherwise the default is the only value.
+    by knob), or the knob lists them itself; of a range the default is the only value.
 
     Raises:
         InputError: the model lacks a knob, a knob is named like a column of the table, a knob does
@@ -246,8 +247,8 @@ def chosen_configurations(
                 f"knob {knob.name!r}: is the name of a measurement in a profile; rename it"
             )
     # each source overrides those before it
-    defaults = {knob.name: (knob.default,) for knob in knobs}
-    values = {**defaults, **usual, **config.chosen_values()}
+    listed = {knob.name: one_type(knob.values) or (knob.default,) for knob in knobs}
+    values = {**listed, **usual, **config.chosen_values()}
     for name, knob_values in values.items():
         for value in knob_values:
             check_configuration(knobs, {name: value})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,7 +44,9 @@ class VLMProfileConfig:
     num_active_blocks: tuple[int, ...] = ()
     """Values to measure: decoder blocks that run."""
     values: Any = None
-    """Values to measure of knobs with other names, such as {side: [4, 8], mode: [fast, exact]}."""
+    """Values to measure of knobs with other names, such as {side: [4, 8], mode: [fast, exact]}.
+    A knob that is not named here has the values that its model lists, and without a list its
+    default alone."""
     count: int = 0
     """How many configurations of a large grid are measured, as a Latin hypercube; 0 for all."""
     per_sample: int = 0
@@ -105,11 +108,14 @@ class VLMProfileConfig:
                 )
 
     def chosen_values(self) -> dict[str, tuple[Any, ...]]:
-        """Return the values to measure of each knob that has some here; a column of a table has one
-        type, so whole numbers among others become floats too."""
+        """Return the values to measure of each knob that has some here."""
         chosen = {knob: getattr(self, knob) for knob in KNOBS} | (self.values or {})
-        for name, values in chosen.items():
-            if any(isinstance(value, float) for value in values):
-                # such as 1 in [1, 0.5]
-                chosen[name] = map(float, values)
-        return {name: tuple(values) for name, values in chosen.items() if values}
+        return {name: one_type(values) for name, values in chosen.items() if values}
+
+
+def one_type(values: Sequence[Any]) -> tuple[Any, ...]:
+    """Return the values of a knob as a column of a table holds them, which has one type: whole
+    numbers among others, such as 1 in [1, 0.5], become floats too."""
+    if any(isinstance(value, float) for value in values):
+        return tuple(map(float, values))
+    return tuple(values)

@@ -216,7 +216,9 @@ def test_fit_is_what_the_command_trains_and_save_keeps_it(home, capsys):
 )
 def test_fit_takes_the_options_of_the_command_line(options, experts, capsys):
     table = small_table(60)
-    policy = knobwise.fit(table, optimiser=QUICK, **options)
+    taught = options.get("policy") != "independent"
+    optimiser = {key: QUICK[key] for key in QUICK if taught or key != "teacher_iterations"}
+    policy = knobwise.fit(table, optimiser=optimiser, **options)
     agent = policy.agent
     if experts is None:
         assert agent.teacher is None

@@ -5,11 +5,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from helpers import identical, input_error, small_table, table_of
+from helpers import identical, input_error, small_table, table_of, trainer_on
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tensordict import TensorDict
 
 from knobwise.agents.controller.features import FeatureNormaliser
+from knobwise.agents.controller.settings import PolicyConfig
 from knobwise.agents.deployed.calibrated import CostBounds
 from knobwise.agents.evaluation.baselines import Oracle, fit_static
 from knobwise.agents.evaluation.evaluation import evaluate_policy
@@ -21,7 +23,10 @@ from knobwise.agents.evaluation.limits import (
     within_limits,
 )
 from knobwise.agents.teacher.completed import CompletedTable, measured_of
+from knobwise.agents.training.held_out import HeldOut
 from knobwise.envs import BudgetConfig
+from knobwise.envs.bandit.reward import RewardTable
+from knobwise.envs.bandit.settings import TRAINING_REWARD
 from knobwise.profiling.design.cell_design import balanced_cells, with_cells
 
 FAST_AND_SLOW = [[1.0, 2.0], [1.0, 2.0], [4.0, 2.0]]
@@ -250,3 +255,46 @@ def test_a_cost_that_is_known_exactly_is_never_above_a_limit_that_can_be_kept(
     else:
         identical(mask.sum(1), torch.ones(12, dtype=torch.int64))
         assert (price.expand(12, -1)[mask] == price.min()).all()
+
+
+def test_what_training_logs_counts_answers_above_a_limit_as_late_by_hand():
+    table = priced(0.002)
+    rows, budgets = torch.arange(3), torch.tensor([2.0, 1.5])
+    rewards = RewardTable(table, TRAINING_REWARD)
+    held_out = HeldOut(table, [rows], 1, budgets, rewards, "utility")
+    # the second configuration, which answers everything, is chosen at both budgets
+    policies = torch.tensor([0.1, 0.9]).log().expand(2, 3, 2)
+    logged = held_out.validation(policies, logged=True).metrics
+    assert logged["Accuracy_Mean"] == 1.0
+    # one of six answers is in time and cheap enough; four of six could be
+    assert logged["Budget_Violation_Rate"] == pytest.approx(5 / 6)
+    assert logged["Utility"] == pytest.approx(1 / 6)
+    assert logged["Satisfaction_Feasible"] == pytest.approx(1 / 4)
+    # as in the results of a run
+    judged = evaluate_policy(Always(1), table, rows, budgets).metrics()
+    assert {name: logged[name] for name in judged} == pytest.approx(judged)
+
+
+@pytest.mark.parametrize("drift", [0.0, 0.3])
+def test_so_do_the_draws_of_an_iteration(drift):
+    # each sample has copies on slower machines where there is drift
+    whole = small_table(60)
+    prices = torch.full(whole.mask.shape, 0.001)
+    prices[:, 1] = 0.003
+    whole = replace(whole, costs={"usd": prices}, accuracy=torch.ones(whole.mask.shape))
+    policy = PolicyConfig(hidden=4, drift=drift, guard=False)
+    stage = trainer_on(judged(whole, usd=0.002), policy).stages[-1]
+    rows = torch.tensor([[3], [stage.setup.env.table.num_samples - 1]])
+    data = TensorDict(
+        {
+            "row": rows,
+            # the second configuration is above the limit
+            "configuration": torch.tensor([[[0, 1]], [[1, 1]]]),
+            "budget_ms": torch.full((2, 1), 1e6),
+            "next": {"reward": torch.zeros(2, 1, 2)},
+        },
+        [2, 1],
+    )
+    logged = stage.metrics(data)
+    assert logged["Accuracy_Mean"] == 1.0
+    assert logged["Budget_Violation_Rate"] == pytest.approx(3 / 4)

@@ -8,6 +8,7 @@ from knobwise.agents.learning import off_policy
 from knobwise.agents.learning.logged import of_choices
 from knobwise.agents.learning.off_policy import doubly_robust, estimate_gain
 from knobwise.envs import default_budgets
+from knobwise.serving.exploration import Exploration
 from knobwise.testbeds.simulated.calibrated import SimulatedConfig, simulate
 
 
@@ -101,3 +102,19 @@ def test_doubly_robust_rewards_by_hand():
     rewards = doubly_robust(expected, torch.tensor([1, 2]), reward, probability, 5.0)
     # 0.2 + (1 − 0.2)/0.5; 0.9 + min(10, 5)·(0 − 0.9)
     assert rewards.flatten().tolist() == pytest.approx([0.5, 1.8, 0.1, 0.4, 0.3, -3.6])
+
+
+def test_an_estimate_where_static_s_second_choice_was_drawn_rarely_by_hand():
+    # ε = 0.3, of which half draws: 0.15 for the second choice, 0.85 for static's
+    chances = Exploration(0.3, 0.05).chances(0, [1], 0.5)
+    assert chances == pytest.approx({0: 0.85, 1: 0.15})
+    # 200 requests, in which both were drawn as often as their chances say
+    choice = torch.tensor([0] * 170 + [1] * 30)
+    right = torch.tensor([1.0] * 85 + [0.0] * 85 + [1.0] * 18 + [0.0] * 12)
+    logged = logged_outcomes(choice, [[0.85, 0.15]] * 200, right)
+    static, second = torch.zeros_like(choice), torch.ones_like(choice)
+    # static is right in 85 of 170, the second choice in 18 of 30, whatever a model says
+    for level in (0.0, 0.5):
+        expected = torch.full((200, 2), level)
+        gain = estimate_gain(logged, expected, static, second).gain
+        assert gain == pytest.approx(18 / 30 - 85 / 170)

@@ -4,18 +4,21 @@ import json
 import math
 from unittest.mock import Mock
 
+import numpy as np
 import pytest
 import torch
 from helpers import input_error
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from replayed import child, logging_model, serve_requests, small_stack
+from replayed import Clock, child, logging_model, serve_requests, small_stack
 
 from knobwise.agents.learning.logged import logged_of, read_log
 from knobwise.agents.learning.request_log import RequestLog
 from knobwise.common.errors import InputError
+from knobwise.experiments.inspection.logs import inspect_log
 from knobwise.profiling.measuring.adaptive_model import Request
 from knobwise.serving.exploration import Exploration
+from knobwise.serving.runtime import Runtime
 
 
 def requests_in(folder):
@@ -267,6 +270,47 @@ def test_a_fall_back_explores_by_what_static_knows_and_only_then_computes_featur
     assert explored
     assert all(row["features"] is not None for row in explored)
     assert sum(row["features"] is None for row in rows) > 60
+
+
+def test_static_s_second_choice_is_drawn_where_nothing_else_is_close_by_hand(tmp_path):
+    agent, table = small_stack(falls_back=True)
+    budget = 7.0
+    decider = agent.decider
+    utility = decider.static.mean_utility(np.array([budget]))[0]
+    second, best = utility.argsort()[-2:]
+    lost = float(utility[best] - utility[second])
+    # half of what the second choice loses: it may be drawn in half of the explored requests
+    options = {"explore": 0.4, "explore_loss": lost / 2, "seed": 0, "tracker": False}
+    runtime = Runtime(agent, log=tmp_path, **options)
+    runtime.now = Clock()
+    features = {name: block[0].numpy() for name, block in table.features.items()}
+    explored = 0
+    for _ in range(1000):
+        request = runtime.begin(budget)
+        decision = runtime.decide(request, features)
+        explored += request.explored
+        runtime.finish(decision)
+    rows = read_log(tmp_path, decider).rows
+    assert len(rows) == 1000
+    for row in rows:
+        # what is left of the budget differs by microseconds
+        utility = decider.static.mean_utility(np.array([row["limit_ms"]]))[0]
+        drawn = 0.4 * (lost / 2) / (utility[best] - utility[second])
+        chances = dict(zip(row["among"], row["chances"], strict=True))
+        assert chances == pytest.approx({second: drawn, best: 1 - drawn})
+        assert drawn == pytest.approx(0.2, abs=0.02)
+        # features are there only where they were needed
+        assert (row["features"] is not None) == row["explored"]
+    share = np.mean([row["choice"] == second for row in rows])
+    assert share == pytest.approx(0.2, abs=0.04)
+    # the log counts what was drawn, perhaps the best, as the server does
+    assert explored == pytest.approx(400, abs=50)
+    assert inspect_log(str(tmp_path))["explored"] == explored / 1000
+    # inverse propensities give the share of each choice its true value, 1
+    logged = logged_of(rows, decider)
+    weights = 1 / logged.probability
+    for choice in (second, best):
+        assert float((weights * (logged.choice == choice)).mean()) == pytest.approx(1, abs=0.2)
 
 
 def test_logging_and_exploration_are_not_touched_where_they_are_off(monkeypatch):

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 from commands import (
-    OPTIMISER,
     TABLE,
+    UNTAUGHT,
     ctrl_c,
     jobs_of,
     launch,
@@ -42,7 +42,7 @@ SWEPT = {
     "leave_one_out": ("split.leave_out", ["text_vqa", "coco_vqa", "okvqa"]),
 }
 """The setting that the file of an experiment sweeps, and its value in each job."""
-QUICK = words_of(OPTIMISER, "policy.fold_networks=2 seeds=[0] baselines=false own_cost=false")
+QUICK = words_of(UNTAUGHT, "policy.fold_networks=2 seeds=[0] baselines=false own_cost=false")
 OBJECTIVE = words_of("train -m experiment=objective", TABLE, QUICK)
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
-from commands import OPTIMISER, TABLE, jobs_of, launch, mistake, read_json, words_of, write_table
+from commands import TABLE, UNTAUGHT, jobs_of, launch, mistake, read_json, words_of, write_table
 from omegaconf import OmegaConf
 
 from knobwise.__main__ import main
@@ -196,7 +196,7 @@ def trained(tmp_path_factory):
         patch.chdir(folder)
         write_table()
         quick = words_of("policy=independent policy.fold_networks=1 baselines=false seeds=[0]")
-        launch("train", TABLE, OPTIMISER, quick, "name=one")
+        launch("train", TABLE, UNTAUGHT, quick, "name=one")
     return folder
 
 
@@ -233,7 +233,7 @@ def test_the_next_command_of_a_run_is_printed_and_runs(trained, monkeypatch, cap
     monkeypatch.chdir(trained)
     name = "ü,b (c)=[d]{e}~'\"$x${y}"
     words = words_of("policy=independent policy.fold_networks=1 baselines=false seeds=[0]")
-    launch(["train", *TABLE, *OPTIMISER, *words, f"name={name}"])
+    launch(["train", *TABLE, *UNTAUGHT, *words, f"name={name}"])
     printed = capsys.readouterr().out
     (following,) = [line for line in printed.splitlines() if line.startswith("next:")]
     assert main(pasted(following.partition(":")[2].strip())) == 0

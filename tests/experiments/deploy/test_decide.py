@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import polars as pl
 import pytest
-from commands import OPTIMISER, launch, mistake, read_json, refused, words_of
+from commands import UNTAUGHT, launch, mistake, read_json, refused, words_of
 from helpers import input_error
 
 import knobwise
@@ -21,7 +21,7 @@ from knobwise.experiments.deploy import decide as module
 from knobwise.experiments.report.choices import rule_condition
 
 WIDE = words_of("profile=table profile.path=wide.csv profile.features=auto")
-QUICK = words_of(OPTIMISER, "policy=independent policy.fold_networks=1 baselines=false seeds=[0]")
+QUICK = words_of(UNTAUGHT, "policy=independent policy.fold_networks=1 baselines=false seeds=[0]")
 RUN = "runs/controller/wide"
 REQUESTS = [
     {"sample_id": "a", "kind": "ocr", "tokens": 33, "sharpness": 0.5, "budget_ms": 40},

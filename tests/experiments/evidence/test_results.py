@@ -12,7 +12,7 @@ import numpy as np
 import polars as pl
 import pytest
 import torch
-from commands import OPTIMISER, TABLE, launch, mistake, words_of, write_table
+from commands import OPTIMISER, TABLE, UNTAUGHT, launch, mistake, words_of, write_table
 from helpers import (
     WITH_TEACHER,
     Always,
@@ -48,12 +48,13 @@ from knobwise.experiments.evidence.evaluate import Deadlines
 from knobwise.experiments.evidence.mean_budgets import MeanBudgets, Reference
 from knobwise.experiments.report.verdict import shown_by_run
 
-MEAN = words_of(
+UNTAUGHT_MEAN = words_of(
     "train experiment=mean_budget",
     TABLE,
-    OPTIMISER,
+    UNTAUGHT,
     "optimiser.pretrain_iterations=10 optimiser.iterations=4",
 )
+MEAN = words_of(UNTAUGHT_MEAN, "optimiser.teacher_iterations=4")
 SMALL = small_table(60)
 BUDGETS = default_budgets(SMALL)
 LATE = table_of([[0.5, 1.0], [0.25, 0.75]], [[10.0, 20.0], [30.0, 40.0]])
@@ -343,7 +344,7 @@ def test_a_network_without_guard_under_chosen_mean_budgets_and_evaluated_again(f
         [*MEAN, "policy=utility", "policy.fold_networks=1"], capsys
     )
     # heads that learn from rewards alone need neither
-    launch(MEAN, "policy=independent policy.experts=[] seeds=[0]")
+    launch(UNTAUGHT_MEAN, "policy=independent policy.experts=[] seeds=[0]")
     results = results_in()
     assert (results["sense"], results["guard"], results["chosen"][0]["weights"]) == ("mean", [], {})
 

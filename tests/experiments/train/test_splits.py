@@ -12,8 +12,8 @@ import polars as pl
 import pytest
 import torch
 from commands import (
-    OPTIMISER,
     TABLE,
+    UNTAUGHT,
     ctrl_c,
     launch,
     read_json,
@@ -38,7 +38,7 @@ from knobwise.experiments.train import controller
 TRAIN = words_of(
     "train",
     TABLE,
-    OPTIMISER,
+    UNTAUGHT,
     "policy=independent seeds=[0,1] baselines=false own_cost=false",
     "tracking.tensorboard=false",
 )

@@ -107,6 +107,25 @@ def test_knobs_of_any_name_are_columns_of_the_table(out, capsys):
         profile_vlm(out, Bright(), ITEMS, replace(CONFIG, clock="cpu"))
 
 
+def test_knobs_with_listed_values_are_measured_at_all_of_them(tmp_path, capsys):
+    folder = profile_vlm(tmp_path, Bright(), ITEMS, replace(CONFIG, values={}))
+    first, *_ = capsys.readouterr().out.splitlines()
+    frame = pl.read_parquet(folder / "table.parquet")
+    # `side` is a range, of which only the default is known
+    settings = {*frame.select("side", "mode", "share").iter_rows()}
+    assert settings == {(4, mode, share) for mode in ("fast", "exact") for share in (0.5, 1.0)}
+    assert len(frame) == 3 * 4
+    said = "4 configurations of 3 samples, once each: side=4 alone (knobs.values={side: […]} for"
+    assert said in first
+    assert "mode=fast, exact; share=0.5, 1.0" in first
+
+
+def test_the_first_line_says_which_part_of_a_grid_is_measured(tmp_path, capsys):
+    config = replace(CONFIG, values={"side": (1, 2, 3), "mode": ("fast",)}, count=4, repeats=2)
+    profile_vlm(tmp_path, Bright(), ITEMS, config)
+    assert "4 of 6 configurations of 3 samples, 2 times each" in capsys.readouterr().out
+
+
 class Odd(Bright):
     """A profile has columns of that name already."""
 

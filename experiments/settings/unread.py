@@ -1,0 +1,167 @@
+"""Options that a choice beside them does not read, such as `reward.beta` under `reward=utility`.
+
+A word that sets one would change nothing, without anybody noticing: it is refused where it is
+typed. Values that nobody typed, such as those of an experiment's file, may be there unread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from knobwise.agents.selector.settings import UNREAD
+from knobwise.common.errors import InputError
+from knobwise.envs.bandit.reward_kinds import KINDS
+from knobwise.envs.bandit.settings import WEIGHTS
+
+OF_THE_TEACHER = (
+    "policy.teacher_hidden",
+    "policy.teacher_dropout",
+    "optimiser.teacher_iterations",
+)
+OF_GRPO = (
+    "optimiser.lr",
+    "optimiser.patience",
+    "loss.advantage",
+    "loss.advantage_std_floor",
+    "loss.advantage_std_eps",
+    "loss.advantage_clip",
+    "loss.clip_epsilon",
+    "loss.entropy_coeff",
+    "loss.kl_to_ref_coeff",
+    "loss.kl_band",
+)
+
+
+def unread(config: Any) -> dict[str, str]:
+    """Return the options that nothing reads: key → the choice that is the reason, as it is written.
+
+    Args:
+        config: the settings of a verb, as its dataclass or as OmegaConf holds them; they need not
+            have been checked.
+    """
+    if hasattr(config, "selector"):
+        version = config.selector.version
+        return {
+            f"selector.{name}": f"selector.version={version}" for name in UNREAD.get(version, ())
+        }
+    if not hasattr(config, "policy"):
+        return _by_kind(config.reward.kind) if hasattr(config, "reward") else {}
+    return {
+        **_by_reward(config),
+        **_by_budget(config.budget),
+        **_by_policy(config),
+        **_by_loss(config),
+        **_by_stages(config),
+    }
+
+
+def refuse_unread(config: DictConfig, keys: Iterable[str]) -> None:
+    """Refuse the first of the keys that somebody typed whose option nothing reads, unless its
+    value says as much, as 0 and false do.
+
+    Raises:
+        InputError: there is one.
+    """
+    reasons = unread(config)
+    for key in keys:
+        value = OmegaConf.select(config, key) if key in reasons else None
+        if value:
+            # of a group the name of the choice
+            value = getattr(value, "kind", value)
+            raise InputError(f"{key}={value}: {reasons[key]} does not read it; leave it out")
+
+
+def _because(reason: str, keys: Iterable[str]) -> dict[str, str]:
+    return dict.fromkeys(keys, reason)
+
+
+def _by_kind(kind: str) -> dict[str, str]:
+    """Return the weights that a kind of reward does not read."""
+    if kind not in KINDS:
+        return {}
+    ignored = [f"reward.{weight}" for weight in WEIGHTS if weight not in KINDS[kind].reads]
+    return _because(f"reward={kind}", ignored)
+
+
+def _by_reward(config: Any) -> dict[str, str]:
+    if config.budget.constraint == "mean":
+        # a mean budget has a reward of its own
+        names = ("kind", "function", *WEIGHTS)
+        return _because("budget=mean", ["reward", *(f"reward.{name}" for name in names)])
+    return _by_kind(config.reward.kind)
+
+
+def _by_budget(budget: Any) -> dict[str, str]:
+    if budget.constraint == "mean":
+        return _because("budget=mean", ["budget.strategy", "budget.values_ms"])
+    reasons = {}
+    if budget.strategy != "fixed":
+        reasons["budget.values_ms"] = f"budget={budget.strategy}"
+    if not budget.limits:
+        reasons["budget.limit_probability"] = "budget without limits"
+    return reasons
+
+
+def _by_policy(config: Any) -> dict[str, str]:
+    """Return what policies without a teacher, a guard or a head for utility do not read."""
+    policy = config.policy
+    mean = config.budget.constraint == "mean"
+    reasons = {}
+    if mean:
+        reasons["policy.utility_head"] = "budget=mean"
+    # the teacher teaches in the warm-up alone
+    no_teacher = ""
+    if not policy.teacher:
+        no_teacher = "policy.teacher=false"
+    elif not config.optimiser.pretrain_iterations:
+        no_teacher = "optimiser.pretrain_iterations=0"
+    if no_teacher:
+        reasons |= _because(no_teacher, OF_THE_TEACHER)
+        if mean or not policy.utility_head:
+            reasons["policy.sharpness"] = no_teacher
+    # the guard of a mean budget has no target, and another aim than utility no guard
+    kind = KINDS.get(config.reward.kind)
+    if mean:
+        reasons["policy.level"] = "budget=mean"
+    elif kind is not None and kind.judged_by != "utility":
+        reasons |= _because(f"reward={config.reward.kind}", ["policy.guard", "policy.level"])
+    elif not policy.guard:
+        reasons["policy.level"] = "policy.guard=false"
+    if policy.budget_encoding == "linear":
+        reasons["policy.budget_width"] = "policy.budget_encoding=linear"
+    return reasons
+
+
+def _by_loss(config: Any) -> dict[str, str]:
+    loss = config.loss
+    reasons = {}
+    if loss.objective == "exact":
+        reasons["loss.group_size"] = "loss=exact"
+    if loss.objective == "ppo":
+        reasons["loss.advantage_clip"] = "loss=ppo"
+    if loss.advantage != "zscore":
+        floors = ["loss.advantage_std_floor", "loss.advantage_std_eps"]
+        reasons |= _because(f"loss.advantage={loss.advantage}", floors)
+    optimiser = config.optimiser
+    # at the first step on a batch the policy is still the one that drew it
+    if optimiser.epochs == 1 and optimiser.minibatch >= optimiser.contexts:
+        reasons["loss.clip_epsilon"] = "a training of one optimiser step on each batch"
+    return reasons
+
+
+def _by_stages(config: Any) -> dict[str, str]:
+    """Return what trainings without a warm-up, or without GRPO, do not read."""
+    optimiser = config.optimiser
+    reasons: dict[str, str] = {}
+    if not optimiser.pretrain_iterations:
+        reasons |= _because(
+            "optimiser.pretrain_iterations=0", ["optimiser.pretrain_lr", "policy.dropout"]
+        )
+    if not optimiser.iterations:
+        reasons |= _because("optimiser.iterations=0", OF_GRPO)
+    if optimiser.schedule == "constant":
+        reasons["optimiser.lr_warmup"] = "optimiser.schedule=constant"
+    return reasons

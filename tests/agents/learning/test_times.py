@@ -1,0 +1,67 @@
+"""What the answers of each setting took beside what was expected: factors and changes by hand."""
+
+import math
+
+import numpy as np
+import pytest
+
+from knobwise.agents.learning.times import KNOWN, NORMAL, times_by_setting
+
+
+def rows_of(model, factors, expected_ms=100.0, start=0.0):
+    """Rows of answers that took so many times as long as expected, a second apart."""
+    return [
+        {
+            "knobs": {"model": model},
+            "answer_ms": factor * expected_ms,
+            "log_latency": math.log(expected_ms),
+            "time": start + second,
+        }
+        for second, factor in enumerate(factors)
+    ]
+
+
+def noisy(count, factor=1.0, spread=0.1, seed=0):
+    return factor * np.exp(np.random.default_rng(seed).normal(0, spread, count))
+
+
+def test_a_setting_that_became_slower_is_named_with_its_factor_and_the_moment():
+    slower = [*noisy(120), *noisy(80, 3.1, seed=1)]
+    rows = [*rows_of("pro", slower), *rows_of("mini", noisy(300, seed=2), 20.0)]
+    mini, pro = times_by_setting(rows)
+    assert (mini.setting, mini.answers, mini.since) == ("model=mini", 300, None)
+    assert not mini.changed
+    assert mini.took == pytest.approx(20, rel=0.03)
+    assert pro.setting == "model=pro"
+    assert pro.since == pytest.approx(120, abs=2)
+    assert pro.answers == pytest.approx(80, abs=2)
+    assert pro.factor == pytest.approx(3.1, rel=0.05)
+    assert pro.took == pytest.approx(310, rel=0.05)
+    assert pro.changed
+    assert pro.far
+
+
+def test_one_that_was_slower_all_along_has_no_moment():
+    (pro,) = times_by_setting(rows_of("pro", noisy(100, 1.5)))
+    assert pro.since is None
+    assert pro.changed
+    assert not pro.far
+
+
+def test_chance_and_a_stall_are_no_change():
+    for seed in range(20):
+        values = noisy(100, spread=0.4, seed=seed)
+        values[50] = 100.0
+        (pro,) = times_by_setting(rows_of("pro", values))
+        assert (pro.since, pro.changed) == (None, False)
+
+
+def test_how_many_answers_more_would_tell():
+    # pairs that differ by d: the median of |differences| is d, so σ = 1.4826·d/√2
+    values = np.exp(np.tile([0.2, -0.2], 8))
+    (pro,) = times_by_setting(rows_of("pro", values))
+    spread = 1.4826 * 0.4 / math.sqrt(2)
+    assert pro.error == pytest.approx(NORMAL * spread / 4)
+    needed = (1.96 * NORMAL * spread / math.log(KNOWN)) ** 2
+    assert pro.more == math.ceil(needed) - 16
+    assert times_by_setting(rows_of("pro", values[:9])) == []
