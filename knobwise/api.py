@@ -15,11 +15,12 @@ import polars as pl
 import torch
 
 from knobwise.agents.training.checkpoint import load_checkpoint
-from knobwise.common.errors import InputError
+from knobwise.common.errors import InputError, naming
 from knobwise.common.progress import say
 from knobwise.envs.readers.embeddings import embedded
 from knobwise.envs.readers.feature_files import attach_features, features_from
 from knobwise.envs.readers.long_table import table_from_frame
+from knobwise.envs.readers.tool_files import of_frame, tool_of
 from knobwise.envs.tables.profile_table import ProfileTable
 from knobwise.experiments.evidence.run_folder import checkpoint_at
 from knobwise.experiments.report.verdict import verdict
@@ -38,8 +39,9 @@ def read(data: Any, features: Features = None, **options: Any) -> ProfileTable:
 
     Args:
         data: the path of a CSV, Parquet, JSON, JSON lines or ARFF file, of a `.safetensors` that
-            `ProfileTable.save` wrote, or of a folder that `knobwise profile` wrote, features
-            included; or a data frame of polars or pandas.
+            `ProfileTable.save` wrote, of a folder that `knobwise profile` wrote, features
+            included, or of the results of a tool (see docs/profiles.md); a list of paths, of one
+            tool or of scores and times; or a data frame of polars or pandas.
         features: a feature file, or a mapping of `sample_id` [N] and blocks [N, d] by name; or the
             names of columns of `data`, "auto" for all that are constant inside each sample; None
             for a policy that sees the budget only. Columns may be free text, such as prompts.
@@ -59,15 +61,21 @@ def read(data: Any, features: Features = None, **options: Any) -> ProfileTable:
         features = {**features, "sample_id": features[options["id"]]}
         del features[options["id"]]
     content = _content(features)
+    if isinstance(data, (list, tuple)):
+        return read_profile(TableProfile(path=[*map(str, data)], features=content, **options))
     if not isinstance(data, (str, Path)):
         frame = data
         if not isinstance(data, pl.DataFrame):  # of pandas
             frame = pl.DataFrame(_columns(data)).fill_nan(None)
         features_from = options.pop("features_from", None)
-        table = table_from_frame(frame, features=content, **{"name": "frame", **options})
+        notes = list[str]()
+        given = {"name": "frame", "features": content, **options}
+        with naming(given["name"]):
+            frame, given = of_frame(frame, given, notes)
+        table = table_from_frame(frame, notes=notes, **given)
         return table if features_from is None else embedded(table, features_from)
     path = Path(data)
-    if path.is_dir():
+    if path.is_dir() and tool_of(path) is None:
         content = content or next(path.glob("features.*"), None)
         options = {"name": path.name, **options}
         path /= "table.parquet"

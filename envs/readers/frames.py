@@ -23,6 +23,7 @@ from knobwise.common.json_text import decoded, encoding_of, text_of
 from knobwise.common.parquet import read_parquet
 from knobwise.common.text_files import LOOKED_AT, form_of, rows_of_text, with_points
 from knobwise.envs.readers.arff import arff_frame
+from knobwise.envs.readers.split_json import is_split, rows_of_split
 
 KEYS = frozenset(
     {"sample_id", "question_id", "image_id", "dataset", "split", "fold", "question_type"}
@@ -73,7 +74,7 @@ def _read(path: Path, notes: list[str], lines: Lines | None) -> pl.DataFrame:
     name = path.name.removesuffix(".gz")
     try:
         if path.suffix == ".gz":
-            content: bytes | Path = _unpacked(path)
+            content: bytes | Path = unpacked(path)
         else:
             content = path
         # the name without .gz decides the format
@@ -222,6 +223,8 @@ def _rows_in(document: Any, notes: list[str]) -> list[Any]:
     """
     if not isinstance(document, dict):
         return document
+    if is_split(document):
+        return rows_of_split(document, notes)
     lists = _lists(document)
     if len(lists) > 1:
         raise ValueError(
@@ -325,7 +328,7 @@ def _refuse_mixed(kinds: dict[str, dict[type, int]], rows: dict[int, Any]) -> No
             )
 
 
-def _unpacked(path: Path) -> bytes:
+def unpacked(path: Path) -> bytes:
     """Return the content of a gzipped file. Raises InputError if it is longer than the limit."""
     with gzip.open(path) as file:
         content = file.read(most_unpacked() + 1)

@@ -22,9 +22,10 @@ from knobwise.envs.readers.column_roles import keys_of, knobs_and_features
 from knobwise.envs.readers.column_values import as_share, check_range, name_column, number_column
 from knobwise.envs.readers.dense_table import COST, TIME, WEIGHT, WORD_COLUMNS, dense_fields
 from knobwise.envs.readers.feature_files import Features, attach_features, features_from
-from knobwise.envs.readers.frames import read_frame, with_chats
+from knobwise.envs.readers.frames import with_chats
 from knobwise.envs.readers.layouts import CONFIGURATION, Layout, long_form
 from knobwise.envs.readers.outcome_columns import failures, listed
+from knobwise.envs.readers.tool_files import read_measurements
 from knobwise.envs.readers.unit_columns import in_one_unit
 from knobwise.envs.tables.columns import Column
 from knobwise.envs.tables.profile_table import ProfileTable
@@ -44,28 +45,35 @@ EPOCH = 1e9
 """Times of today, in seconds or smaller units since 1970, are larger."""
 
 
-def read_long_table(path: str | Path, *, name: str | None = None, **choices: Any) -> ProfileTable:
-    """Read a long table from CSV, Parquet, JSON or JSON lines (by suffix; text also gzipped).
+def read_long_table(
+    path: str | Path | Sequence[str | Path], *, name: str | None = None, **choices: Any
+) -> ProfileTable:
+    """Read a long table from CSV, Parquet, JSON or JSON lines (by suffix; text also gzipped), or
+    the files of a tool that `tool_files` knows.
 
     Args:
-        path: the file.
-        name: the table's name, by default that of the file.
+        path: the file, or the folder of a tool; or several, which are stacked if they are of one
+            tool, else joined by ids and knobs.
+        name: the table's name, by default that of the first file.
         choices: options of `table_from_frame`.
 
     Raises:
         InputError: if the file is not of its kind, or `table_from_frame` refuses its rows.
     """
-    name = name or Path(path).name.split(".")[0]
+    paths = [Path(path)] if isinstance(path, (str, Path)) else [Path(each) for each in path]
+    name = name or paths[0].name.split(".")[0]
     notes = list[str]()
-    frame = read_frame(Path(path), notes)
+    source = ", ".join(map(str, paths))
+    with naming(source):
+        frame, choices = read_measurements(paths, choices, notes)
     if BUDGET in frame.columns:
         try:
-            with naming(path):
+            with naming(source):
                 frame, features = _without_budgets(frame, notes)
         except pl.exceptions.PolarsError as error:
-            raise InputError(f"{path}: not training data ({error})") from error
+            raise InputError(f"{source}: not training data ({error})") from error
         choices["features"] = choices.get("features") or features
-    return table_from_frame(frame, name=name, source=str(path), notes=notes, **choices)
+    return table_from_frame(frame, name=name, source=source, notes=notes, **choices)
 
 
 def _without_budgets(frame: pl.DataFrame, notes: list[str]) -> tuple[pl.DataFrame, Features | None]:

@@ -154,9 +154,10 @@ class TableProfile(LongTables):
     """A long table of any system."""
 
     format: str = "table"
-    path: str = MISSING
-    """CSV, Parquet, JSON or JSON lines; or a complete `.safetensors` that `ProfileTable.save`
-    wrote."""
+    path: Any = MISSING
+    """CSV, Parquet, JSON or JSON lines; results of promptfoo, inspect-ai or evalscope, as a file or
+    folder; or a complete `.safetensors` that `ProfileTable.save` wrote. A list of files of one tool
+    is stacked; [scores.csv,times.csv] are joined by ids and knobs."""
     features: Any = None
     """Feature file keyed by sample id; or columns of the table: `auto` for all that are constant
     inside each sample, or a list of names. None for a policy that sees the budget only."""
@@ -335,22 +336,22 @@ def read_profile(
     return table
 
 
-def measured_at_once(path: str | None) -> int | None:
+def measured_at_once(path: Any) -> int | None:
     """Return how many requests were sent at once when the profile at this path was measured through
     an endpoint, from the file `profile.json` beside it; None without one."""
     at_once = _noted_beside(path, "concurrency")
     return at_once if isinstance(at_once, int) else None
 
 
-def workers_of(path: str | None) -> list[dict[str, object]]:
+def workers_of(path: Any) -> list[dict[str, object]]:
     """Return the workers that measured the profile at this path, from the file `profile.json`
     beside it; [] where one process did, or nobody knows."""
     workers = _noted_beside(path, "workers")
     return workers if isinstance(workers, list) else []
 
 
-def _noted_beside(path: str | None, name: str) -> object:
-    if not path:
+def _noted_beside(path: Any, name: str) -> object:
+    if not path or not isinstance(path, str):
         return None
     try:
         return json.loads(Path(path).with_name("profile.json").read_bytes())[name]
@@ -367,12 +368,14 @@ def read_questions(config: Profile) -> dict[str, str]:
     from knobwise.common.parquet import read_parquet
     from knobwise.testbeds.profiles import BUILTIN
 
-    path = BUILTIN if isinstance(config, BuiltinProfile) else Path(getattr(config, "path", ""))
-    if not path.name:
-        # a simulated profile has no files
+    path = BUILTIN if isinstance(config, BuiltinProfile) else getattr(config, "path", "")
+    if not path or isinstance(path, list):
+        # a simulated profile has no files, and only one that knobwise wrote has the questions
         return {}
     try:
-        frame = read_parquet(path.with_name("samples.parquet")).select("sample_id", "question")
+        frame = read_parquet(Path(path).with_name("samples.parquet")).select(
+            "sample_id", "question"
+        )
         return dict(frame.cast(pl.String).iter_rows())
     except (OSError, ValueError, pl.exceptions.PolarsError):
         # there is no such file, or it is damaged, or another one of that name
@@ -422,7 +425,7 @@ def _read_joint(
     return join_tables(tables, name, missing_blocks=missing_blocks)
 
 
-def _read_table(path: str, **settings: Any) -> ProfileTable:
+def _read_table(path: Any, **settings: Any) -> ProfileTable:
     from knobwise.envs.readers.feature_files import attach_features
     from knobwise.envs.readers.layouts import Layout
     from knobwise.envs.readers.long_table import read_long_table
@@ -436,8 +439,17 @@ def _read_table(path: str, **settings: Any) -> ProfileTable:
             f"profile.features={features}: no such file; give one, auto, or names of columns, as "
             "in [a,b]"
         )
-    if not path.endswith(".safetensors"):
+    files = path if isinstance(path, list) else [path]
+    if not all(isinstance(each, str) and each for each in files) or not files:
+        raise InputError(f"profile.path={path}: must be a file or folder, or a list of them")
+    if not any(each.endswith(".safetensors") for each in files):
         return read_long_table(path, **settings)
+    if len(files) > 1:
+        raise InputError(
+            f"profile.path={path}: a .safetensors is a whole table and cannot be joined; "
+            "profile=joint puts several data sets together"
+        )
+    (path,) = files
     of_columns = ["costs", "group", "time", "right", "wide", "wide_latency"]
     if features is None:
         of_columns += ["id", "repeat"]

@@ -1,0 +1,325 @@
+"""Logs of inspect-ai (`.eval` and `.json`), and the data frames that its `samples_df` makes.
+
+Read from files of version 0.3.285 and from its documented fields.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import re
+import struct
+import zipfile
+import zlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import polars as pl
+
+from knobwise.common.errors import InputError
+from knobwise.common.files import check_unpacked
+from knobwise.common.json_text import decoded
+from knobwise.envs.readers.raw_files import beginning, json_in
+from knobwise.envs.readers.tool_rows import FAILED, ToolRows, known_before
+
+TOOL = "inspect-ai"
+LOG = re.compile(r'\{\s*"version":\s*\d+,\s*"status":\s*"\w+",\s*"eval":')
+NEEDED = {"id", "epoch"}
+"""What each sample has."""
+FRAME = {"sample_id", "eval_id", "log", "id", "epoch"}
+"""Columns that `samples_df` always makes."""
+SCORE = "score_"
+METADATA = "metadata_"
+WORDS = {"C": 1.0, "I": 0.0, "P": 0.5, "N": 0.0, "yes": 1.0, "true": 1.0, "no": 0.0, "false": 0.0}
+"""What words count as a score, as inspect-ai's `value_to_float` has it: correct, incorrect, partial
+and no answer; the others in any case."""
+LIMITS = ("message_limit", "token_limit", "turn_limit", "time_limit", "working_limit")
+IN_FRAMES = (
+    *("model", "model_generate_config", "model_roles", "solver", "solver_args"),
+    *LIMITS,
+)
+"""Columns of a data frame that hold settings; its `model_args` holds the URL instead."""
+UNSET = "unset"
+"""The value of a setting that another log has alone."""
+CUT = "...\n(content truncated)"
+"""How inspect-ai ends a text that it has cut in a summary."""
+UNITS = {"total_time": "s", "working_time": "s", "total_tokens": "tokens"}
+ZSTD = 93
+"""The number of this compression in zip archives, which Python reads from version 3.14 on."""
+LOCAL_HEADER = 30
+"""Bytes before the name of a member of a zip archive."""
+
+
+def holds_inspect_logs(path: Path) -> bool:
+    """Return whether a path is a log of inspect-ai, or a folder of such logs."""
+    if path.is_dir():
+        return any(path.glob("*.eval")) or any(map(holds_inspect_logs, path.glob("*.json")))
+    return path.suffix == ".eval" or bool(LOG.match(beginning(path)))
+
+
+def read_inspect_logs(paths: Sequence[Path], notes: list[str]) -> ToolRows:
+    """Return one row per sample and epoch of each log: all settings of its evaluation, a column
+    `score_NAME` for each scorer, `total_time`, and what is known of the sample.
+
+    Raises:
+        InputError: a file is damaged or no log, or holds no samples.
+    """
+    files: list[Path] = []
+    for path in paths:
+        if path.is_dir():
+            inside = [*path.glob("*.eval"), *path.glob("*.json")]
+            files += sorted(file for file in inside if holds_inspect_logs(file))
+        else:
+            files.append(path)
+    logs = [_log(path) for path in files]
+    settings = [_settings(header) for header, _ in logs]
+    names = list(dict.fromkeys(name for each in settings for name in each))
+    records = []
+    known = set()
+    copies = 0
+    for path, (header, samples), each in zip(files, logs, settings, strict=True):
+        if header.get("status") != "success":
+            notes.append(f"{path.name}: its status is {header.get('status')}, not success")
+        for sample in samples:
+            # a log that was continued holds samples of the one before
+            if sample.get("uuid") and sample["uuid"] in known:
+                copies += 1
+                continue
+            known.add(sample.get("uuid"))
+            values = {name: _scalar(each.get(name, UNSET)) for name in names}
+            records.append(_record(header["eval"], sample) | values)
+    if not records:
+        raise InputError("the logs hold no samples; run inspect eval with log_samples=true")
+    if copies:
+        notes.append(f"{copies} samples stand in an earlier log already: read once")
+    cut = sum(str(record["input"]).endswith(CUT) for record in records)
+    if cut:
+        notes.append(
+            f"{cut} inputs are longer than the summaries of a .eval hold, and cut; read the log as "
+            "JSON (inspect log convert --to json) to have them whole"
+        )
+    frame = pl.DataFrame(_columns(records), strict=False)
+    return _tool_rows(frame, names, ["eval_id", "epoch"], notes)
+
+
+def is_inspect_frame(columns: Sequence[str]) -> bool:
+    """Return whether columns are those that inspect-ai's `samples_df` makes."""
+    return {*columns} >= FRAME and any(name.startswith(SCORE) for name in columns)
+
+
+def inspect_frame(frame: pl.DataFrame, notes: list[str]) -> ToolRows:
+    """Return the rows of a data frame of inspect-ai.
+
+    Its `sample_id` is random in each row; a sample is told by `id`. Only columns that somebody
+    asked for hold settings, so runs (`eval_id`) that look alike there may still differ in some.
+    """
+    frame = frame.drop("sample_id").with_columns(pl.col("id").cast(pl.String).alias("sample_id"))
+    settings = [c for c in frame.columns if c in IN_FRAMES or c.startswith("task_arg_")]
+    frame = frame.with_columns(pl.col(settings).cast(pl.String).fill_null(UNSET))
+    frame = frame.rename({"task_name": "task"}, strict=False)
+    runs = frame.select("eval_id", *settings, pl.col("^task$")).unique(maintain_order=True)
+    others = runs.drop("eval_id")
+    alike = len(runs) - (others.n_unique() if others.width else 1)
+    if alike:
+        note = (
+            f"{len(runs)} runs (eval_id) have {len(runs) - alike} settings in this data frame, "
+            "which lacks what some of them were set to: each run is a setting of its own. "
+            "profile.path=LOGS reads the logs, where the settings stand"
+        )
+        if "model" in settings:
+            note += "; profile.knobs=[model] takes runs of a model for repeats"
+        notes.append(note)
+        settings.append("eval_id")
+    scores = [name for name in frame.columns if name.startswith(SCORE)]
+    judged = [
+        pl.Series(name, [_number(value) for value in frame[name]], pl.Float64) for name in scores
+    ]
+    failed = pl.repeat(False, len(frame), dtype=pl.Boolean, eager=True)
+    if "error" in frame.columns:
+        failed = frame["error"].cast(pl.String).fill_null("").str.strip_chars() != ""
+    frame = frame.with_columns(*judged, failed.alias(FAILED))
+    return _tool_rows(frame, settings, ["eval_id", "epoch"], notes)
+
+
+def _tool_rows(
+    frame: pl.DataFrame, settings: Sequence[str], repeat: Sequence[str], notes: list[str]
+) -> ToolRows:
+    """Return the rows with what their columns are; several tasks are several data sets."""
+    if "task" in frame.columns and frame["task"].n_unique() > 1:
+        frame = frame.with_columns(pl.col("task").alias("dataset"))
+    scores = [
+        name
+        for name in frame.columns
+        if name.startswith(SCORE) and frame[name].null_count() < len(frame)
+    ]
+    return ToolRows(
+        TOOL,
+        frame,
+        knobs=settings or ["eval_id"],
+        accuracies=scores,
+        latency="total_time",
+        units=UNITS,
+        features=["input", *known_before(frame.columns, METADATA, notes)],
+        repeat=repeat,
+    )
+
+
+def _record(about: dict[str, Any], sample: dict[str, Any]) -> dict[str, Any]:
+    """Return the row of a sample; names are those of inspect-ai's own data frames."""
+    usage = (sample.get("model_usage") or {}).values()
+    error = sample.get("error")
+    if isinstance(error, dict):
+        error = error.get("message")
+    limit = sample.get("limit")
+    if isinstance(limit, dict):
+        limit = limit.get("type")
+    record: dict[str, Any] = {
+        "sample_id": str(sample["id"]),
+        "id": str(sample["id"]),
+        "epoch": sample["epoch"],
+        "eval_id": about.get("eval_id"),
+        "task": str(about.get("task")).rpartition("/")[2],
+        "input": _scalar(sample.get("input")),
+        "total_time": sample.get("total_time"),
+        "working_time": sample.get("working_time"),
+        "total_tokens": sum(each.get("total_tokens") or 0 for each in usage),
+        "error": error,
+        "limit": limit,
+        FAILED: bool(error),
+    }
+    for name, value in (sample.get("metadata") or {}).items():
+        record[f"{METADATA}{name}"] = _scalar(value)
+    for name, score in (sample.get("scores") or {}).items():
+        value = score.get("value")
+        values = value if isinstance(value, dict) else {"": value}
+        for part, each in values.items():
+            record[f"{SCORE}{name}{'.' * bool(part)}{part}"] = _number(each)
+    return record
+
+
+def _columns(records: Sequence[dict[str, Any]]) -> dict[str, list[Any]]:
+    """Return the columns of rows; one that mixes numbers with words is text."""
+    columns = {}
+    for name in dict.fromkeys(name for record in records for name in record):
+        values = [record.get(name) for record in records]
+        kinds = {type(value) for value in values if value is not None}
+        if len(kinds) > 1 and kinds != {int, float}:
+            values = [None if value is None else str(value) for value in values]
+        columns[name] = values
+    return columns
+
+
+def _settings(header: dict[str, Any]) -> dict[str, Any]:
+    """Return what an evaluation was set to: its model, the arguments of model and task, how text is
+    generated, its solver, and its limits."""
+    about = header["eval"]
+    plan = header.get("plan") or {}
+    settings = {"model": about.get("model")}
+    # what was asked of the run goes before what the model was made with
+    settings |= about.get("model_generate_config") or {}
+    settings |= plan.get("config") or {}
+    for prefix, group in (
+        ("model_args", about.get("model_args")),
+        ("task_arg", about.get("task_args")),
+        ("model_role", about.get("model_roles")),
+    ):
+        settings |= {f"{prefix}_{name}": value for name, value in (group or {}).items()}
+    steps = [
+        f"{step.get('solver')}({json.dumps(step.get('params_passed') or {}, sort_keys=True)})"
+        for step in plan.get("steps") or ()
+    ]
+    settings["solver"] = " ".join(steps).replace("({})", "")
+    settings |= {name: about.get("config", {}).get(name) for name in LIMITS}
+    return {name: UNSET if value is None else value for name, value in settings.items()}
+
+
+def _scalar(value: Any) -> Any:
+    """Return a list or an object, such as a chat, as JSON; anything else as it is."""
+    if isinstance(value, (dict, list)):
+        return json.dumps(value, ensure_ascii=False, sort_keys=isinstance(value, dict))
+    return value
+
+
+def _number(value: Any) -> float | None:
+    """Return a score as a number, None where there is none."""
+    if isinstance(value, str):
+        value = value.strip()
+        value = WORDS.get(value, WORDS.get(value.lower(), value))
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        return None
+    return None if math.isnan(number) else number
+
+
+def _log(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """Return the header of a log, and its samples or their summaries.
+
+    Raises:
+        InputError: it is damaged, or no log.
+    """
+    if path.suffix == ".eval":
+        header, samples = _archived(path)
+    else:
+        header = json_in(path)
+        samples = header.get("samples") or [] if isinstance(header, dict) else []
+    sound = isinstance(header, dict) and isinstance(header.get("eval"), dict)
+    if not sound or any(not isinstance(each, dict) or NEEDED - each.keys() for each in samples):
+        raise InputError(f"{path}: not a log of inspect-ai, or damaged")
+    return header, samples
+
+
+def _archived(path: Path) -> tuple[Any, list[Any]]:
+    """Return the header and the summaries of the samples in a `.eval`, which is a zip archive."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            members = {member.filename: member for member in archive.infolist()}
+            # a run that was cut off has no header, and its summaries in parts
+            header = members.get("header.json") or members["_journal/start.json"]
+            parts = [members[name] for name in ("summaries.json",) if name in members]
+            if not parts:
+                parts = [m for name, m in members.items() if name.startswith("_journal/summaries/")]
+            check_unpacked(path, sum(member.file_size for member in (header, *parts)))
+            samples = []
+            for part in parts:
+                samples += decoded(_content(archive, part, path))
+            return decoded(_content(archive, header, path)), samples
+    except (OSError, zipfile.BadZipFile, zlib.error, KeyError, TypeError, ValueError) as error:
+        if isinstance(error, InputError):
+            raise
+        raise InputError(f"{path}: not a log of inspect-ai, or damaged ({error})") from error
+
+
+def _content(archive: zipfile.ZipFile, member: zipfile.ZipInfo, path: Path) -> bytes:
+    """Return the content of a member of an archive, which may be compressed by zstandard.
+
+    Raises:
+        InputError: it is compressed in a way that nobody here can read.
+        ValueError: it is damaged.
+    """
+    try:
+        return archive.read(member)
+    except NotImplementedError:
+        if member.compress_type != ZSTD:
+            raise InputError(
+                f"{path}: {member.filename} is compressed by method {member.compress_type}, which "
+                "is not read; inspect log convert --to json writes it as JSON"
+            ) from None
+    with path.open("rb") as file:
+        file.seek(member.header_offset)
+        name, extra = struct.unpack("<HH", file.read(LOCAL_HEADER)[-4:])
+        file.seek(name + extra, io.SEEK_CUR)
+        packed = file.read(member.compress_size)
+    try:
+        # polars unpacks what it reads as text
+        lines = pl.read_lines(io.BytesIO(packed)).to_series()
+    except pl.exceptions.PolarsError as error:
+        raise ValueError(f"{member.filename} cannot be unpacked") from error
+    content = "\n".join(lines).encode()
+    if len(content) + 1 == member.file_size:
+        content += b"\n"
+    if zlib.crc32(content) != member.CRC:
+        raise ValueError(f"{member.filename} is not what it was when it was written")
+    return content

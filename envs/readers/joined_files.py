@@ -1,0 +1,184 @@
+"""Join a table of scores with one of times: most tools record one of the two."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import polars as pl
+
+from knobwise.common.errors import InputError
+from knobwise.envs.readers.column_values import holds_no_text
+from knobwise.envs.readers.outcome_columns import MEASURED, OUTCOMES, listed, named_like
+from knobwise.envs.readers.tool_rows import FAILED, UNLESS_GIVEN, ToolRows, as_part, given_of
+
+SHARED = 0.5
+"""A column that both tables have is a key if so many of its values in each are in the other."""
+SHOWN = 3
+"""So many keys are shown as examples."""
+
+
+def joined(
+    parts: Sequence[tuple[str, pl.DataFrame | ToolRows]], choices: dict[str, Any], notes: list[str]
+) -> tuple[pl.DataFrame, dict[str, Any]]:
+    """Join tables, each with the one before, by the ids and the knobs that both have.
+
+    Args:
+        parts: the name and the rows of each file.
+        choices: options of `long_table.table_from_frame`; those that tools imply are added.
+        notes: takes how many rows met.
+
+    Returns:
+        The rows that met, and the options.
+
+    Raises:
+        InputError: they share no ids, no rows meet, or a key has several rows in both tables, whose
+            join would pair each with each.
+    """
+    given = given_of(choices)
+    roles: dict[str, Any] = {}
+    name, part = parts[0]
+    frame = _plain_rows(part, roles, given, notes)
+    for other_name, part in parts[1:]:
+        other = _plain_rows(part, roles, given, notes)
+        frame = _joined_pair(name, frame, other_name, other, given, notes)
+        name = f"{name} and {other_name}"
+    if not all(isinstance(part, ToolRows) for _, part in parts):
+        # the knobs of the other files are unknown
+        roles.pop("knobs", None)
+    return frame.drop(FAILED, strict=False), choices | roles | given
+
+
+def _plain_rows(
+    part: pl.DataFrame | ToolRows, roles: dict[str, Any], given: dict[str, Any], notes: list[str]
+) -> pl.DataFrame:
+    """Return the rows of a file, with `sample_id`; what a tool's columns mean is added to roles."""
+    if isinstance(part, ToolRows):
+        frame, of_tool = as_part(part, given, notes)
+        knobs = [*roles.get("knobs", ()), *of_tool["knobs"]]
+        costs = [*roles.get("costs", ()), *of_tool["costs"]]
+        roles.update(of_tool, knobs=list(dict.fromkeys(knobs)), costs=list(dict.fromkeys(costs)))
+        return frame
+    name = given.get("id")
+    if name in part.columns and name != "sample_id":
+        return part.with_columns(pl.col(name).alias("sample_id"))
+    return part
+
+
+def _joined_pair(
+    name: str,
+    frame: pl.DataFrame,
+    other_name: str,
+    other: pl.DataFrame,
+    given: dict[str, Any],
+    notes: list[str],
+) -> pl.DataFrame:
+    """Return the rows of two tables that meet; of columns that both have, those of the first."""
+    for each_name, each in ((name, frame), (other_name, other)):
+        if "sample_id" not in each.columns:
+            raise InputError(
+                f"{each_name}: no column {given.get('id') or 'sample_id'} to join by; its columns "
+                f"are {listed(each.columns)}. Both files need the same ids, under the name that "
+                "id=… gives (on the command line profile.id=…)"
+            )
+    keys = _keys(frame, other, given)
+    both = [c for c in frame.columns if c in other.columns and c not in keys]
+    for role in ("accuracy", "latency"):
+        column = given.get(role, UNLESS_GIVEN[role])
+        if column in both:
+            raise InputError(
+                f"{name} and {other_name} both have {column}: remove it from one of them, or "
+                "rename it"
+            )
+    left = frame.with_columns(_as_text(frame, keys))
+    right = other.drop(both).with_columns(_as_text(other, keys))
+    temporary = [_key(key) for key in keys]
+    _refuse_pairs(name, left, other_name, right, keys)
+    met = left.join(right.drop(keys), on=temporary, how="inner", maintain_order="left_right")
+    alone = len(left.join(right, on=temporary, how="anti"))
+    alone_there = len(right.join(left, on=temporary, how="anti"))
+    if met.is_empty():
+        raise InputError(
+            f"no row of {name} meets one of {other_name} by {', '.join(keys)}: there is "
+            f"{_examples(left, temporary)} in one, {_examples(right, temporary)} in the other"
+        )
+    notes.append(
+        f"{name} and {other_name} are joined by {', '.join(keys)}: {len(met)} rows met; {alone} "
+        f"rows of {name} and {alone_there} of {other_name} met none"
+        + f" (both have {listed(both)}: taken from {name})"
+        * bool(both)
+    )
+    return met.drop(temporary)
+
+
+def _keys(frame: pl.DataFrame, other: pl.DataFrame, given: dict[str, Any]) -> list[str]:
+    """Return the columns to join by: ids, and the knobs and repeats that both tables have."""
+    both = [c for c in frame.columns if c in other.columns]
+    ids = [c for c in ("dataset", "sample_id") if c in both]
+    repeats = [c for c in both if c in ("repeat", given.get("repeat"))]
+    if "knobs" in given:
+        return [*ids, *(c for c in both if c in given["knobs"]), *repeats]
+    measured = named_like(both, OUTCOMES, MEASURED)
+    used = {*ids, *repeats, *measured, given.get("id"), *filter(None, map(_name, given.values()))}
+    columns = [c for c in both if c not in used and not holds_no_text(frame.schema[c])]
+    return [*ids, *(c for c in columns if _shares_values(frame, other, c)), *repeats]
+
+
+def _name(value: Any) -> str | None:
+    return value if isinstance(value, str) else None
+
+
+def _shares_values(frame: pl.DataFrame, other: pl.DataFrame, column: str) -> bool:
+    """Return whether most values of a column in each of two tables are in the other, too."""
+    if holds_no_text(other.schema[column]):
+        return False
+    values = [
+        {*each.select(_text(column)).to_series().drop_nulls().unique()} for each in (frame, other)
+    ]
+    shared = len(values[0] & values[1])
+    return all(shared >= SHARED * len(each) for each in values) and shared > 0
+
+
+def _text(column: str) -> pl.Expr:
+    """Return values as text, 7.0 like 7."""
+    text = pl.col(column).cast(pl.String).str.strip_chars()
+    return text.str.replace(r"^(-?\d+)\.0+$", "$1")
+
+
+def _key(column: str) -> str:
+    return f"key {column}"
+
+
+def _as_text(frame: pl.DataFrame, keys: Sequence[str]) -> list[pl.Expr]:
+    """Return the keys of rows as text, under names of their own."""
+    for key in keys:
+        if holds_no_text(frame.schema[key]):
+            raise InputError(f"column {key} holds {frame.schema[key]}: no rows can be joined by it")
+    return [_text(key).alias(_key(key)) for key in keys]
+
+
+def _refuse_pairs(
+    name: str, left: pl.DataFrame, other_name: str, right: pl.DataFrame, keys: Sequence[str]
+) -> None:
+    """Raise InputError if a key has several rows in both tables."""
+    temporary = [_key(key) for key in keys]
+    several = left.filter(pl.struct(temporary).is_duplicated())
+    several_there = right.filter(pl.struct(temporary).is_duplicated())
+    common = several.join(several_there, on=temporary, how="semi")
+    if common.is_empty():
+        return
+    alone = [
+        c for c in (*left.columns, *right.columns) if (c in left.columns) != (c in right.columns)
+    ]
+    raise InputError(
+        f"joined by {', '.join(keys)}, {common.select(temporary).n_unique()} keys have several "
+        f"rows in {name} and in {other_name}, such as {_examples(common, temporary)}: each pairs "
+        f"with each. Both need the columns that tell their rows apart (knobs, or a number of the "
+        f"repeat); in one of them alone are {listed(alone)}"
+    )
+
+
+def _examples(frame: pl.DataFrame, columns: Sequence[str]) -> str:
+    """Return the first keys of rows."""
+    rows = frame.select(columns).unique(maintain_order=True).head(SHOWN).rows()
+    return ", ".join("/".join(map(str, row)) for row in rows)

@@ -1,0 +1,57 @@
+"""JSON that names its columns beside its rows."""
+
+import json
+
+import pytest
+from helpers import identical, input_error
+
+import knobwise
+from knobwise.envs.readers.frames import read_frame
+
+COLUMNS = ["sample_id", "model", "accuracy", "latency_ms"]
+ROWS = [
+    ["a", "small", 0, 10.0],
+    ["a", "large", 1, 30.0],
+    ["b", "small", 1, 11.0],
+    ["b", "large", 1, 31],
+]
+NAN = float("nan")
+
+
+def write(path, columns=COLUMNS, rows=ROWS, **more):
+    path.write_text(json.dumps({"columns": columns, "data": rows} | more))
+    return path
+
+
+@pytest.mark.parametrize("more", [{}, {"index": [0, 1, 2, 3]}, {"ncols": 4, "nrows": 4}])
+def test_tables_of_wandb_and_pandas_are_read(tmp_path, more):
+    made = knobwise.read(write(tmp_path / "t.table.json", **more))
+    assert [knob.name for knob in made.knobs] == ["model"]
+    identical(made.accuracy, [[1.0, 0.0], [1.0, 1.0]])
+    identical(made.latency_ms, [[30.0, 10.0], [31.0, 11.0]])
+
+
+def test_nan_is_an_empty_cell(tmp_path):
+    """W&B writes a missing number, and one in a column of text, as NaN."""
+    notes = []
+    first = [[*ROWS[0], "x"], [*ROWS[1][:2], NAN, 30.0, NAN]]
+    rows = [*first, *([*row, "y"] for row in ROWS[2:])]
+    frame = read_frame(write(tmp_path / "t.json", [*COLUMNS, "note"], rows), notes)
+    assert frame["accuracy"].to_list() == [0, None, 1, 1]
+    assert frame["note"].to_list() == ["x", None, "y", "y"]
+    assert any("2 cells are NaN" in note for note in notes)
+    made = knobwise.read(tmp_path / "t.json", knobs=["model"])
+    assert made.mask.tolist() == [[False, True], [True, True]]
+
+
+@pytest.mark.parametrize(
+    ("columns", "rows", "words"),
+    [
+        (COLUMNS, [*ROWS, ["c"]], ("row 5", "1 values", "4 columns")),
+        (["a", "a"], [[1, 2]], ("occur twice: a",)),
+        ([["a", "x"], ["a", "y"]], [[1, 2]], ("several names",)),
+    ],
+)
+def test_other_shapes_are_refused(tmp_path, columns, rows, words):
+    with input_error(".*".join(words)):
+        read_frame(write(tmp_path / "t.json", columns, rows))
