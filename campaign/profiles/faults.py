@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from campaign import ROOT
-from campaign.profiles.served import SERVED, UNNOTICED, measured_once, normal
+from campaign.profiles.served import SERVED, UNNOTICED, measured_once, normal, uniform
 from campaign.profiles.written import SELDOM, WRITTEN
 from knobwise.envs.readers.long_table import read_long_table
 from knobwise.envs.tables.profile_table import ProfileTable, median_of
@@ -199,6 +199,15 @@ def missing_where_slow(table, draws):
     return measured_once(table, table.latency_ms.masked_fill(late, torch.nan))
 
 
+def missing_where_a_configuration_failed(table, draws):
+    """The tool wrote no row for what failed: requests of one configuration."""
+    column = draws.integers(table.num_configurations)
+    lost = uniform(draws, table.mask.shape, 0, 1) < draws.uniform(0.3, 0.6)
+    lost &= torch.arange(table.num_configurations) == column
+    lost &= table.mask.sum(1, keepdim=True) > 1
+    return measured_once(table, table.latency_ms.masked_fill(lost, torch.nan))
+
+
 def idle_features(table, draws):
     block = list(table.features.values())[draws.integers(len(table.features))]
     column = block[:, draws.integers(block.shape[1])]
@@ -220,7 +229,7 @@ NOTICED_BY = {
     samples_in_percent: "percent",
     copied_samples: "same_samples",
     measured_twice: "same_samples",
-    time_outs_as_zero: "times_of_zero",
+    time_outs_as_zero: "costs_of_zero",
     capped_times: "capped",
     copied_repeats: "equal_repeats",
     coarse_timer: "equal_times",
@@ -228,6 +237,7 @@ NOTICED_BY = {
     slower_repeats: "later_repeats",
     another_machine: "other_machine",
     missing_where_slow: "missing_where_slow",
+    missing_where_a_configuration_failed: "missing_configurations",
     idle_features: "missing_features, constant_features, repeated_features",
     **SERVED,
     **WRITTEN,

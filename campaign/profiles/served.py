@@ -1,4 +1,4 @@
-"""Ten faults that the log of a served model may have. Each takes a sound table and draws, and
+"""Faults that the log of a served model may have. Each takes a sound table and draws, and
 returns the table with the fault; rows are in the order in which they were measured."""
 
 from dataclasses import replace
@@ -99,6 +99,17 @@ def an_outage(table, draws):
     return measured_once(table, errors.where(failed, table.latency_ms), table.accuracy * ~failed)
 
 
+def crashes_of_a_configuration(table, draws):
+    """A configuration that is right more often than most fails at once for some requests."""
+    order = table.accuracy.nanmean(0).argsort(descending=True)
+    column = order[draws.integers(max(1, len(order) // 4))]
+    failed = torch.zeros_like(table.mask)
+    failed[:, column] = uniform(draws, (table.num_samples,), 0, 1) < draws.uniform(0.05, 0.2)
+    errors = 0.01 * table.latency_ms[table.mask].median() * uniform(draws, failed.shape, 0.7, 1.4)
+    latency_ms = errors.where(failed & table.mask, table.latency_ms)
+    return measured_once(table, latency_ms, table.accuracy * ~failed)
+
+
 def scored_against_the_next(table, draws):
     """The answers of one configuration were compared with the references of the next rows."""
     accuracy = table.accuracy.clone()
@@ -125,6 +136,7 @@ SERVED = {
     answers_cut_at_a_length: "cut_answers",
     times_of_batches: "batches",
     an_outage: "failed_requests",
+    crashes_of_a_configuration: "failed_cells",
     scored_against_the_next: "shifted_scores",
     another_version: "other_version",
 }

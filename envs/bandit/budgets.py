@@ -12,6 +12,7 @@ from knobwise.common.checks import one_of
 from knobwise.common.errors import InputError
 from knobwise.envs.bandit.settings import REWARDS, BudgetConfig
 from knobwise.envs.tables.profile_table import ProfileTable
+from knobwise.envs.tables.time_outs import time_outs
 
 FACTORS = (0.8, 1.0, 1.2)
 """Multiples of a sample's own latency that budget=relative draws from."""
@@ -24,11 +25,6 @@ SPARSE = 0.5
 among them."""
 FEASIBLE_SHARE = 0.75
 """The share of the samples that can meet the lowest default budget."""
-TIME_OUT_SHARE = 0.01
-"""The largest latency counts as time-out only if a larger share of the profiled cells has it."""
-TIME_OUT_RATIO = 5
-"""It must also occur more than this many times as often as the second largest. Costs that depend on
-the configuration alone repeat too, but evenly."""
 MAX_SAMPLES = 1 << 19
 """Statistics such as quantiles use at most this many samples, so that large tables need little
 memory."""
@@ -77,8 +73,9 @@ def default_budgets(table: ProfileTable, rows: Tensor | None = None) -> Tensor:
     floor: the budget that three quarters of the samples can meet with their fastest configuration;
     where few configurations of a sample were measured, the fastest is estimated. Budgets with no
     latency between them are equivalent. If that happens, quantiles of the latencies above the floor
-    are used and duplicates dropped, so there may be fewer than five. Time-outs count as not
-    profiled, and samples that have nothing else do not count.
+    are used and duplicates dropped, so there may be fewer than five. Time-outs, see
+    `knobwise.envs.tables.time_outs`, count as not profiled, and samples that have nothing else do
+    not count. None is below the smallest latency above 0.
 
     Args:
         table: the profile.
@@ -92,14 +89,10 @@ def default_budgets(table: ProfileTable, rows: Tensor | None = None) -> Tensor:
     mask = subsample(table.mask[which])
     sparse = mask.double().mean() < SPARSE
     quantiles = torch.tensor(DEFAULT_QUANTILES)
-    # the profiled latencies, and how often the largest of them occurs
+    wrong = subsample(table.accuracy[which]) == 0
+    late = torch.from_numpy(time_outs(latency_ms.numpy(), wrong.numpy()))
+    mask = mask & ~late
     ordered = latency_ms[mask].sort().values
-    values, counts = ordered.unique_consecutive(return_counts=True)
-    few = TIME_OUT_SHARE * len(ordered)
-    if len(values) > 1 and counts[-1] > max(few, TIME_OUT_RATIO * counts[-2]):
-        # the largest latency is that of time-outs
-        mask = mask & (latency_ms < values[-1])
-        ordered = ordered[: -counts[-1]]
     # three quarters of the samples can meet the floor
     fastest = latency_ms.masked_fill(~mask, torch.inf).amin(1)
     if sparse:
@@ -113,7 +106,9 @@ def default_budgets(table: ProfileTable, rows: Tensor | None = None) -> Tensor:
     if len(torch.searchsorted(ordered, budgets, right=True).unique()) < len(budgets):
         above = ordered[ordered >= floor.minimum(ordered[-1])]
         budgets = above[(quantiles.double() * len(above)).long()]
-    return budgets.clamp_min(MIN_LATENCY_MS).unique()
+    above_zero = ordered[ordered > 0]
+    least = float(above_zero[0]) if len(above_zero) else MIN_LATENCY_MS
+    return budgets.clamp_min(least).unique()
 
 
 def _fastest_of_all(latency_ms: Tensor, mask: Tensor) -> Tensor:

@@ -16,6 +16,7 @@ from typing import Any
 
 import polars as pl
 
+from knobwise.common.checks import one_of
 from knobwise.common.errors import InputError, naming
 from knobwise.common.files import written_whole
 from knobwise.envs.readers.column_roles import keys_of, knobs_and_features
@@ -24,6 +25,7 @@ from knobwise.envs.readers.dense_table import COST, TIME, WEIGHT, WORD_COLUMNS, 
 from knobwise.envs.readers.feature_files import Features, attach_features, features_from
 from knobwise.envs.readers.frames import with_chats
 from knobwise.envs.readers.layouts import CONFIGURATION, Layout, long_form
+from knobwise.envs.readers.missing_cells import MISSING_CELLS, cells_as_failed, rows_as_failed
 from knobwise.envs.readers.outcome_columns import failures, listed
 from knobwise.envs.readers.tool_files import read_measurements
 from knobwise.envs.readers.unit_columns import in_one_unit
@@ -119,6 +121,7 @@ def table_from_frame(
     group: str | None = None,
     time: str | None = None,
     some_cells: bool = False,
+    missing: str = MISSING_CELLS[0],
     source: str = "",
     notes: Sequence[str] = (),
     **layout: Any,
@@ -150,12 +153,15 @@ def table_from_frame(
         time: the column of when a row was measured; samples are then sorted by their first time.
         some_cells: the rows are a few cells of a profile that is known, measured anew, so one for
             each sample is enough.
+        missing: `failed` if cells without a row failed, as in files of tools that write no row for
+            a request that failed: they count as late and wrong, see `cells_as_failed`.
         source: the name of the frame in error messages, such as a file name.
         layout: other names of columns, and forms of table; see `Layout`.
 
     Raises:
         InputError: columns or values that are missing or wrong, or a measurement that occurs twice.
     """
+    one_of("missing", missing, MISSING_CELLS)
     notes = list(notes)
     described = Layout(**layout)
     with naming(source or name):
@@ -182,6 +188,7 @@ def table_from_frame(
             accuracy_unit=accuracy_unit,
             latency=latency,
             timed=kept == MS,
+            missing=missing,
             notes=notes,
         )
         if factor != 1:
@@ -199,6 +206,9 @@ def table_from_frame(
         rows = rows.with_columns(_costs(frame, rows, costs, notes))
         fields = dense_fields(frame, rows, knobs, group, notes)
     table = ProfileTable(name=name, unit=kept, notes=tuple(notes), **fields)
+    if missing == "failed" and not some_cells:
+        with naming(source or name):
+            table = cells_as_failed(table)
     if blocks is None:
         return table
     return attach_features(table, blocks, columns, described)
@@ -325,6 +335,7 @@ def _profiled_rows(
     accuracy_unit: str,
     latency: str,
     timed: bool,
+    missing: str,
     notes: list[str],
 ) -> tuple[pl.DataFrame, pl.DataFrame]:
     """Return the rows that have an accuracy and a latency, or raise InputError.
@@ -332,6 +343,7 @@ def _profiled_rows(
     Args:
         ids: the column of the ids, for messages.
         timed: whether that latency is a time.
+        missing: what rows are that lack one of the two.
 
     Returns:
         All columns of these rows as they were read; and their ids as text (`dataset`, if there is
@@ -339,6 +351,8 @@ def _profiled_rows(
         `first_look` (0 without one) and `weight` (1 without one).
     """
     measured = _as_numbers(frame, accuracy, accuracy_unit, latency, timed, notes)
+    if missing == "failed":
+        measured = rows_as_failed(measured, notes)
     # what failed is late and wrong, not unmeasured
     shares = measured["accuracy"].alias(accuracy)
     failed = failures(frame, shares, measured["latency"], notes)

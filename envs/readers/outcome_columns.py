@@ -15,6 +15,7 @@ import numpy as np
 import polars as pl
 
 from knobwise.envs.readers.column_values import holds_no_text
+from knobwise.envs.tables.time_outs import time_outs
 
 ANSWERS = re.compile(
     r"answers?|((.*_)?golds?|gold(en)?|gt|ground_?truth)(_.*)?|labels?|targets?|ref(erence)?s?"
@@ -250,7 +251,7 @@ def failures(
     """Return which rows have no accuracy because the answer failed, bool [n]; notes count them.
 
     A column of errors says so; or several rows without accuracy took equally long, as long as none
-    with accuracy.
+    with accuracy, or as long as other time-outs.
     """
     unscored = accuracy.is_null()
     signs = {}
@@ -266,6 +267,10 @@ def failures(
     slowest = (latency == longest).fill_null(False)
     if 1 < slowest.sum() == (slowest & unscored).sum() and not unscored.all():
         signs[f"took {longest:g}, which is longest, as time-outs do"] = slowest
+    times = latency.cast(pl.Float64).fill_null(float("nan")).to_numpy()
+    late = time_outs(times, (accuracy.fill_null(0.0) == 0).to_numpy()) & unscored.to_numpy()
+    if late.any():
+        signs[f"took {times[late].min():g} or a little longer, as time-outs do"] = pl.Series(late)
     failed = pl.repeat(False, len(frame), dtype=pl.Boolean, eager=True)
     for sign, rows in signs.items():
         new = unscored & rows & ~failed

@@ -6,23 +6,29 @@ import math
 
 import numpy as np
 import torch
+from scipy.stats import binom, hypergeom
 
-from knobwise.envs.bandit.budgets import TIME_OUT_RATIO, TIME_OUT_SHARE
+from knobwise.envs.tables.units import MS
 from knobwise.experiments.inspection.measured import (
+    FAILED,
     Finding,
     Findings,
     Measured,
     expected_of,
     gaps_of,
+    groups_of,
     jump_of,
     levels_of,
     numbers_of,
+    setting_of,
 )
 
 QUICKEST_MS = 0.1
 """A decision takes half of this: latencies below it leave nothing to choose, or are seconds."""
 LONG_MS = 60_000
 """Few models are waited for longer: such latencies may be microseconds."""
+DAY_MS = 8.64e7
+"""Whoever stops runs after at most a day has slow runs, and times in the right unit."""
 EPOCH = 1e9
 """Times of day, in seconds or smaller units since 1970, are larger; as a latency it is 11 days."""
 FEWEST_EQUAL = 10
@@ -51,9 +57,14 @@ def usual_time(measured: Measured) -> Findings:
     median = float(np.exp(np.nanmedian(measured.log_ms)))
     if median < QUICKEST_MS:
         yield Finding(f"The median latency is {median:.3g} ms", "likely", IN_MS)
-    elif median > LONG_MS:
+    elif median > LONG_MS and not 0 < _longest_limit(measured) <= DAY_MS:
         words = f"The median latency is {median:,.0f} ms, which is {median / 60_000:,.1f} minutes"
         yield Finding(words, "perhaps", "If they are microseconds, divide them by 1,000.")
+
+
+def _longest_limit(measured: Measured) -> float:
+    """Return the time of the longest time-out in ms, 0 if there are none."""
+    return float(np.exp(measured.log_ms[measured.timed_out].max(initial=-np.inf)))
 
 
 def units_of_samples(measured: Measured) -> Findings:
@@ -83,7 +94,7 @@ def units_of_repeats(measured: Measured) -> Findings:
 
 def units_of_configurations(measured: Measured) -> Findings:
     """Configurations are in another unit."""
-    parted, smaller = gaps_of(np.nanmedian(measured.log_ms, 0)[:, None], 1)
+    parted, smaller = gaps_of(np.nanmedian(measured.log_answered, 0)[:, None], 1)
     if parted.any():
         names = measured.labels(smaller[:, 0])
         words = f"Configurations such as {names} are about a thousand times faster than the others"
@@ -140,29 +151,60 @@ def same_samples(measured: Measured) -> Findings:
 # -- times -----------------------------------------------------------------------------------------
 
 
-def times_of_zero(measured: Measured) -> Findings:
-    """Latencies are 0."""
-    zeros = int((measured.repeats_ms == 0).sum())
-    if zeros:
-        advice = "Leave out cells that timed out or were not timed."
-        yield Finding(f"{zeros} latencies are 0", "nearly certain", advice)
+def costs_of_zero(measured: Measured) -> Findings:
+    """Latencies are 0, unless a timer rounded them down, or a configuration is free.
+
+    Answers that failed cost nothing, and then look fast or cheap: those are wrong more often than
+    others of their configurations.
+    """
+    zeros = measured.repeats_ms == 0
+    timed = measured.table.unit == MS
+    if not timed:
+        # a local model costs nothing for every sample
+        paid = (measured.repeats_ms > 0).any((0, 2), keepdims=True)
+        zeros &= paid
+    cells = zeros.any(2)
+    if not cells.any():
+        return
+    usual = np.nanmean(measured.accuracy, 0)[cells.nonzero()[1]].mean()
+    right = measured.accuracy[cells].mean()
+    failed = right < 0.5 * usual
+    if timed and not failed and _rounded(measured.repeats_ms):
+        return
+    words = f"{zeros.sum()} latencies are 0{setting_of(measured, cells)}"
+    if failed:
+        words += f", where {(measured.accuracy[cells] == 0).sum()} answers are wrong"
+        advice = FAILED
+    elif timed:
+        advice = "Leave out cells that were answered and not timed; what failed was late and wrong."
+    else:
+        advice = "If they were answered from a cache, give them the full cost."
+    yield Finding(words, "nearly certain", advice)
+
+
+def _rounded(times: np.ndarray) -> bool:
+    """Return whether the shortest of these times are one, two, three … steps of a coarse timer."""
+    shortest = np.unique(times[times > 0])[:5]
+    return len(shortest) == 5 and bool(np.diff(shortest).min() > 0.5 * shortest[0])
 
 
 def capped(measured: Measured) -> Findings:
-    """The largest latency occurs often, as time-outs do."""
-    known = measured.log_ms[~np.isnan(measured.log_ms)]
-    values, counts = np.unique(known, return_counts=True)
-    usual = max(TIME_OUT_SHARE * len(known), TIME_OUT_RATIO * counts[-2:][0])
-    if len(values) > 1 and counts[-1] > usual:
-        late = measured.log_ms == values[-1]
-        scored = int((measured.accuracy[late] > 0).sum())
-        advice = "They look like time-outs, with accuracy 0 as they should: default budgets leave "
-        advice += "them out."
-        if scored:
-            advice = "They look like time-outs: default budgets leave them out. Give accuracy 0 to "
-            advice += f"the {scored:,} of them that have more, unless they were in time."
-        words = f"{counts[-1]:,} cells have the largest latency, {math.exp(values[-1]):.4g}"
-        yield Finding(words, "nearly certain", advice)
+    """The largest latency occurs often, or nearly that, as time-outs do."""
+    late = measured.timed_out
+    if not late.any():
+        return
+    scored = int((measured.accuracy[late] > 0).sum())
+    advice = "They look like time-outs, with accuracy 0 as they should: default budgets leave "
+    advice += "them out."
+    if scored:
+        advice = "They look like time-outs: default budgets leave them out. Give accuracy 0 to "
+        advice += f"the {scored:,} of them that have more, unless they were in time."
+    shortest, longest = np.exp([measured.log_ms[late].min(), measured.log_ms[late].max()])
+    words = f"{late.sum():,} cells have the largest latency, {longest:.4g}"
+    if shortest < longest:
+        words = f"{late.sum():,} wrong cells end at nearly the same latency, {shortest:.6g} to "
+        words += f"{longest:.6g}"
+    yield Finding(words, "nearly certain", advice)
 
 
 def equal_repeats(measured: Measured) -> Findings:
@@ -184,7 +226,7 @@ def equal_times(measured: Measured) -> Findings:
     """
     which = ("samples of a configuration", "configurations of a sample")
     for axis, most in enumerate((0.9, 0.5)):
-        ordered = np.sort(measured.log_ms, axis)
+        ordered = np.sort(measured.log_answered, axis)
         equal = (np.diff(ordered, axis=axis) == 0).sum(axis)
         known = (~np.isnan(ordered)).sum(axis)
         if np.median((equal / known)[known > 3]) > most:
@@ -268,5 +310,45 @@ def missing_where_slow(measured: Measured) -> Findings:
             f"The {missing.sum():,} cells that are missing would take {math.exp(slower):.2f} times "
             "as long as the others",
             "likely",
-            "Means favour slow configurations then: write time-outs as accuracy 0 at the limit.",
+            "Means favour slow configurations then: write time-outs as accuracy 0 at the limit, or "
+            "count them so with profile.missing=failed.",
         )
+
+
+def missing_configurations(measured: Measured) -> Findings:
+    """Cells of a configuration or of a value of a knob are missing more often than by chance."""
+    if measured.table.sampling_weight is not None:
+        return
+    missing = np.isnan(measured.log_ms) & measured.ran
+    if not missing.any():
+        return
+    groups = groups_of(measured)
+    chances = {name: _chance(missing, measured.ran, has) for name, has in groups.items()}
+    least = min(chances, key=lambda name: chances[name], default="")
+    if least and chances[least] * len(chances) < 1e-5:
+        count = int(missing[:, groups[least]].sum())
+        yield Finding(
+            f"Of {missing.sum():,} cells that are missing, {count:,} are of {least}",
+            "likely",
+            "If these requests failed, it looks better than it is: profile.missing=failed counts "
+            "what is missing as late and wrong.",
+        )
+
+
+def _chance(missing: np.ndarray, ran: np.ndarray, has: np.ndarray) -> float:
+    """Return how likely it is by chance that cells of these configurations, bool [C], are missing,
+    bool [n, C], in so many samples more often than other cells of the same sample.
+
+    Samples are compared with themselves, since a sample may lack many cells at once.
+    """
+    total = ran.sum(1)
+    inside = (ran & has).sum(1)
+    lost = missing.sum(1)
+    lost_inside = (missing & has).sum(1)
+    mixed = (inside > 0) & (inside < total) & (lost > 0) & (lost < total)
+    if not mixed.any():
+        return 1.0
+    usual = np.floor(lost * inside / total)
+    more = (lost_inside * total > lost * inside)[mixed]
+    expected = hypergeom.sf(usual, total, inside, lost)[mixed]
+    return float(binom.sf(more.sum() - 1, len(more), expected.mean()))

@@ -13,7 +13,9 @@ from torch import Tensor
 from knobwise.agents.controller.features import FeatureNormaliser
 from knobwise.envs.bandit.budgets import log_measured, subsample
 from knobwise.envs.readers.feature_columns import block_columns
+from knobwise.envs.readers.missing_cells import ran
 from knobwise.envs.tables.profile_table import ProfileTable
+from knobwise.envs.tables.time_outs import time_outs
 
 if TYPE_CHECKING:
     from knobwise.experiments.inspection.facts import Facts
@@ -22,6 +24,10 @@ MAX_SAMPLES = 20_000
 """Of larger tables every k-th sample is looked at."""
 MAX_FITTED = 1000
 """Regressions use at most this many samples."""
+MAX_NAMED = 500
+"""Single ones of more configurations are not looked at."""
+MOST = 0.9
+"""So large a share is nearly all."""
 PENALTIES = (1e-4, 1e-2, 1.0)
 """Of the regressions, as shares of the number of samples."""
 
@@ -35,7 +41,10 @@ class Measured:
         table: the whole profile.
         facts: see `inspect_table`; empty before training.
         accuracy, log_ms: float64 [n, C], NaN where not profiled; ln of the latencies.
+        timed_out: bool [n, C], the cells that look like time-outs.
+        log_answered: float64 [n, C], `log_ms` without them.
         repeats_ms: float64 [n, C, R], as in the profile.
+        ran: bool [n, C], whether the configuration was measured in the data set of the sample.
         few: int64 [m], the samples that regressions are fitted on.
         u, s: float64 [m, k] and [k], of the singular value decomposition of their features,
             normalised.
@@ -51,7 +60,11 @@ class Measured:
         self.facts = facts or {}
         self.accuracy = table.accuracy[rows].double().numpy()
         self.log_ms = log_measured(table.latency_ms[rows].double()).numpy()
+        times = table.latency_ms[rows].numpy()
+        self.timed_out = time_outs(times, self.accuracy == 0)
+        self.log_answered = np.where(self.timed_out, np.nan, self.log_ms)
         self.repeats_ms = table.measurements_ms[rows].double().numpy()
+        self.ran = ran(table)[rows].numpy()
         self.few = few.numpy()
         x = FeatureNormaliser.fit(table, rows[few]).of_rows(table, rows[few]).double()
         self.u, self.s, _ = np.linalg.svd((x - x.mean(0)).numpy(), full_matrices=False)
@@ -71,6 +84,12 @@ class Measured:
         return ", ".join(map(self.table.label, np.flatnonzero(configurations)[:3]))
 
 
+FAILED = (
+    "If these requests failed, they were late and wrong: give them accuracy 0, and the latency "
+    "after which they were given up."
+)
+"""What to do with failures. Without them, or with what little they cost, the configuration that
+fails most looks best."""
 CERTAIN = ("certain", "nearly certain")
 SURE = (*CERTAIN, "likely", "perhaps")
 """How sure a finding may be, the most certain first; the others are likely."""
@@ -93,6 +112,34 @@ class Finding(NamedTuple):
 
 
 Findings = Iterator[Finding]
+
+
+def groups_of(measured: Measured) -> dict[str, np.ndarray]:
+    """Return which configurations, bool [C], a name stands for: that of a value of a knob, or of
+    a single configuration, unless there are very many."""
+    table = measured.table
+    groups = {}
+    for knob, codes in zip(table.knobs, table.configurations.numpy().T, strict=True):
+        for place, value in enumerate(knob.values):
+            groups[f"{knob.name}={value}"] = codes == place
+    for place in range(table.num_configurations * (table.num_configurations <= MAX_NAMED)):
+        groups[table.label(place)] = np.arange(table.num_configurations) == place
+    return {name: has for name, has in groups.items() if not has.all()}
+
+
+def setting_of(measured: Measured, cells: np.ndarray) -> str:
+    """Say which configuration, or else which value of a knob, nearly all of these cells, bool
+    [n, C], have, as in ", all with model=large"; "" where there is none."""
+    counts = cells.sum(0)
+    named = ""
+    fewest = len(counts)
+    for name, has in groups_of(measured).items():
+        count = counts[has].sum()
+        if count >= MOST * counts.sum() and has.sum() < fewest:
+            fewest = has.sum()
+            how_many = "all" if count == counts.sum() else f"{count} of them"
+            named = f", {how_many} with {name}"
+    return named
 
 
 def correlations(x: np.ndarray, targets: np.ndarray) -> np.ndarray:

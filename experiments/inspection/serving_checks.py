@@ -10,6 +10,8 @@ import torch
 from scipy.stats import binom
 
 from knobwise.experiments.inspection.measured import (
+    FAILED,
+    MOST,
     Finding,
     Findings,
     Measured,
@@ -18,6 +20,7 @@ from knobwise.experiments.inspection.measured import (
     jump_of,
     levels_of,
     numbers_of,
+    setting_of,
 )
 
 FAR = 1000
@@ -44,9 +47,9 @@ def retried(measured: Measured) -> Findings:
 
 
 def wrong_clock(measured: Measured) -> Findings:
-    """Single cells take a thousand times as long."""
+    """Single cells take a thousand times as long, and longer than the limit of time-outs."""
     beyond = _beyond(measured)
-    late = beyond > math.log(FAR)
+    late = (beyond > math.log(FAR)) & _beyond_limit(measured)
     if 0 < late.sum() < 0.05 * late.size:
         row, column = np.unravel_index(np.nanargmax(beyond), beyond.shape)
         yield Finding(
@@ -57,16 +60,24 @@ def wrong_clock(measured: Measured) -> Findings:
         )
 
 
+def _beyond_limit(measured: Measured) -> np.ndarray:
+    """Return which cells, bool [n, C], take longer than time-outs; all, if there are none."""
+    return measured.log_ms > measured.log_ms[measured.timed_out].max(initial=-np.inf)
+
+
 def cached(measured: Measured) -> Findings:
     """Cells take a small part of their time."""
     advice = "If they were answered from a cache, measure them without it."
-    return _parted(measured, -1, CACHED, f"less than a {CACHED}th of", advice)
+    # what failed is that of `failed_cells` and `costs_of_zero`
+    other = _quick_failures(measured) | (measured.repeats_ms == 0).any(2)
+    return _parted(measured, -1, CACHED, other, f"less than a {CACHED}th of", advice)
 
 
 def cold_cells(measured: Measured) -> Findings:
     """Cells take many times their time."""
     advice = "If they were measured before the model was warm, measure them again."
-    return _parted(measured, 1, SLOW, f"over {SLOW} times", advice)
+    other = np.zeros_like(measured.log_ms, bool)
+    return _parted(measured, 1, SLOW, other, f"over {SLOW} times", advice)
 
 
 def _beyond(measured: Measured) -> np.ndarray:
@@ -74,13 +85,16 @@ def _beyond(measured: Measured) -> np.ndarray:
     [n, C]; 0 for tables that are too small to tell."""
     if min(measured.log_ms.shape) < 3:
         return np.zeros_like(measured.log_ms)
-    return measured.log_ms - expected_of(measured.log_ms)
+    return np.nan_to_num(measured.log_answered - expected_of(measured.log_answered))
 
 
-def _parted(measured: Measured, sign: int, factor: int, words: str, advice: str) -> Findings:
+def _parted(
+    measured: Measured, sign: int, factor: int, other: np.ndarray, words: str, advice: str
+) -> Findings:
     """Notice many cells that take so many times the time that they should, or with sign −1 such a
-    part of it, with hardly any between; not those of `wrong_clock`."""
-    beyond = _beyond(measured)
+    part of it, with hardly any between; not those of `wrong_clock`, nor the other ones, bool
+    [n, C]."""
+    beyond = np.where(other, 0.0, _beyond(measured))
     late = beyond > math.log(FAR)
     far = (sign * beyond > math.log(factor)) & ~late
     count = int(far.sum())
@@ -117,8 +131,9 @@ def cold_start(measured: Measured) -> Findings:
 
 def cut_answers(measured: Measured) -> Findings:
     """The slowest answers take equally long and are wrong."""
-    ranks = np.argsort(np.argsort(-np.nan_to_num(measured.log_ms, nan=-np.inf), 0), 0)
-    slowest = measured.log_ms > np.nanmax(measured.log_ms, 0) - 0.02
+    times = measured.log_answered
+    ranks = np.argsort(np.argsort(-np.nan_to_num(times, nan=-np.inf), 0), 0)
+    slowest = times > np.nanmax(times, 0) - 0.02
     count = slowest.sum(0)
     right = np.nanmean(np.where(slowest, measured.accuracy, np.nan), 0)
     # as many that are a little faster
@@ -134,7 +149,7 @@ def cut_answers(measured: Measured) -> Findings:
             f"With {hits.sum()} configurations, such as {measured.table.label(worst)}, the slowest "
             f"{count[worst]:,} answers take the same time, and few are right",
             "likely",
-            "If they were cut at a number of tokens, raise it, or leave these cells out.",
+            "If they were cut at a number of tokens, raise it, unless they are cut in use too.",
         )
 
 
@@ -142,7 +157,8 @@ def batches(measured: Measured) -> Findings:
     """Samples share all their latencies, as in a batch."""
     if measured.log_ms.shape[1] < 2:
         return
-    number = numbers_of(torch.from_numpy(measured.log_ms).float())
+    answered = ~np.isnan(measured.log_answered).all(1)
+    number = numbers_of(torch.from_numpy(measured.log_answered[answered]).float())
     sizes = np.bincount(number)
     shared = (sizes[number] > 1).mean()
     if shared > 0.3 and len(sizes) >= 5:
@@ -161,7 +177,30 @@ def failed_requests(measured: Measured) -> Findings:
     if failed.sum() >= 5 and measured.log_ms.shape[1] > 1:
         words = f"{failed.sum():,} samples (e.g. {measured.ids[failed.argmax()]}) are wrong under "
         words += "every configuration, and took under a quarter of the usual time"
-        yield Finding(words, "likely", "If these requests failed, leave them out.")
+        yield Finding(words, "likely", FAILED)
+
+
+def failed_cells(measured: Measured) -> Findings:
+    """Single answers of a configuration are wrong and cost next to nothing."""
+    quick = _quick_failures(measured)
+    if quick.any():
+        words = f"{quick.sum():,} answers{setting_of(measured, quick)} cost less than a {CACHED}th "
+        words += "of what others of their configurations do, and are wrong"
+        yield Finding(words, "likely", FAILED)
+
+
+def _quick_failures(measured: Measured) -> np.ndarray:
+    """Return which cells, bool [n, C], cost a small part of the usual and are wrong, where hardly
+    any of those is right, but others are; not those of samples that all fail, and not 0."""
+    below = measured.log_ms - np.nanmedian(measured.log_ms, 0) < -math.log(CACHED)
+    quick = below & ~below.all(1, keepdims=True) & (measured.repeats_ms != 0).all(2)
+    count = quick.sum(0)
+    right = np.where(quick, measured.accuracy, 0.0).sum(0)
+    # so few of them are right by chance hardly ever
+    usual = np.nanmean(measured.accuracy, 0)
+    chance = binom.cdf(right, count, usual) * len(count)
+    hits = (count >= 5) & (right <= (1 - MOST) * count) & (chance < 1e-5)
+    return quick & hits & (measured.accuracy == 0)
 
 
 def shifted_scores(measured: Measured) -> Findings:

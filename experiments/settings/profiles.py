@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from omegaconf import MISSING, DictConfig, OmegaConf
 
-from knobwise.common.errors import InputError
+from knobwise.common.checks import one_of
+from knobwise.common.errors import InputError, naming
 from knobwise.experiments.settings.config_file import read_settings_file
 from knobwise.experiments.settings.words import plain, typed
 from knobwise.testbeds.simulated.settings import SimulatedConfig
@@ -134,6 +135,10 @@ class LongTables:
     costs: list[str] | None = None
     """Columns of further costs, such as usd or energy_j, each in a unit of its own. Results show
     their means, and budget.limits may limit them."""
+    missing: str = "unmeasured"
+    """What cells without a row are: `unmeasured`; or `failed`, for tools that write no row for a
+    request that failed. Then they count as late and wrong, except where a setting was measured for
+    no sample of a data set."""
     group: str | None = None
     """Column that says which samples belong together, such as those of a document or a user: they
     stay in one part of the split. None where each sample stands alone."""
@@ -429,6 +434,7 @@ def _read_table(path: Any, **settings: Any) -> ProfileTable:
     from knobwise.envs.readers.feature_files import attach_features
     from knobwise.envs.readers.layouts import Layout
     from knobwise.envs.readers.long_table import read_long_table
+    from knobwise.envs.readers.missing_cells import MISSING_CELLS, cells_as_failed
     from knobwise.envs.tables.profile_table import ProfileTable
 
     features = settings["features"]
@@ -466,6 +472,10 @@ def _read_table(path: Any, **settings: Any) -> ProfileTable:
             f"{path}: is in {table.unit}, as it was written; leave out profile.unit="
             f"{settings['unit']}"
         )
+    one_of("profile.missing", settings["missing"], MISSING_CELLS)
+    if settings["missing"] == "failed":
+        with naming(path):
+            table = cells_as_failed(table)
     if features is None:
         return table
     layout = Layout(id=settings["id"], repeat=settings["repeat"])

@@ -86,6 +86,93 @@ def test_a_fault_is_noticed_by_its_check(fault, sound):
     assert noticed & {*NOTICED_BY[fault].split(", ")}
 
 
+def with_failures(cost, unit="ms", share=0.08, right=0.0):
+    """300 samples × (small, large), of which some of large cost this, with this accuracy."""
+    draws = np.random.default_rng(2)
+    accuracy = draws.random((300, 1)) < [0.5, 0.9]
+    costs = [80.0, 300.0] * draws.uniform(0.7, 1.4, (300, 2))
+    failed = (draws.random((300, 2)) < share) & [False, True]
+    accuracy = np.where(failed, right, accuracy)
+    costs = np.where(failed, cost, costs)
+    knobs = (Knob("model", ("small", "large")),)
+    cells = (torch.from_numpy(values).float() for values in (accuracy, costs))
+    return table_of(*cells, knobs=knobs, unit=unit), int(failed.sum())
+
+
+@pytest.mark.parametrize(("unit", "costs"), [("ms", "latencies"), ("USD", "costs")])
+def test_failures_that_cost_nothing_are_to_be_late_and_wrong(unit, costs):
+    table, count = with_failures(0.0, unit)
+    (said,) = [text for text in warnings_of(table) if f"{costs} are 0" in text]
+    assert said.startswith(f"{count} {costs} are 0, all with model=large, where {count} ")
+    assert "accuracy 0" in said
+    # whoever leaves out what failed makes its configuration look better
+    assert not any("eave out" in text for text in warnings_of(table))
+
+
+def test_failures_at_once_are_named_whatever_the_unit():
+    for unit in ("ms", "tokens"):
+        table, count = with_failures(1.0, unit)
+        (fault,) = findings_by_check(table)["failed_cells"]
+        assert fault.what.startswith(f"{count} answers, all with model=large ")
+        assert "accuracy 0" in fault.advice
+        # quick answers that are right are none
+        table, _ = with_failures(1.0, unit, right=1.0)
+        assert findings_by_check(table)["failed_cells"] == []
+
+
+def test_the_configuration_that_lacks_cells_is_named():
+    table, _ = with_failures(1.0)
+    cells = table.accuracy.clone(), table.latency_ms.clone()
+    for values in cells:
+        values[:30, 1] = torch.nan
+    few = table_of(*cells, knobs=table.knobs)
+    (fault,) = findings_by_check(few)["missing_configurations"]
+    assert fault.what == "Of 30 cells that are missing, 30 are of model=large"
+    # large was never tried on the data set of these samples
+    other = replace(few, datasets=("a",) * 30 + ("b",) * 270)
+    assert findings_by_check(other)["missing_configurations"] == []
+    # which cells were drawn to be measured is no failure
+    drawn = replace(few, sampling_weight=torch.ones(300, 2))
+    assert findings_by_check(drawn)["missing_configurations"] == []
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_cells_that_are_missing_by_chance_name_no_configuration(seed):
+    # some samples lack many cells, others none
+    sound = small_table(300, seed=seed)
+    generator = torch.Generator().manual_seed(seed)
+    share = torch.rand(300, 1, generator=generator) ** 3
+    lost = torch.rand(300, 12, generator=generator) < share
+    lost[:, 0] &= ~lost[:, 1:].all(1)
+    cells = (v.masked_fill(lost, torch.nan) for v in (sound.accuracy, sound.latency_ms))
+    table = table_of(*cells, knobs=sound.knobs, configurations=sound.configurations)
+    assert findings_by_check(table)["missing_configurations"] == []
+
+
+def test_answers_of_cost_0_that_are_right_did_not_fail():
+    advice = {}
+    for unit in ("ms", "USD"):
+        table, _ = with_failures(0.0, unit, right=1.0)
+        (fault,) = findings_by_check(table)["costs_of_zero"]
+        advice[unit] = fault.advice
+    assert "Leave out" in advice["ms"]
+    assert "cache" in advice["USD"]
+
+
+def test_a_free_configuration_and_a_coarse_timer_are_no_fault():
+    table, _ = with_failures(0.0, "USD", share=2.0)
+    assert findings_by_check(table)["costs_of_zero"] == []
+    draws = np.random.default_rng(0)
+    steps = torch.from_numpy(draws.integers(0, 40, (300, 3))).float()
+    accuracy = torch.ones(300, 3)
+    coarse = table_of(accuracy, 10 * steps)
+    assert (coarse.latency_ms == 0).any()
+    assert findings_by_check(coarse)["costs_of_zero"] == []
+    # wrong answers in no time are not fast ones
+    failed = table_of(accuracy * (steps > 0), 10 * steps)
+    assert len(findings_by_check(failed)["costs_of_zero"]) == 1
+
+
 @pytest.mark.parametrize("factor", [1e-5, 1e8])
 def test_latencies_that_are_hardly_milliseconds_are_noticed(sound, factor):
     faults = findings_by_check(replace(sound, latency_ms=sound.latency_ms * factor))
