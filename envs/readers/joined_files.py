@@ -10,7 +10,7 @@ import polars as pl
 from knobwise.common.errors import InputError
 from knobwise.envs.readers.column_values import holds_no_text
 from knobwise.envs.readers.outcome_columns import MEASURED, OUTCOMES, listed, named_like
-from knobwise.envs.readers.tool_rows import FAILED, UNLESS_GIVEN, ToolRows, as_part, given_of
+from knobwise.envs.readers.tool_rows import UNLESS_GIVEN, ToolRows, as_part, given_of, named_columns
 
 SHARED = 0.5
 """A column that both tables have is a key if so many of its values in each are in the other."""
@@ -46,20 +46,22 @@ def joined(
     if not all(isinstance(part, ToolRows) for _, part in parts):
         # the knobs of the other files are unknown
         roles.pop("knobs", None)
-    return frame.drop(FAILED, strict=False), choices | roles | given
+    return frame, choices | roles | given
 
 
 def _plain_rows(
     part: pl.DataFrame | ToolRows, roles: dict[str, Any], given: dict[str, Any], notes: list[str]
 ) -> pl.DataFrame:
     """Return the rows of a file, with `sample_id`; what a tool's columns mean is added to roles."""
+    name = given.get("id")
     if isinstance(part, ToolRows):
         frame, of_tool = as_part(part, given, notes)
         knobs = [*roles.get("knobs", ()), *of_tool["knobs"]]
         costs = [*roles.get("costs", ()), *of_tool["costs"]]
         roles.update(of_tool, knobs=list(dict.fromkeys(knobs)), costs=list(dict.fromkeys(costs)))
-        return frame
-    name = given.get("id")
+        kept = {"dataset", "sample_id", "repeat", name, *of_tool["knobs"], *of_tool["costs"]}
+        kept |= {*part.accuracies, part.latency, *part.features, *named_columns(given)}
+        part = frame.select(column for column in frame.columns if column in kept)
     if name in part.columns and name != "sample_id":
         return part.with_columns(pl.col(name).alias("sample_id"))
     return part
@@ -81,6 +83,9 @@ def _joined_pair(
                 f"are {listed(each.columns)}. Both files need the same ids, under the name that "
                 "id=… gives (on the command line profile.id=…)"
             )
+    # its ids stand under our name, too
+    if given.get("id") not in (None, "sample_id"):
+        other = other.drop(given["id"], strict=False)
     keys = _keys(frame, other, given)
     both = [c for c in frame.columns if c in other.columns and c not in keys]
     for role in ("accuracy", "latency"):

@@ -27,7 +27,7 @@ from knobwise.envs.readers.frames import with_chats
 from knobwise.envs.readers.layouts import CONFIGURATION, Layout, long_form
 from knobwise.envs.readers.missing_cells import MISSING_CELLS, cells_as_failed, rows_as_failed
 from knobwise.envs.readers.outcome_columns import failures, listed
-from knobwise.envs.readers.tool_files import read_measurements
+from knobwise.envs.readers.tool_files import BUDGET, read_measurements
 from knobwise.envs.readers.unit_columns import in_one_unit
 from knobwise.envs.tables.columns import Column
 from knobwise.envs.tables.profile_table import ProfileTable
@@ -35,8 +35,6 @@ from knobwise.envs.tables.units import MS, in_other_unit, kept_as
 
 UNUSED = ("fold", "question_id")
 """Keys that this reader does not use."""
-BUDGET = "latency_budget"
-"""The column that only training examples have, see `_without_budgets`."""
 TRAINING_COLUMNS = {
     "latency": "latency_ms",
     "image_feature": "image_features",

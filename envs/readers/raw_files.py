@@ -17,8 +17,8 @@ BEGIN = 65_536
 
 
 def beginning(path: Path) -> str:
-    """Return how a file of JSON begins, unpacked; "" for a folder, and a file of another suffix."""
-    if not path.name.removesuffix(".gz").endswith((".json", ".jsonl", ".ndjson")):
+    """Return how a file of text begins, unpacked; "" for a folder, and a file of another suffix."""
+    if not path.name.removesuffix(".gz").endswith((".json", ".jsonl", ".ndjson", ".csv")):
         return ""
     try:
         if path.suffix == ".gz":
@@ -38,7 +38,7 @@ def json_in(path: Path) -> Any:
         InputError: it cannot be read, or is not JSON.
     """
     try:
-        return decoded(_text(path))
+        return decoded(text_in(path))
     except ValueError as error:
         raise InputError(f"{path}: not JSON ({error})") from error
 
@@ -51,7 +51,7 @@ def json_lines_in(path: Path) -> list[Any]:
     """
     rows = []
     try:
-        for number, line in enumerate(io.StringIO(_text(path), newline="\n"), 1):
+        for number, line in enumerate(io.StringIO(text_in(path), newline="\n"), 1):
             if line.strip():
                 try:
                     rows.append(decoded(line))
@@ -62,7 +62,7 @@ def json_lines_in(path: Path) -> list[Any]:
     return rows
 
 
-def _text(path: Path) -> str:
+def text_in(path: Path) -> str:
     """Return the text of a file, unpacked. Raises InputError if it cannot be read."""
     try:
         return text_of(unpacked(path) if path.suffix == ".gz" else path.read_bytes())

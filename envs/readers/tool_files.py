@@ -13,6 +13,10 @@ import polars as pl
 
 from knobwise.envs.readers.evalscope import holds_evalscope, read_evalscope
 from knobwise.envs.readers.frames import read_frame
+from knobwise.envs.readers.google_benchmark import (
+    holds_google_benchmark,
+    read_google_benchmark,
+)
 from knobwise.envs.readers.inspect_logs import (
     holds_inspect_logs,
     inspect_frame,
@@ -20,14 +24,18 @@ from knobwise.envs.readers.inspect_logs import (
     read_inspect_logs,
 )
 from knobwise.envs.readers.joined_files import joined
+from knobwise.envs.readers.nested import unnested
 from knobwise.envs.readers.promptfoo import holds_promptfoo, read_promptfoo
 from knobwise.envs.readers.tool_rows import ToolRows, as_table
 
+BUDGET = "latency_budget"
+"""The column that only training examples of the original system have."""
 FORMATS: dict[str, tuple[Callable[[Path], bool], Callable[[Sequence[Path], list[str]], ToolRows]]]
 FORMATS = {
     "promptfoo": (holds_promptfoo, read_promptfoo),
     "inspect-ai": (holds_inspect_logs, read_inspect_logs),
     "evalscope": (holds_evalscope, read_evalscope),
+    "google-benchmark": (holds_google_benchmark, read_google_benchmark),
 }
 """Tool → whether a path is of this tool, and its reader, which takes several paths at once."""
 
@@ -59,7 +67,7 @@ def read_measurements(
     parts: list[tuple[str, pl.DataFrame | ToolRows]] = []
     for path, tool in zip(paths, tools, strict=True):
         if tool is None:
-            parts.append((path.name, read_frame(path, notes)))
+            parts.append((path.name, unnested(read_frame(path, notes))))
         else:
             parts.append((path.name, FORMATS[tool][1]([path], notes)))
     return joined(parts, choices, notes)
@@ -72,7 +80,10 @@ def of_frame(
     made."""
     if is_inspect_frame(frame.columns):
         return as_table(inspect_frame(frame, notes), choices, notes)
-    return frame, choices
+    if BUDGET in frame.columns:
+        # the objects of training examples have names of their own
+        return frame, choices
+    return unnested(frame), choices
 
 
 def tool_of(path: Path) -> str | None:

@@ -77,7 +77,7 @@ def as_table(
         InputError: an option names a column that is not there, or the file lacks scores or times.
     """
     given = given_of(choices)
-    named = _named_columns(given)
+    named = named_columns(given)
     if unknown := [name for name in named if name not in rows.frame.columns]:
         raise InputError(
             f"no column {', '.join(unknown)}; a file of {rows.tool} has "
@@ -149,7 +149,7 @@ def _refuse_without_accuracy(rows: ToolRows) -> None:
         )
 
 
-def _named_columns(given: dict[str, Any]) -> list[str]:
+def named_columns(given: dict[str, Any]) -> list[str]:
     """Return the columns that options of the user name."""
     named = [column.name for column in given.get("columns", ())]
     for option in NAMING_COLUMNS:

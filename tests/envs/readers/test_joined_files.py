@@ -1,0 +1,122 @@
+"""A table of scores and one of times, joined."""
+
+import json
+from pathlib import Path
+
+import polars as pl
+import pytest
+from helpers import identical, input_error
+
+import knobwise
+
+DATA = Path(__file__).parents[2] / "data"
+SCORES = [
+    {
+        "id": f"q{n}",
+        "model": model,
+        "level": level,
+        "text": f"what is item {n}",
+        "score": (n + level) % 2,
+    }
+    for n in range(6)
+    for model in ("small", "large")
+    for level in (1, 9)
+]
+
+
+def times(rows=SCORES, repeats=1):
+    return [
+        {"id": row["id"], "model": row["model"], "level": float(row["level"]), "seconds": at + r}
+        for at, row in enumerate(rows)
+        for r in range(repeats)
+    ]
+
+
+OPTIONS = {"id": "id", "accuracy": "score", "latency": "seconds", "unit": "s"}
+
+
+def read(folder, scores, other, **options):
+    (folder / "scores.jsonl").write_text("\n".join(map(json.dumps, scores)))
+    pl.DataFrame(other).write_csv(folder / "times.csv")
+    paths = [folder / "scores.jsonl", folder / "times.csv"]
+    return knobwise.read(paths, **OPTIONS | options)
+
+
+def test_rows_meet_by_id_and_knobs(tmp_path):
+    made = read(tmp_path, SCORES, times()[::-1], features=["text"])
+    assert made.num_samples == 6
+    assert {knob.name for knob in made.knobs} == {"model", "level"}
+    assert made.mask.all()
+    cell = next(k for k in range(4) if made.label(k) == "model=small level=9")
+    # row 1 of the scores is q0, small, 9
+    assert made.latency_ms[0, cell] == 1000
+    assert made.accuracy[0, cell] == 1
+    assert any("joined by sample_id, model, level: 24 rows met; 0 rows" in n for n in made.notes)
+
+
+def test_rows_that_meet_none_are_counted(tmp_path):
+    extra = [{"id": "q9", "model": "small", "level": 1, "seconds": 3.0}]
+    made = read(tmp_path, SCORES, times()[2:] + extra)
+    assert int(made.mask.sum()) == 22
+    (note,) = [note for note in made.notes if "rows met" in note]
+    assert "22 rows met; 2 rows of scores.jsonl and 1 of times.csv met none" in note
+
+
+@pytest.mark.parametrize("several", ["scores", "times"])
+def test_repeats_of_one_table_take_what_the_other_has_once(tmp_path, several):
+    scores = [row | {"trial": t} for row in SCORES for t in (0, 1)]
+    if several == "scores":
+        made = read(tmp_path, scores, times(), repeat="trial")
+    else:
+        made = read(tmp_path, SCORES, times(repeats=2))
+    assert (made.num_samples, made.num_configurations, made.num_repeats) == (6, 4, 2)
+
+
+def test_cross_product_is_refused(tmp_path):
+    """The times lack a knob that the scores have, and have a repeat that these lack."""
+    other = [{name: row[name] for name in ("id", "model", "seconds")} for row in times()]
+    with input_error("several rows in scores.jsonl and in times.csv.*each pairs with each.*level"):
+        read(tmp_path, SCORES, other)
+
+
+def test_id_that_one_table_lacks_is_named(tmp_path):
+    with input_error("scores.jsonl: no column doc"):
+        read(tmp_path, SCORES, times(), id="doc")
+
+
+def test_times_of_google_benchmark_meet_scores(tmp_path):
+    """Its names hold the arguments, which are the id and the knob here."""
+    scores = [
+        {"doc": doc, "level": level, "accuracy": doc % 2 if level == 1 else 1}
+        for doc in (0, 1)
+        for level in (1, 9)
+    ]
+    (tmp_path / "scores.jsonl").write_text("\n".join(map(json.dumps, scores)))
+    paths = [tmp_path / "scores.jsonl", DATA / "google_benchmark.json"]
+    made = knobwise.read(paths, id="doc")
+    assert (made.num_samples, made.num_configurations, made.num_repeats) == (2, 2, 3)
+    assert [knob.name for knob in made.knobs] == ["level"]
+    rows = json.loads(paths[1].read_text())["benchmarks"]
+    runs = [r for r in rows if r["run_name"] == "z/doc:1/level:9" and r["run_type"] == "iteration"]
+    wanted = [row["real_time"] / 1000 for row in runs]
+    assert made.measurements_ms[1, 1].tolist() == pytest.approx(wanted)
+    identical(made.accuracy, [[0.0, 1.0], [1.0, 1.0]])
+
+
+def test_ids_that_never_meet_are_shown(tmp_path):
+    other = [row | {"id": f"doc {row['id']}"} for row in times()]
+    with input_error("no row of scores.jsonl meets.*q0/.*doc q0"):
+        read(tmp_path, SCORES, other)
+
+
+def test_cost_in_both_is_refused(tmp_path):
+    scores = [row | {"seconds": 1.0} for row in SCORES]
+    with input_error("both have seconds"):
+        read(tmp_path, scores, times())
+
+
+def test_other_columns_of_both_are_those_of_the_first(tmp_path):
+    other = [row | {"text": "other"} for row in times()]
+    made = read(tmp_path, SCORES, other, features=["text"])
+    identical(made.mask.sum(), 24)
+    assert any("both have text: taken from scores.jsonl" in note for note in made.notes)
