@@ -1,8 +1,8 @@
 """The simple ways of choosing a configuration, done as well as they can be: what a learned policy
 must beat.
 
-Three read no features (`fit_static`, `BestStatic`, `LookupTable`); six predict accuracy and latency
-from the features and take the best expected utility (`PredictThenChoose`); `Random` and `Oracle`
+Some read no features (`fit_static`, `BestStatic`, `LookupTable`); others predict accuracy and
+latency from them and take the best expected utility (`PredictThenChoose`); `Random` and `Oracle`
 mark the ends of the scale. `StaticPerDataset` joins them where there are several data sets. All are
 fitted on some rows of the table; only the oracle knows the outcomes that it chooses from.
 """
@@ -230,8 +230,7 @@ def make_baselines(
     adds `StaticPerDataset` where there are several data sets.
 
     A new baseline is listed here; one that predicts is listed in `FAMILIES` of
-    `knobwise.agents.teacher.regressors` instead. Either also needs its name, colour and
-    description in `experiments/report/policies.json`, and a line in `docs/metrics.md`. Mean
+    `knobwise.agents.teacher.regressors` instead. CONTRIBUTING says what else either needs. Mean
     budgets have a list of their own: `make_priced_baselines` in
     `knobwise.agents.calibration.mean_policies`.
 

@@ -9,6 +9,7 @@ from helpers import close, input_error
 from tensordict import TensorDict
 
 from knobwise.losses import ExactGRPOLoss, GRPOLoss, RCELoss
+from knobwise.losses.functional import ADVANTAGES
 from knobwise.losses.settings import SelectorLossConfig
 
 INFINITE = (math.nan, math.inf, -math.inf)
@@ -96,7 +97,7 @@ def own(reward, weight):
     return reward - reward.mean(-1, keepdim=True)
 
 
-@pytest.mark.parametrize("advantage", ["zscore", "centred", "rank", "unnormalised", own])
+@pytest.mark.parametrize("advantage", [*ADVANTAGES, own])
 @pytest.mark.parametrize("objective", ["sampled", "exact"])
 def test_a_reward_that_is_nan_is_to_blame_whatever_the_advantage(objective, advantage):
     data = drawn(8, 4)
