@@ -22,6 +22,7 @@ from knobwise.common.files import written_whole
 from knobwise.envs.readers.column_roles import keys_of, knobs_and_features
 from knobwise.envs.readers.column_values import as_share, check_range, name_column, number_column
 from knobwise.envs.readers.dense_table import COST, TIME, WEIGHT, WORD_COLUMNS, dense_fields
+from knobwise.envs.readers.directions import check_accuracies, check_costs
 from knobwise.envs.readers.feature_files import Features, attach_features, features_from
 from knobwise.envs.readers.frames import with_chats
 from knobwise.envs.readers.layouts import CONFIGURATION, Layout, long_form
@@ -178,6 +179,7 @@ def table_from_frame(
 
         # measurements as numbers
         frame, unit = in_one_unit(frame, latency, unit, notes)
+        check_costs(latency, unit, costs, notes)
         kept, factor = kept_as(unit)
         frame, rows = _profiled_rows(
             frame,
@@ -189,6 +191,8 @@ def table_from_frame(
             missing=missing,
             notes=notes,
         )
+        if described.right is None:
+            check_accuracies(described.wide or [accuracy], rows, notes)
         if factor != 1:
             # before they lose digits as float32, so that the table is that of a file in ms
             rows = rows.with_columns(pl.col("latency") * factor)
