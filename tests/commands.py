@@ -95,15 +95,17 @@ def jobs_of(words):
     return jobs
 
 
-def mistake(words, capsys):
-    """The one line that a command prints about a mistake."""
+def mistake(words, capsys, begun=""):
+    """The one line that a command prints about a mistake; `begun` begins the line that it printed
+    before, if it had got so far."""
     capsys.readouterr()
     assert main(words) == 2
     printed = capsys.readouterr()
     lines = printed.err.removesuffix("\n").split("\n")
     (line,) = [line for line in lines if "Loading weights" not in line]
     assert line.startswith("knobwise: ")
-    assert not printed.out
+    assert printed.out.startswith(begun)
+    assert printed.out.count("\n") == bool(begun)
     return line
 
 

@@ -340,7 +340,7 @@ def said_of_times(
             since = Sentence("changed_since", moment=f"{moment:%Y-%m-%d %H:%M}")
         lines.append(
             Sentence(
-                "times",
+                "times_of_setting",
                 configuration=each["setting"],
                 took=quantity(each["took"], unit),
                 factor=f"{each['factor']:.2g}",

@@ -92,7 +92,7 @@ MISTAKES = {
     "": "reward.function=module:name",
     "reward=utility reward.function=my_rewards:fastest": "reward.function=module:name",
     "reward.function=my_rewards:fastest policy=auto": "experts",
-    "reward.function=my_rewards:fastest budget=mean": "deadlines",
+    "reward.function=my_rewards:fastest budget=mean": "budget=mean",
 }
 
 

@@ -235,7 +235,7 @@ def test_a_time_out_takes_exactly_so_long(endpoint):
 def test_a_server_that_keeps_failing_ends_it_and_what_is_measured_stays(endpoint, fault, capsys):
     values = f"knobs.values={{model: [small, 'large?fault={fault}']}}"
     few = {"knobs.warm_up": 0, "knobs.samples": 4}
-    assert "5 times" in mistake(words(endpoint, values, **few), capsys)
+    assert "5 times" in mistake(words(endpoint, values, **few), capsys, "measures ")
     known = read_measurements("out/state/measured.jsonl")
     assert {*known["model"]} <= {"small"}
     asked(endpoint)
@@ -279,7 +279,7 @@ def test_a_text_has_no_more_tokens_than_are_reserved(endpoint):
 
 def test_no_more_is_spent_than_allowed_and_more_money_goes_on(endpoint, capsys):
     options = {"prices": "prices.yaml", "knobs.warm_up": 0, "concurrency": 4}
-    line = mistake(words(endpoint, max_usd=0.02, **options), capsys)
+    line = mistake(words(endpoint, max_usd=0.02, **options), capsys, "measures ")
     assert "max_usd" in line
     assert not Path("out/table.parquet").exists()
     known = read_measurements("out/state/measured.jsonl")
@@ -291,7 +291,7 @@ def test_no_more_is_spent_than_allowed_and_more_money_goes_on(endpoint, capsys):
     assert spent > 0.02 - most
     asked(endpoint)
     # what was spent before counts
-    mistake(words(endpoint, max_usd=0.02, **options), capsys)
+    mistake(words(endpoint, max_usd=0.02, **options), capsys, "measures ")
     assert not asked(endpoint)
     # enough for a table with holes
     launch(words(endpoint, max_usd=0.1, **options))
@@ -409,7 +409,7 @@ def test_prices_that_are_none_are_refused(text):
 
 
 def test_a_request_that_the_server_finds_wrong_is_said_at_once(endpoint, capsys):
-    line = mistake(words(endpoint, "knobs.values={model: [unknown]}"), capsys)
+    line = mistake(words(endpoint, "knobs.values={model: [unknown]}"), capsys, "measures ")
     assert "does not exist" in line
     assert asked(endpoint).total() == 0
 
