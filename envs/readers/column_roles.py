@@ -313,6 +313,11 @@ def _knobs_by_design(
             f"knobs with names of data sets or metrics: {', '.join(doubtful)}. If ids start anew "
             "in each data set, name its column `dataset`; of several metrics keep the rows of one"
         )
+    for name, changing in _parting(frame, keys, names, [c for c in columns if c not in names]):
+        notes.append(
+            f"knob {name} may be part of the ids: {listed(changing)} of a sample changes with it "
+            f"alone. If ids start anew in each {name}, rename it to `dataset`"
+        )
     left_out = {
         "vary from sample to sample under the same settings, as outcomes do": rest,
         "have names of outcomes": outcomes,
@@ -322,6 +327,30 @@ def _knobs_by_design(
     return names, {
         reason: [c for c in group if c not in names] for reason, group in left_out.items()
     }
+
+
+def _parting(
+    frame: pl.DataFrame, keys: pl.DataFrame, knobs: Sequence[str], columns: Sequence[str]
+) -> list[tuple[str, list[str]]]:
+    """Return the knobs that part a sample into others, with what shows it: columns with one value
+    for each sample and value of this knob, of no other knob, and not of this knob by itself."""
+    parting = []
+    fixed = {}
+    for knob in knobs:
+        inside = keys.with_columns(frame[knob].alias("knob"))
+        # where each cell is a group of its own, outcomes look fixed too
+        several = len(frame) > 1.5 * inside.n_unique()
+        varying = _varying(frame, inside, columns) if several else columns
+        fixed[knob] = {c for c in columns if c not in varying}
+    for knob in knobs:
+        others = [fixed[other] for other in knobs if other != knob]
+        own = fixed[knob].difference(*others)
+        by_itself = (
+            _varying(frame, frame.select(pl.col(knob).alias("knob")), sorted(own)) if own else []
+        )
+        if by_itself:
+            parting.append((knob, by_itself))
+    return parting
 
 
 def _feature_names(

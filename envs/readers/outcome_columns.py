@@ -76,7 +76,8 @@ ROW_NUMBERS = re.compile(
 )
 """Names of numbers of rows."""
 NO_SETTINGS = re.compile(
-    r"(data_?set|task|benchmark|suite|subset|corpus|subject|category|domain|topic)"
+    r"(data_?set|(sub_?)?task|bench(mark)?|suite|subset|corpus|subject|category|domain|topic"
+    r"|eval|source|(test|eval)_?set|scenario)"
     r"(_?(name|type|id))?"
     r"|metrics?(_name)?|(judge|grader|rater|scorer|annotator|evaluator)(_(name|model|id))?"
 )

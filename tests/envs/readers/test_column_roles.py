@@ -583,3 +583,25 @@ def test_columns_of_units_that_contradict_are_refused():
     assert read(other).unit == "ms"
     prices = frame.with_columns(unit=pl.lit("USD"))
     assert read(prices, latency="t").unit == "USD"
+
+
+@pytest.mark.parametrize("name", ["exam", "eval_name"])
+def test_a_column_that_changes_the_features_of_a_sample_may_be_part_of_its_id(name):
+    draws = np.random.default_rng(0)
+    rows = []
+    for data in ("first", "second"):
+        for sample in range(60):
+            length = int(draws.integers(10, 500))
+            for model in ("fast", "full"):
+                row = (sample, data, length, model, int(draws.integers(2)), draws.random())
+                rows.append(row)
+    columns = ["sample_id", name, "length", "model", "accuracy", "latency_ms"]
+    frame = pl.DataFrame(rows, columns, orient="row")
+    table = table_from_frame(frame, name="t")
+    (note,) = [note for note in table.notes if "part of the ids" in note]
+    assert note.startswith(f"knob {name} ")
+    assert "length" in note
+    # what belongs to the sample changes with no knob
+    fixed = frame.with_columns(pl.col("length").first().over("sample_id"))
+    notes = table_from_frame(fixed, name="t").notes
+    assert not any("part of the ids" in note for note in notes)
