@@ -114,6 +114,16 @@ def write_prompts(path):
     pl.DataFrame(rows, names, orient="row").write_csv(path)
 
 
+def write_scores_and_times():
+    """Write a table of scores, and one of times for the same ids and models."""
+    rows = pl.DataFrame({"doc_id": range(60)}).join(
+        pl.DataFrame({"model": ["small", "large"], "seconds": [0.2, 0.9]}), how="cross"
+    )
+    right = (pl.col("model") == "large") | (pl.col("doc_id") % 3 > 0)
+    rows.select("doc_id", "model", score=right.cast(int)).write_ndjson("scores.jsonl")
+    rows.with_columns(pl.col("seconds") + pl.col("doc_id") / 100).write_csv("times.csv")
+
+
 def write_wide_and_arff():
     """Write a table with a column for each configuration, and a scenario of ASlib."""
     small = [i % 3 > 0 for i in range(60)]
@@ -377,6 +387,7 @@ def folder(home, monkeypatch):
         write_features(small_table(80, seed), f"{features}.npz")
     write_log("log.csv", "requests.csv")
     write_wide_and_arff()
+    write_scores_and_times()
     evaluations(60).write_csv("evaluations.csv")
     write_prompts("prompts.csv")
     # two samples of each user

@@ -17,6 +17,9 @@ ANSWER = re.compile(r"answers?")
 """One more name of the right answer, where it belongs to a sample."""
 FAILED = "answer failed"
 """The column, true or false, that says which answers failed."""
+LATER = 1.001
+"""What failed takes so many times as long as the slowest answer, so that it meets no budget that
+only the answers meet."""
 UNLESS_GIVEN = {"accuracy": "accuracy", "latency": "latency_ms", "unit": MS}
 """Options that have these values where nobody gave them."""
 NAMING_COLUMNS = (
@@ -65,7 +68,7 @@ def as_table(
 ) -> tuple[pl.DataFrame, dict[str, Any]]:
     """Return rows and options for `long_table.table_from_frame`.
 
-    Failed answers count as wrong, and as slow as the slowest answer. What is neither in use nor
+    Failed answers count as wrong, and as later than the slowest answer. What is neither in use nor
     known before the answer is left out.
 
     Args:
@@ -165,8 +168,9 @@ def named_columns(given: dict[str, Any]) -> list[str]:
 def _with_failures(
     frame: pl.DataFrame, roles: dict[str, Any], tool: str, notes: list[str]
 ) -> pl.DataFrame:
-    """Return rows where failed answers are late and wrong: accuracy 0 and the time of the slowest
-    answer, since nobody knows when they were given up; their further costs are unknown."""
+    """Return rows where failed answers are late and wrong: accuracy 0 and a time just above that of
+    the slowest answer, since nobody knows when they were given up; their further costs are
+    unknown."""
     failed = frame[FAILED].fill_null(False)
     if not failed.any():
         return frame
@@ -179,11 +183,12 @@ def _with_failures(
         times = number_column(frame[latency], False)
         longest: Any = times.filter(answered).max()
         if longest is None:
-            longest = times.max()
-        changed.append(pl.when(answered).then(times).otherwise(longest).alias(latency))
+            longest = times.max() or 0.0
+        late = LATER * longest
+        changed.append(pl.when(answered).then(times).otherwise(late).alias(latency))
         note += (
-            f", and as slow as the slowest answer, {longest}, since {tool} does not tell the time "
-            "after which they were given up"
+            f", and as later than the slowest answer ({latency} {late:g}), since {tool} does not "
+            "tell the time after which they were given up"
         )
     accuracy = roles.get("accuracy")
     if accuracy in frame.columns and frame[accuracy].dtype != pl.String:
