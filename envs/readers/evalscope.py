@@ -53,12 +53,12 @@ def read_evalscope(paths: Sequence[Path], notes: list[str]) -> ToolRows:
     """
     records = []
     for number, path in enumerate(paths):
-        settings = _settings(path)
+        generation = _settings(path)
         for file in sorted((path / PREDICTIONS).rglob("*.jsonl")):
             model = str(file.parent.relative_to(path / PREDICTIONS))
             reviews = path / REVIEWS / file.relative_to(path / PREDICTIONS)
-            about = {"run": number, "model": model, "task": file.stem, **settings}
-            records += [about | record for record in _answers(file, reviews)]
+            place = {"run": number, "model": model, "task": file.stem, **generation}
+            records += [place | record for record in _answers(file, reviews)]
     if not records:
         raise InputError(f"{paths[0]}: no answers in {PREDICTIONS}/MODEL/*.jsonl")
     frame = pl.DataFrame(records, infer_schema_length=None, strict=False)

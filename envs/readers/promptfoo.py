@@ -130,10 +130,12 @@ def _samples(rows: Sequence[tuple[int, Any]]) -> tuple[list[str], list[int]]:
             places.append((number, row["testIdx"]))
         texts.append(text)
     ids: dict[str, str] = {}
+    taken = set()
     for text, places in tests.items():
         places.sort()
-        first = str(places[0][1])
-        ids[text] = first if first not in ids.values() else f"{first} of file {places[0][0] + 1}"
+        number, first = places[0]
+        ids[text] = f"{first} of file {number + 1}" if first in taken else str(first)
+        taken.add(first)
     repeats = [
         [place for place in tests[text] if place[0] == number].index((number, row["testIdx"]))
         for text, (number, row) in zip(texts, rows, strict=True)
