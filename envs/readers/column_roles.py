@@ -338,15 +338,17 @@ def _parting(
     fixed = {}
     for knob in knobs:
         inside = keys.with_columns(frame[knob].alias("knob"))
-        # where each cell is a group of its own, outcomes look fixed too
+        # where each cell is a group of its alone, outcomes look fixed too
         several = len(frame) > 1.5 * inside.n_unique()
         varying = _varying(frame, inside, columns) if several else columns
         fixed[knob] = {c for c in columns if c not in varying}
     for knob in knobs:
         others = [fixed[other] for other in knobs if other != knob]
-        own = fixed[knob].difference(*others)
+        alone = fixed[knob].difference(*others)
         by_itself = (
-            _varying(frame, frame.select(pl.col(knob).alias("knob")), sorted(own)) if own else []
+            _varying(frame, frame.select(pl.col(knob).alias("knob")), sorted(alone))
+            if alone
+            else []
         )
         if by_itself:
             parting.append((knob, by_itself))

@@ -161,8 +161,7 @@ def costs_of_zero(measured: Measured) -> Findings:
     timed = measured.table.unit == MS
     if not timed:
         # a local model costs nothing for every sample
-        paid = (measured.repeats_ms > 0).any((0, 2), keepdims=True)
-        zeros &= paid
+        zeros &= (measured.repeats_ms > 0).any((0, 2), keepdims=True)
     cells = zeros.any(2)
     if not cells.any():
         return
