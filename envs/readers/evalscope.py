@@ -131,7 +131,7 @@ def _answers(predictions: Path, reviews: Path) -> list[dict[str, Any]]:
                 TIME: output.get("time"),
                 TOKENS: (output.get("usage") or {}).get("total_tokens"),
                 FAILED: bool(output.get("error")),
-                "messages": _asked(row.get("messages")),
+                "messages": _messages_before_answer(row.get("messages")),
                 **{f"{SCORE}{name}": value for name, value in (score.get("value") or {}).items()},
                 **{
                     f"{METADATA}{name}": value
@@ -151,14 +151,14 @@ def _index(row: Any, path: Path) -> int:
     return index
 
 
-def _asked(messages: Any) -> str | None:
+def _messages_before_answer(messages: Any) -> str | None:
     """Return the messages before the first answer, as JSON, or None where there are none."""
-    asked = []
+    messages_before = []
     for message in messages or ():
         if message.get("role") == "assistant":
             break
-        asked.append({"role": message.get("role"), "content": message.get("content")})
-    return json.dumps(asked, ensure_ascii=False) if asked else None
+        messages_before.append({"role": message.get("role"), "content": message.get("content")})
+    return json.dumps(messages_before, ensure_ascii=False) if messages_before else None
 
 
 def _with_ids(frame: pl.DataFrame) -> pl.DataFrame:

@@ -85,8 +85,8 @@ def _rows(path: Path) -> list[dict[str, Any]]:
     """Return the rows of single runs in a file."""
     if path.name.removesuffix(".gz").endswith(".csv"):
         text = text_in(path)
-        found = HEADER.search(text)
-        rows: list[Any] = list(csv.DictReader(io.StringIO(text[found.start() if found else 0 :])))
+        header = HEADER.search(text)
+        rows: list[Any] = list(csv.DictReader(io.StringIO(text[header.start() if header else 0 :])))
     else:
         document = json_in(path)
         rows = document.get("benchmarks") or [] if isinstance(document, dict) else []

@@ -14,7 +14,7 @@ from knobwise.envs.readers.tool_rows import UNLESS_GIVEN, ToolRows, as_part, giv
 
 SHARED = 0.5
 """A column that both tables have is a key if so many of its values in each are in the other."""
-SHOWN = 3
+EXAMPLES = 3
 """So many keys are shown as examples."""
 
 
@@ -35,32 +35,32 @@ def joined(
         InputError: they share no ids, no rows meet, or a key has several rows in both tables, whose
             join would pair each with each.
     """
-    given = given_of(choices)
+    typed = given_of(choices)
     roles: dict[str, Any] = {}
     name, part = parts[0]
-    frame = _plain_rows(part, roles, given, notes)
+    frame = _plain_rows(part, roles, typed, notes)
     for other_name, part in parts[1:]:
-        other = _plain_rows(part, roles, given, notes)
-        frame = _joined_pair(name, frame, other_name, other, given, notes)
+        other = _plain_rows(part, roles, typed, notes)
+        frame = _joined_pair(name, frame, other_name, other, typed, notes)
         name = f"{name} and {other_name}"
     if not all(isinstance(part, ToolRows) for _, part in parts):
         # the knobs of the other files are unknown
         roles.pop("knobs", None)
-    return frame, choices | roles | given
+    return frame, choices | roles | typed
 
 
 def _plain_rows(
-    part: pl.DataFrame | ToolRows, roles: dict[str, Any], given: dict[str, Any], notes: list[str]
+    part: pl.DataFrame | ToolRows, roles: dict[str, Any], typed: dict[str, Any], notes: list[str]
 ) -> pl.DataFrame:
     """Return the rows of a file, with `sample_id`; what a tool's columns mean is added to roles."""
-    name = given.get("id")
+    name = typed.get("id")
     if isinstance(part, ToolRows):
-        frame, of_tool = as_part(part, given, notes)
+        frame, of_tool = as_part(part, typed, notes)
         knobs = [*roles.get("knobs", ()), *of_tool["knobs"]]
         costs = [*roles.get("costs", ()), *of_tool["costs"]]
         roles.update(of_tool, knobs=list(dict.fromkeys(knobs)), costs=list(dict.fromkeys(costs)))
         kept = {"dataset", "sample_id", "repeat", name, *of_tool["knobs"], *of_tool["costs"]}
-        kept |= {*part.accuracies, part.latency, *part.features, *named_columns(given)}
+        kept |= {*part.accuracies, part.latency, *part.features, *named_columns(typed)}
         part = frame.select(column for column in frame.columns if column in kept)
     if name in part.columns and name != "sample_id":
         return part.with_columns(pl.col(name).alias("sample_id"))
@@ -72,24 +72,24 @@ def _joined_pair(
     frame: pl.DataFrame,
     other_name: str,
     other: pl.DataFrame,
-    given: dict[str, Any],
+    typed: dict[str, Any],
     notes: list[str],
 ) -> pl.DataFrame:
     """Return the rows of two tables that meet; of columns that both have, those of the first."""
     for each_name, each in ((name, frame), (other_name, other)):
         if "sample_id" not in each.columns:
             raise InputError(
-                f"{each_name}: no column {given.get('id') or 'sample_id'} to join by; its columns "
+                f"{each_name}: no column {typed.get('id') or 'sample_id'} to join by; its columns "
                 f"are {listed(each.columns)}. Both files need the same ids, under the name that "
                 "id=… gives (on the command line profile.id=…)"
             )
     # its ids stand under our name, too
-    if given.get("id") not in (None, "sample_id"):
-        other = other.drop(given["id"], strict=False)
-    keys = _keys(frame, other, given)
+    if typed.get("id") not in (None, "sample_id"):
+        other = other.drop(typed["id"], strict=False)
+    keys = _keys(frame, other, typed)
     both = [c for c in frame.columns if c in other.columns and c not in keys]
     for role in ("accuracy", "latency"):
-        column = given.get(role, UNLESS_GIVEN[role])
+        column = typed.get(role, UNLESS_GIVEN[role])
         if column in both:
             raise InputError(
                 f"{name} and {other_name} both have {column}: remove it from one of them, or "
@@ -116,15 +116,15 @@ def _joined_pair(
     return met.drop(temporary)
 
 
-def _keys(frame: pl.DataFrame, other: pl.DataFrame, given: dict[str, Any]) -> list[str]:
+def _keys(frame: pl.DataFrame, other: pl.DataFrame, typed: dict[str, Any]) -> list[str]:
     """Return the columns to join by: ids, and the knobs and repeats that both tables have."""
     both = [c for c in frame.columns if c in other.columns]
     ids = [c for c in ("dataset", "sample_id") if c in both]
-    repeats = [c for c in both if c in ("repeat", given.get("repeat"))]
-    if "knobs" in given:
-        return [*ids, *(c for c in both if c in given["knobs"]), *repeats]
+    repeats = [c for c in both if c in ("repeat", typed.get("repeat"))]
+    if "knobs" in typed:
+        return [*ids, *(c for c in both if c in typed["knobs"]), *repeats]
     measured = named_like(both, OUTCOMES, MEASURED)
-    used = {*ids, *repeats, *measured, given.get("id"), *filter(None, map(_name, given.values()))}
+    used = {*ids, *repeats, *measured, typed.get("id"), *filter(None, map(_name, typed.values()))}
     columns = [c for c in both if c not in used and not holds_no_text(frame.schema[c])]
     return [*ids, *(c for c in columns if _shares_values(frame, other, c)), *repeats]
 
@@ -185,5 +185,5 @@ def _refuse_pairs(
 
 def _examples(frame: pl.DataFrame, columns: Sequence[str]) -> str:
     """Return the first keys of rows."""
-    rows = frame.select(columns).unique(maintain_order=True).head(SHOWN).rows()
+    rows = frame.select(columns).unique(maintain_order=True).head(EXAMPLES).rows()
     return ", ".join("/".join(map(str, row)) for row in rows)

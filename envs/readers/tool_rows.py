@@ -79,21 +79,21 @@ def as_table(
     Raises:
         InputError: an option names a column that is not there, or the file lacks scores or times.
     """
-    given = given_of(choices)
-    named = named_columns(given)
+    typed = given_of(choices)
+    named = named_columns(typed)
     if unknown := [name for name in named if name not in rows.frame.columns]:
         raise InputError(
             f"no column {', '.join(unknown)}; a file of {rows.tool} has "
             f"{', '.join(name for name in rows.frame.columns if name != FAILED)}"
         )
-    if "accuracy" not in given:
+    if "accuracy" not in typed:
         _refuse_without_accuracy(rows)
-    if "latency" not in given and not rows.latency:
+    if "latency" not in typed and not rows.latency:
         raise InputError(
             f"a file of {rows.tool} holds scores alone, and no times: join it with a file of times "
             "for each id and setting, profile.path=[scores,times.csv]"
         )
-    frame, roles = as_part(rows, given, notes)
+    frame, roles = as_part(rows, typed, notes)
     kept = {
         *("dataset", "sample_id", "repeat", *rows.features, *named),
         *(roles["accuracy"], roles["latency"], *roles["knobs"], *roles["costs"]),
@@ -102,11 +102,11 @@ def as_table(
 
 
 def as_part(
-    rows: ToolRows, given: dict[str, Any], notes: list[str]
+    rows: ToolRows, typed: dict[str, Any], notes: list[str]
 ) -> tuple[pl.DataFrame, dict[str, Any]]:
     """Return rows, and the options that they imply, beside those that are given; the file may hold
     scores or times alone."""
-    latency = given.get("latency") or rows.latency
+    latency = typed.get("latency") or rows.latency
     roles: dict[str, Any] = {
         "knobs": that_vary(rows.frame, rows.knobs),
         "costs": [name for name in rows.costs if name != latency],
@@ -116,7 +116,7 @@ def as_part(
     if latency:
         roles["latency"] = latency
         roles["unit"] = rows.units.get(latency, MS)
-    roles |= given
+    roles |= typed
     notes.append(
         f"a file of {rows.tool}: knobs {', '.join(roles['knobs'])}, accuracy "
         f"{roles.get('accuracy')}, cost {latency or None} in {roles.get('unit')}"
@@ -124,7 +124,7 @@ def as_part(
     frame = rows.frame
     if FAILED in frame.columns:
         frame = _with_failures(frame, roles, rows.tool, notes)
-    if "repeat" not in given:
+    if "repeat" not in typed:
         frame = _with_repeats(frame, roles["knobs"], rows.repeat)
     return frame, roles
 
@@ -152,11 +152,11 @@ def _refuse_without_accuracy(rows: ToolRows) -> None:
         )
 
 
-def named_columns(given: dict[str, Any]) -> list[str]:
+def named_columns(typed: dict[str, Any]) -> list[str]:
     """Return the columns that options of the user name."""
-    named = [column.name for column in given.get("columns", ())]
+    named = [column.name for column in typed.get("columns", ())]
     for option in NAMING_COLUMNS:
-        value = given.get(option)
+        value = typed.get(option)
         # features may also be a file, its content, or auto
         if isinstance(value, str) and option != "features":
             named.append(value)
