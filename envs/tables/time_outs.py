@@ -12,7 +12,7 @@ SHARE = 0.01
 RATIO = 5
 """It also holds more than this many times as many as lie just below it. Costs that depend on the
 configuration alone repeat too, but evenly."""
-WIDTHS = (1.001, 1.005, 1.02, 1.05)
+WIDTHS = (1.001, 1.005, 1.02)
 """The longest time-out is so many times as long as the shortest, tried in this order."""
 FEWEST = 10
 """Fewer that are not equal may be in a heap by chance."""
@@ -27,7 +27,7 @@ def time_outs(times: np.ndarray, wrong: np.ndarray) -> np.ndarray:
     """Return which of these times are time-outs, bool of the same shape.
 
     They are the longest, where it occurs often; or, of wrong answers alone, those that end within a
-    few per cent of each other, with next to nothing just below and above.
+    2 % of each other, with next to nothing just below and above.
 
     Args:
         times: float [n, C] or [n], ≥ 0, NaN where unknown.

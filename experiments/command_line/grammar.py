@@ -25,6 +25,9 @@ TEXTS = "a list of texts"
 ANY = "any"
 NONE = "none"
 """What an option may hold; see `kinds_of`."""
+KINDS = "kinds"
+"""The key of the same in the metadata of a field, whose annotation cannot say it: OmegaConf has no
+union of text and lists."""
 INTERPOLATION = re.compile(r"\$\{([\w.]*:?)")
 MAX_PARTS = 9
 """The most parts between commas that are tried as one name."""
@@ -62,6 +65,7 @@ def kinds_of(
         }
         if f.name not in ("experiment", *groups):
             kinds[f.name] = {kind for of_type, kind in meanings.items() if of_type in types}
+            kinds[f.name] |= f.metadata.get(KINDS, set())
     return kinds
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Mapping, Set
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -159,7 +159,7 @@ class TableProfile(LongTables):
     """A long table of any system."""
 
     format: str = "table"
-    path: Any = MISSING
+    path: Any = field(default=MISSING, metadata={"kinds": {"text", "a list of texts"}})
     """CSV, Parquet, JSON or JSON lines; results of promptfoo, inspect-ai or evalscope, as a file or
     folder; or a complete `.safetensors` that `ProfileTable.save` wrote. A list of files of one tool
     is stacked; [scores.csv,times.csv] are joined by ids and knobs."""

@@ -44,6 +44,7 @@ def naming(source: object) -> Iterator[None]:
     try:
         yield
     except InputError as error:
-        if str(error).startswith(f"{source}: "):
+        # a message begins without the blanks that a name may begin with
+        if str(error).lstrip().startswith(f"{source}: ".lstrip()):
             raise
         raise InputError(f"{source}: {error}") from error
