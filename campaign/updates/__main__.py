@@ -1,7 +1,8 @@
 """`python -m campaign.updates 40`: so many replays of each kind of log, one after the other.
 
 A controller serves requests of a small simulated table, `knobwise update` learns from the log, and
-the true outcomes of all samples judge what would serve then.
+the true outcomes of all samples judge what would serve then. It fails if poisoned logs are taken
+over, or sound ones are not.
 """
 
 import sys
@@ -9,6 +10,12 @@ import time
 
 from campaign.updates.kinds import POISONED, SOUND
 from campaign.updates.replays import GAIN, WORSE, replay
+
+
+MOST_WRONG = 0.01
+"""Of all replays of poisoned logs, so many at most may be taken over and lose."""
+LEAST_TAKEN = 0.95
+"""Of all replays of sound logs with something to gain, so many at least are taken over."""
 
 
 def table_of(kinds, replays, seed, accepts):
@@ -46,7 +53,8 @@ def main(replays="10", seed="0"):
     taken = sum(each.change >= GAIN for each in gains)
     print(f"sound with {GAIN} points or more to gain: taken in {taken} of {len(gains)} replays")
     print(f"{time.perf_counter() - start:.0f} s")
+    return wrongly > MOST_WRONG * len(poisoned) or taken < LEAST_TAKEN * len(gains)
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:3])
+    sys.exit(main(*sys.argv[1:3]))
