@@ -25,7 +25,12 @@ def test_changed_files_are_read_rightly_or_refused_in_a_line(name, tmp_path, mon
 
 
 @pytest.mark.parametrize(
-    ("name", "torn"), [("request log", False), ("request log", True), ("export", True)]
+    ("name", "torn"),
+    [
+        ("request log", False),
+        ("export", True),
+        pytest.param("request log", True, marks=pytest.mark.campaign),
+    ],
 )
 def test_what_was_killed_ends_like_what_was_not(name, torn, tmp_path):
     reference = reference_of(BY_NAME[name], tmp_path / "reference")
@@ -33,7 +38,9 @@ def test_what_was_killed_ends_like_what_was_not(name, torn, tmp_path):
     assert outcome in ("fine", "refused"), note
 
 
-@pytest.mark.parametrize("name", ["profile=0", "ASCII output"])
+@pytest.mark.parametrize(
+    "name", ["ASCII output", pytest.param("profile=0", marks=pytest.mark.campaign)]
+)
 def test_limits_are_met_in_a_line(name, tmp_path):
     outcome, note = limit_trial(name, tmp_path / "limited")
     assert outcome in ("fine", "refused"), note

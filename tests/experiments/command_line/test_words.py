@@ -149,6 +149,8 @@ def test_a_file_that_is_missing_is_named_as_it_was_typed(name, home, capsys):
 
 def test_outputs_get_the_names_that_were_typed(folder):
     for name in PLAIN:
+        assert read_settings("inspect", [*TABLE, f"json={name}.json"]).json == f"{name}.json"
+    for name in PLAIN[::5]:
         launch(["inspect", *TABLE, f"json={name}.json"])
         assert read_json(f"{name}.json")["samples"] == 60
 

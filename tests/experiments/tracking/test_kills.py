@@ -182,7 +182,24 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("deaths", CASES.values(), ids=CASES.keys())
+OFTEN = {
+    "after the first row, before its histogram",
+    "between two checkpoints",
+    "between the sinks",
+    "in the middle of a row",
+    "around the test scores",
+    "again and again",
+}
+"""The others are in the campaign."""
+
+
+@pytest.mark.parametrize(
+    "deaths",
+    [
+        pytest.param(deaths, id=name, marks=() if name in OFTEN else pytest.mark.campaign)
+        for name, deaths in CASES.items()
+    ],
+)
 def test_every_number_is_once_everywhere(unbroken, tmp_path, deaths):
     for death in deaths:
         if death is half_a_line:

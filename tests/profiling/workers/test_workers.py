@@ -110,6 +110,7 @@ def test_two_workers_measure_the_cells_of_one(home, capsys):
     assert len(log) == 96
 
 
+@pytest.mark.campaign
 @pytest.mark.usefixtures("_ray")
 def test_a_worker_that_is_killed_is_replaced_and_no_cell_is_lost(folder, capsys):
     launch(profile("KilledOnce"), TWO)
