@@ -11,7 +11,6 @@ import time
 from campaign.updates.kinds import POISONED, SOUND
 from campaign.updates.replays import GAIN, WORSE, replay
 
-
 MOST_WRONG = 0.01
 """Of all replays of poisoned logs, so many at most may be taken over and lose."""
 LEAST_TAKEN = 0.95
