@@ -78,11 +78,13 @@ class ActorLoss(LossModule):
             in_keys |= dict.fromkeys(_listed(keys))
         self.in_keys = list(in_keys)
 
-    def _register(self, **coefficients: float) -> None:
+    def _register(self, **coefficients: float | tuple[float, float]) -> None:
         """Make buffers of coefficients, on the device of the actor, as TorchRL's losses do."""
         device = next((values.device for values in self.parameters()), None)
         for name, value in coefficients.items():
-            self.register_buffer(name, torch.tensor(float(value), device=device))
+            self.register_buffer(
+                name, torch.tensor(value, dtype=torch.get_default_dtype(), device=device)
+            )
 
     @abstractmethod
     def _loss_keys(self) -> list[Keys]:

@@ -247,18 +247,27 @@ def _check_advantage(advantage: object, reward: Tensor) -> None:
     )
 
 
+def both_epsilons(clip_epsilon: Tensor | float) -> tuple[Any, Any]:
+    """Return the ε of the lower end of a clip and that of the upper end: a tensor [2], or one number
+    for both."""
+    if isinstance(clip_epsilon, Tensor) and clip_epsilon.ndim:
+        return clip_epsilon.unbind()
+    return clip_epsilon, clip_epsilon
+
+
 def clipped_surrogate(
     log_prob: Tensor, old_log_prob: Tensor, advantage: Tensor, clip_epsilon: Tensor | float
 ) -> tuple[Tensor, Tensor]:
     """Compute PPO's clipped objective, min(ρA, clip(ρ, 1 − ε, 1 + ε)A) with ρ = π(a)/π_old(a).
 
-    Schulman et al. 2017, "Proximal Policy Optimization Algorithms", equation 7.
+    Schulman et al. 2017, "Proximal Policy Optimization Algorithms", equation 7; with an ε for each
+    end Yu et al. 2025, "DAPO", equation 8.
 
     Args:
         log_prob: [*], ln π of the policy that is trained.
         old_log_prob: [*], ln π_old of the behaviour policy.
         advantage: [*], A.
-        clip_epsilon: ε.
+        clip_epsilon: ε, or float [2], those of the lower and the upper end.
 
     Returns:
         the objective, to be maximised, [*]; and bool [*], True where the clip cut the gradient off.
@@ -267,9 +276,8 @@ def clipped_surrogate(
     log_ratio = log_prob - old_log_prob
     ratio = torch.where(advantage < 0, log_ratio, log_ratio.clamp_max(LARGEST)).exp()
     free = ratio * advantage
-    low: Any = 1 - clip_epsilon
-    high: Any = 1 + clip_epsilon
-    clipped = ratio.detach().clamp(low, high) * advantage
+    below, above = both_epsilons(clip_epsilon)
+    clipped = ratio.detach().clamp(1 - below, 1 + above) * advantage
     # the smaller of both; where that is the clipped one, there is no gradient
     cut = free > clipped
     return torch.where(cut, clipped, free), cut
@@ -335,7 +343,7 @@ def grpo_objective(
         advantage: [*, J], A, see `group_advantage`.
         reference_log_prob: [*, J], ln π_ref; None for no KL.
         weight: [*, J], sums to 1; None for 1/J each.
-        clip_epsilon: ε.
+        clip_epsilon: ε, see `clipped_surrogate`.
         exact: the weights are the probabilities of the behaviour policy, see `expected_k3`.
         learned: [*, J], in the place of `weight` in the surrogate, for a curriculum.
     """
@@ -374,14 +382,15 @@ def ratio_diagnostics(
         log_ratio: ln ρ, [*, J].
         weight: [*, J], None for 1/J each.
         cut: bool [*, J], where the clip stops the gradient.
-        clip_epsilon: ε.
+        clip_epsilon: ε, see `clipped_surrogate`.
 
     Returns:
-        `kl_approx`, −E ln ρ; `clip_fraction`, where |ρ − 1| > ε; `cut_fraction`; `ESS`; and
+        `kl_approx`, −E ln ρ; `clip_fraction`, where ρ is outside the clip; `cut_fraction`; `ESS`; and
         `ratio_mean`, E ρ.
     """
     ratio = log_ratio.exp()
-    outside = (ratio - 1).abs() > clip_epsilon
+    below, above = both_epsilons(clip_epsilon)
+    outside = (1 - ratio > below) | (ratio - 1 > above)
     return {
         "kl_approx": -expectation(log_ratio, weight).mean(),
         "clip_fraction": expectation(outside.to(ratio.dtype), weight).mean(),

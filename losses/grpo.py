@@ -59,7 +59,7 @@ class GroupLoss(ActorLoss):
 
     Args:
         actor_network: a module whose `get_dist(tensordict)` gives a distribution.
-        clip_epsilon: ε.
+        clip_epsilon: ε, or that of the lower and that of the upper end.
         entropy_coeff: η.
         kl_to_ref_coeff: β; may be changed between steps.
         reward_spread: rewards are divided by it, so that β, η, the floor and `advantage_clip` mean
@@ -77,7 +77,7 @@ class GroupLoss(ActorLoss):
 
     Outputs: `loss_objective`, `loss_entropy`, `loss_kl_to_ref`, whose sum is minimised; and as
     diagnostics, detached, `entropy`, `kl_to_ref`, `kl_approx` (to the behaviour policy),
-    `clip_fraction` (where |ρ − 1| > ε, as in TorchRL), `cut_fraction` (where the clip stops the
+    `clip_fraction` (where ρ is outside the clip, as in TorchRL), `cut_fraction` (where the clip stops the
     gradient), `ESS` (share), `ratio_mean`, `zero_advantage_fraction` (groups that teach nothing),
     `advantage_mean` and `advantage_std` (over all groups of the batch, whole).
     """
@@ -110,7 +110,7 @@ class GroupLoss(ActorLoss):
         self,
         actor_network: ProbabilisticTensorDictSequential,
         *,
-        clip_epsilon: float = 0.2,
+        clip_epsilon: float | tuple[float, float] = 0.2,
         entropy_coeff: float = 0.0,
         kl_to_ref_coeff: float = 0.0,
         advantage: str | AdvantageFunction = "zscore",
@@ -227,9 +227,10 @@ class GroupLoss(ActorLoss):
             value = getattr(self, name)
             if value is not None:
                 key = f"{type(self).__name__}: {name}"
-                at_least(key, float(value), 0)
-                if name in self.above_0:
-                    positive(key, float(value))
+                for number in torch.as_tensor(value).flatten().tolist():
+                    at_least(key, number, 0)
+                    if name in self.above_0:
+                        positive(key, number)
 
     def _refuse_without_reference(self, tensordict: TensorDictBase) -> None:
         """Refuse contexts that lack the reference's log-probs where β > 0.

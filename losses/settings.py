@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any
 
 from knobwise import losses
@@ -12,6 +13,16 @@ from knobwise.common.errors import InputError
 
 ZSCORE_CLIP = 5.0
 """Where z-scores are cut, as in the original selector."""
+
+
+def check_clip(value: Any) -> None:
+    """Refuse what is neither an ε nor a pair of them."""
+    ends = value if isinstance(value, (list, tuple)) else [value, value]
+    if len(ends) != 2 or not all(isinstance(end, Real) and 0 <= end < math.inf for end in ends):
+        raise InputError(
+            f"loss.clip_epsilon={value}: must be a number from 0 on, or two of them, of the lower "
+            "and of the upper end, such as [0.2,0.28]"
+        )
 
 
 @dataclass
@@ -37,8 +48,8 @@ class GRPOConfig:
     """ε, added to the standard deviation that z-scores divide by, in units of reward."""
     advantage_clip: float | None = None
     """Advantages are cut to ± this. None: z-scores to ± 5, others not at all."""
-    clip_epsilon: float = 0.2
-    """ε of PPO's clip, which acts from the second optimiser step on a batch on: with several passes
+    clip_epsilon: Any = 0.2
+    """ε of PPO's clip, or [0.2, 0.28] for its lower and its upper end (DAPO). It acts from the second optimiser step on a batch on: with several passes
     (`optimiser.epochs`), or minibatches smaller than the batch."""
     entropy_coeff: float = 0.0
     """η, weight of the entropy."""
@@ -65,8 +76,8 @@ class GRPOConfig:
         if self.advantage not in ("centred", "zscore") and ":" not in self.advantage:
             one_of("loss.advantage", self.advantage, (*losses.ADVANTAGES, "module:name"))
         at_least("loss.group_size", self.group_size, 1)
+        check_clip(self.clip_epsilon)
         for name in (
-            "clip_epsilon",
             "entropy_coeff",
             "kl_to_ref_coeff",
             "advantage_std_floor",

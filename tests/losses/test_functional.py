@@ -62,6 +62,23 @@ def test_clipped_surrogate_by_hand(ratio, advantage, objective, cut):
     assert log_prob.grad.item() == pytest.approx(0.0 if cut else ratio * advantage)
 
 
+@pytest.mark.parametrize(
+    ("ratio", "advantage", "objective", "cut"),
+    [
+        (1.25, 2.0, 2.5, False),  # below 1.28
+        (1.5, 2.0, 2.56, True),  # clipped to 1.28 · 2
+        (0.85, -2.0, -1.8, True),  # clipped to 0.9 · −2
+    ],
+)
+def test_each_end_of_the_clip_has_its_own_epsilon(ratio, advantage, objective, cut):
+    old = log([0.2])
+    value, was_cut = clipped_surrogate(
+        log([0.2 * ratio]), old, double([advantage]), double([0.1, 0.28])
+    )
+    assert value.item() == pytest.approx(objective)
+    assert was_cut.item() == cut
+
+
 def test_k3_is_never_negative_and_zero_at_equality():
     p, q = normal(2, 1000, 5).log_softmax(-1)
     assert (k3(p, q) >= 0).all()

@@ -97,6 +97,13 @@ def test_sampled_by_hand():
     check(out, **wanted)
 
 
+def test_sampled_by_hand_with_an_epsilon_for_each_end():
+    settings = {"clip_epsilon": (0.3, 0.1), "advantage": "centred"}
+    out = GRPOLoss(certain_actor(0.6, 0.4), **settings)(two_draws())
+    # A = ±½, ρ = 1.2 and .8, of which 1.2 is clipped to 1.1: −(½·1.1 − ½·.8)/2
+    check(out, loss_objective=-0.075, clip_fraction=0.5, cut_fraction=0.5)
+
+
 def test_exact_by_hand():
     settings = {"clip_epsilon": 0.1, "advantage": "centred"}
     out = ExactGRPOLoss(certain_actor(0.6, 0.4), **settings)(

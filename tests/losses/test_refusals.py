@@ -180,6 +180,7 @@ NO_NUMBERS = [
         for name in ("reward_spread", "advantage_clip")
         for value in (-1.0, 0.0, math.inf)
     ],
+    ("sampled", "clip_epsilon", (0.2, -0.1)),
     ("sampled", "top", 0),
     *[("rce", "temperature", value) for value in (0.0, -1.0, math.nan)],
 ]

@@ -292,6 +292,7 @@ MISTAKES = {
     "REPLAY jobs=0": "jobs",
     "REPLAY grpo.keep=kl": "keep='kl'",
     "REPLAY loss.kl_band=[0.2,0.1]": "loss.kl_band=[0.2, 0.1]",
+    "REPLAY loss.clip_epsilon=[0.2]": "loss.clip_epsilon=[0.2]",
     "REPLAY beams.train=0.9": "beams",
     "REPLAY beams.path=f.json": "beams.embeddings",
     "JSON beams.path=e.json": "groups=all",
