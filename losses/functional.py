@@ -248,7 +248,7 @@ def _check_advantage(advantage: object, reward: Tensor) -> None:
 
 
 def both_epsilons(clip_epsilon: Tensor | float) -> tuple[Any, Any]:
-    """Return the ε of the lower end of a clip and that of the upper end: a tensor [2], or one number
+    """Return the ε of the lower and that of the upper end of a clip: of a tensor [2], or one number
     for both."""
     if isinstance(clip_epsilon, Tensor) and clip_epsilon.ndim:
         return clip_epsilon.unbind()
@@ -385,8 +385,8 @@ def ratio_diagnostics(
         clip_epsilon: ε, see `clipped_surrogate`.
 
     Returns:
-        `kl_approx`, −E ln ρ; `clip_fraction`, where ρ is outside the clip; `cut_fraction`; `ESS`; and
-        `ratio_mean`, E ρ.
+        `kl_approx`, −E ln ρ; `clip_fraction`, where ρ is outside the clip; `cut_fraction`; `ESS`;
+        and `ratio_mean`, E ρ.
     """
     ratio = log_ratio.exp()
     below, above = both_epsilons(clip_epsilon)

@@ -77,9 +77,9 @@ class GroupLoss(ActorLoss):
 
     Outputs: `loss_objective`, `loss_entropy`, `loss_kl_to_ref`, whose sum is minimised; and as
     diagnostics, detached, `entropy`, `kl_to_ref`, `kl_approx` (to the behaviour policy),
-    `clip_fraction` (where ρ is outside the clip, as in TorchRL), `cut_fraction` (where the clip stops the
-    gradient), `ESS` (share), `ratio_mean`, `zero_advantage_fraction` (groups that teach nothing),
-    `advantage_mean` and `advantage_std` (over all groups of the batch, whole).
+    `clip_fraction` (where ρ is outside the clip, as in TorchRL), `cut_fraction` (where the clip
+    stops the gradient), `ESS` (share), `ratio_mean`, `zero_advantage_fraction` (groups that teach
+    nothing), `advantage_mean` and `advantage_std` (over all groups of the batch, whole).
     """
 
     out_keys = [
