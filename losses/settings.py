@@ -49,9 +49,9 @@ class GRPOConfig:
     advantage_clip: float | None = None
     """Advantages are cut to ± this. None: z-scores to ± 5, others not at all."""
     clip_epsilon: Any = 0.2
-    """ε of PPO's clip, or [0.2, 0.28] for its lower and its upper end (DAPO). It acts from the second
-    optimiser step on a batch on: with several passes (`optimiser.epochs`), or minibatches smaller
-    than the batch."""
+    """ε of PPO's clip, or [0.2, 0.28] for its lower and its upper end (DAPO). It acts from the
+    second optimiser step on a batch on: with several passes (`optimiser.epochs`), or minibatches
+    smaller than the batch."""
     entropy_coeff: float = 0.0
     """η, weight of the entropy."""
     kl_to_ref_coeff: float | None = None
