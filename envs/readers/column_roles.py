@@ -23,6 +23,7 @@ from knobwise.envs.readers.frames import KEYS
 from knobwise.envs.readers.layouts import CONFIGURATION
 from knobwise.envs.readers.outcome_columns import (
     ANSWERS,
+    COMPLETE,
     LABELS,
     MEASURED,
     NO_SETTINGS,
@@ -63,6 +64,10 @@ QUESTION = "question"
 """The one of these that may be a feature."""
 MIN_SAMPLES = 5
 """Fewer samples with a setting each may be a first try, and more are a log of decisions."""
+MOST_REPEATS = 10
+"""Whoever has a setting more often is a user, not a sample that was measured."""
+BY_CHANCE = 0.01
+"""A log has samples with equal settings by chance less often."""
 MOST_EMPTY = 0.05
 """A column of a sample may be empty in so many of all rows by accident; in more on purpose, as an
 error message is where nothing failed."""
@@ -199,10 +204,37 @@ def _refuse_log(frame: pl.DataFrame, keys: pl.DataFrame, knobs: Sequence[str]) -
     if keys.n_unique() < MIN_SAMPLES or not knobs or frame.select(knobs).n_unique() < 2:
         return
     if not _varying(frame, keys, knobs):
+        if other_ids := _ids_of_a_design(frame, knobs):
+            name, setting = other_ids
+            raise InputError(
+                f"one setting for each sample_id, but each {name} has all of {setting}: if {name} "
+                f"tells samples apart, give it as id={name} (on the command line profile.id={name})"
+            )
         raise InputError(
             "one setting for each sample: this is a log of decisions, not a profile: nothing can "
             f"be replayed. Measure each sample under several settings ({', '.join(knobs[:5])})"
         )
+
+
+def _ids_of_a_design(frame: pl.DataFrame, knobs: Sequence[str]) -> tuple[str, str] | None:
+    """Return the column, if there is one, whose values nearly all have the same settings, as
+    samples of a profile have and those of a log have not; and the column of these settings. Of
+    several it is the one with most values, and before others one with a name of ids."""
+    columns = [c for c in frame.columns if c != "sample_id" and not holds_no_text(frame[c].dtype)]
+    sizes = {c: frame[c].n_unique() for c in columns}
+    named = named_like(columns, ROW_NUMBERS)
+    columns = [c for c in columns if MIN_SAMPLES <= sizes[c] <= len(frame) / 2]
+    for name in sorted(columns, key=lambda c: (-sizes[c], c not in named)):
+        settings = [k for k in knobs if k != name and 1 < sizes.get(k, 0) < sizes[name]]
+        design = Design(frame, frame.select(pl.col(name).alias("sample_id")), settings, ())
+        for setting in settings:
+            # each sample has each setting once, or as often as it was repeated
+            often = len(frame) / (sizes[name] * sizes[setting])
+            chance = sizes[setting] ** -sizes[name]
+            regular = design.regularity(setting) >= COMPLETE
+            if regular and often <= MOST_REPEATS and chance < BY_CHANCE:
+                return name, setting
+    return None
 
 
 def _note_log(
@@ -318,6 +350,13 @@ def _knobs_by_design(
             f"knob {name} may be part of the ids: {listed(changing)} of a sample changes with it "
             f"alone. If ids start anew in each {name}, rename it to `dataset`"
         )
+    numbered = [c for c in repeats if c not in names]
+    for name, changing in _parting(frame, keys, [*names, *numbered], [*rest, *random]):
+        if name in numbered and (texts := [c for c in changing if c not in names]):
+            notes.append(
+                f"{name}: taken as a number of repeats, but {listed(texts)} of a sample changes "
+                f"with it alone. If ids start anew in each {name}, rename it to `dataset`"
+            )
     left_out = {
         "vary from sample to sample under the same settings, as outcomes do": rest,
         "have names of outcomes": outcomes,

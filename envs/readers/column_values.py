@@ -213,3 +213,13 @@ def whole_words(cells: pl.DataFrame) -> pl.DataFrame:
             of_sample = pl.col(name).drop_nulls().first().over(keys)
             cells = cells.with_columns(pl.coalesce(name, of_sample, default))
     return cells
+
+
+def numbered(series: pl.Series) -> pl.Series:
+    """Return numbers of repeated measurements; names are numbered in the order of the alphabet."""
+    try:
+        return number_column(series, False)
+    except InputError:
+        if holds_no_text(series.dtype):
+            raise
+        return series.cast(pl.String).rank("dense")

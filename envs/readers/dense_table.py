@@ -16,6 +16,7 @@ import torch
 from knobwise.common.errors import InputError
 from knobwise.envs.readers.column_roles import keys_of, note_equal_numbers, note_look_alikes
 from knobwise.envs.readers.column_values import knob_column, name_column
+from knobwise.envs.readers.repeats import repeated_rows
 from knobwise.envs.tables.profile_table import Knob, median_of
 
 WEIGHT = "sampling_weight"
@@ -72,7 +73,7 @@ def dense_fields(
     of_sample = _row_numbers(keys_of(rows), samples)
     cells = _Cells(shape, of_sample * shape[1] + _row_numbers(chosen, configurations))
     if cells.times.max() > 1:
-        rows = _repeated_rows(frame, rows.with_columns(cell=cells.of_row), columns, notes)
+        rows = repeated_rows(frame, rows.with_columns(cell=cells.of_row), columns, notes)
         cells = _Cells(shape, rows["cell"].to_numpy())
     return {
         "knobs": knobs,
@@ -176,88 +177,6 @@ def _samples(frame: pl.DataFrame, keys: pl.DataFrame, group: str | None) -> pl.D
     # ids that are no whole numbers become null, and come last
     number = pl.col("sample_id").cast(pl.Int64, strict=False)
     return samples.sort(*keys.columns[:-1], number, "sample_id", nulls_last=True)
-
-
-def _repeated_rows(
-    frame: pl.DataFrame, rows: pl.DataFrame, columns: Sequence[str], notes: list[str]
-) -> pl.DataFrame:
-    """Return rows with their `cell`, cell by cell and in the order of the measurements, without
-    copies. Raises InputError if measurements of a cell cannot be told apart."""
-    names = [pl.format("{}={}", pl.lit(column), column) for column in columns]
-    setting = frame.select(setting=pl.concat_str(names, separator=" "))
-    rows = _without_copies(frame, rows.with_columns(setting), notes)
-    rows = rows.sort("cell", "repeat", "latency", "accuracy")
-    _check_repeated(rows, notes)
-    return rows
-
-
-def _without_copies(frame: pl.DataFrame, rows: pl.DataFrame, notes: list[str]) -> pl.DataFrame:
-    """Return rows without those that are equal to an earlier one in every column of the frame.
-
-    Measurements without numbers may be equal by chance. So copies of those are left out only where
-    their cell has no other rows, which changes none of its means.
-    """
-    rows = rows.with_columns(frame.select(copy=~pl.struct(pl.all()).is_first_distinct()))
-    certain = pl.col("repeat").is_not_null() | ((~pl.col("copy")).sum().over("cell") == 1)
-    left_out = rows.filter(pl.col("copy") & certain)
-    if left_out.is_empty():
-        return rows
-    notes.append(
-        f"copies of other rows, equal in every column, are left out: {len(left_out)}, such as "
-        f"{_cells_of(left_out)}"
-    )
-    return rows.filter(~(pl.col("copy") & certain))
-
-
-def _check_repeated(rows: pl.DataFrame, notes: list[str]) -> None:
-    """Note how many cells were measured repeatedly without numbers, or differ in accuracy.
-
-    `repeat` tells measurements of a cell apart, or without it accuracy and latency do. Raises
-    InputError if nothing does.
-    """
-    keys = ["repeat"]
-    if rows["repeat"].null_count():
-        keys = ["latency", "accuracy"]
-        times = rows["cell"].value_counts()["count"].to_numpy()
-        if times.max() > 1:
-            notes.append(
-                f"{(times > 1).sum()} cells occur up to {times.max()} times: taken as repeated "
-                "measurements"
-            )
-    copies = rows.filter(_as_above("cell", *keys))
-    if copies.height:
-        raise InputError(
-            f"{copies['cell'].n_unique()} (sample, configuration) pairs occur more than once with "
-            f"the same {' and '.join(keys)}, such as {_cells_of(copies)}; remove the copies, or "
-            "number the measurements of each pair in a column `repeat`. Ids must be unique inside "
-            "a data set (do they restart in every batch or on every rank?), and every knob needs a "
-            "column"
-        )
-    other = ~_as_above("accuracy")
-    differ = rows.filter(_as_above("cell"), other)
-    if len(differ):
-        notes.append(
-            f"{differ['cell'].n_unique()} cells differ in accuracy between measurements, such as "
-            f"{_cells_of(differ)}: the mean is used"
-        )
-    same_time = rows.filter(_as_above("cell", "latency"), other)
-    if len(same_time):
-        notes.append(
-            f"{same_time['cell'].n_unique()} of them have two accuracies at the same latency, such "
-            f"as {_cells_of(same_time)}: one may be a mistake"
-        )
-
-
-def _as_above(*columns: str) -> pl.Expr:
-    """Return whether a row has the same values in these columns as the row above it."""
-    return pl.all_horizontal(pl.col(columns) == pl.col(columns).shift()).fill_null(False)
-
-
-def _cells_of(rows: pl.DataFrame) -> str:
-    """Name the first cells that rows are of, by sample and setting."""
-    cells = rows.unique("cell", maintain_order=True)["sample_id", "setting"].rows()
-    names = [f"{sample} ({setting})" for sample, setting in cells[:3]]
-    return f"of sample {', '.join(names)}{', …' * (len(cells) > 3)}"
 
 
 def _measured_fields(rows: pl.DataFrame, cells: _Cells) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from torch import Tensor
 from knobwise.common.errors import Damaged, InputError, naming
 from knobwise.common.files import is_damaged, written_whole
 from knobwise.envs.readers.column_values import name_column, number_column
+from knobwise.envs.readers.copies import with_copies_together
 from knobwise.envs.readers.feature_columns import (
     encode_samples,
     fit_column,
@@ -159,8 +160,8 @@ def attach_features(
 ) -> ProfileTable:
     """Return the table with a row of features for each of its samples.
 
-    Samples are matched by id, and by data set if both name it. `columns` and `layout` are for
-    `read_features`.
+    Samples are matched by id, and by data set if both name it. Those that are copies by their
+    features are one cluster. `columns` and `layout` are for `read_features`.
     Raises InputError if a sample has no features, or `read_features` refuses the file.
     """
     source = "features"
@@ -196,7 +197,8 @@ def attach_features(
     notes = (*table.notes, *features.notes)
     if unused := len(known) - len(keys):
         notes = (*notes, f"{unused} rows of features without a sample: not used")
-    return replace(table, features=blocks, columns=features.columns, texts=texts, notes=notes)
+    table = replace(table, features=blocks, columns=features.columns, texts=texts, notes=notes)
+    return with_copies_together(table)
 
 
 def write_features(table: ProfileTable, path: str | Path) -> None:

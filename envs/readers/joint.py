@@ -15,6 +15,7 @@ from torch import Tensor
 
 from knobwise.common.errors import InputError
 from knobwise.envs.readers.column_values import whole_words
+from knobwise.envs.readers.copies import with_copies_together
 from knobwise.envs.readers.dense_table import CLUSTER, TIME
 from knobwise.envs.readers.long_table import long_frame, table_from_frame
 from knobwise.envs.tables.columns import FEATURES, Column
@@ -76,7 +77,8 @@ def join_tables(
         notes=[*notes, *notes_on_parts],
     )
     features = _features(tables, missing_blocks)
-    return replace(joined, features=features, columns=_columns(tables), texts=_texts(tables))
+    joined = replace(joined, features=features, columns=_columns(tables), texts=_texts(tables))
+    return with_copies_together(joined)
 
 
 def with_dataset_input(table: ProfileTable, names: Sequence[str] = ()) -> ProfileTable:

@@ -12,7 +12,12 @@ from typing import Any, NamedTuple
 import polars as pl
 
 from knobwise.common.errors import InputError
-from knobwise.envs.readers.column_values import holds_no_text, number_column, refuse_lost_digits
+from knobwise.envs.readers.column_values import (
+    holds_no_text,
+    number_column,
+    numbered,
+    refuse_lost_digits,
+)
 
 CONFIGURATION = "configuration"
 """The knob of a wide table."""
@@ -91,7 +96,7 @@ def with_ids(frame: pl.DataFrame, layout: Layout, notes: list[str]) -> pl.DataFr
         if name == "id":
             refuse_lost_digits(values)
         else:
-            values = _numbered(values)
+            values = numbered(values)
         columns.append(values.alias(known))
     return frame.with_columns(columns)
 
@@ -103,16 +108,6 @@ def _refuse_unknown(option: str, columns: Sequence[str], frame: pl.DataFrame) ->
             f"{option}={', '.join(unknown)}: there is no such column, but "
             f"{', '.join(frame.columns)}"
         )
-
-
-def _numbered(series: pl.Series) -> pl.Series:
-    """Return numbers of repeated measurements; names are numbered in the order of the alphabet."""
-    try:
-        return number_column(series, False)
-    except InputError:
-        if holds_no_text(series.dtype):
-            raise
-        return series.cast(pl.String).rank("dense")
 
 
 def _refuse_words(accuracy: pl.Series) -> None:

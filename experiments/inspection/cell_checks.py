@@ -7,6 +7,7 @@ import math
 import numpy as np
 import torch
 from scipy.stats import binom, hypergeom
+from scipy.stats import t as student
 
 from knobwise.envs.tables.units import MS
 from knobwise.experiments.inspection.measured import (
@@ -31,10 +32,21 @@ DAY_MS = 8.64e7
 """Whoever stops runs after at most a day has slow runs, and times in the right unit."""
 EPOCH = 1e9
 """Times of day, in seconds or smaller units since 1970, are larger; as a latency it is 11 days."""
+FACTOR = 1.1
+"""Repeats that differ by less are as good as equal."""
+FEWEST_SAMPLES = 10
+"""In fewer samples repeats of one number may be slower by chance; gaps need twice as many."""
+BY_CHANCE = 1e-6
+"""Repeats that are slower by chance less often are noticed."""
+STEADY = 3
+"""Gaps between random times that were sorted vary more: their mean is below two standard deviations
+for normal, uniform and heavy-tailed times, or two kinds of them."""
+ORDINALS = ("first", "second", "third")
 FEWEST_EQUAL = 10
 """Fewer cells with equal repeats may be copied rows, and say nothing of the timer."""
 IN_MS = "Write all latencies in ms."
 ALONE = "Measure every cell by itself, with a finer timer."
+COLD = "If the model was not warm yet, measure them again, or leave them out."
 DRIFTED = "Measure again on a quiet machine, or divide the drift out."
 
 
@@ -121,17 +133,21 @@ def percent(measured: Measured) -> Findings:
 def same_samples(measured: Measured) -> Findings:
     """A sample occurs under several ids.
 
-    Look for those that a split may part: with equal features (in tables without features equal
-    outcomes), as often right, and latencies that hardly differ.
+    Look for those that a split may part: with features that are hardly equal by chance (in tables
+    without features equal outcomes), as often right, and latencies that hardly differ.
     """
-    rows = measured.features
-    alike = "features" if measured.names else "outcomes"
-    if not measured.names:
-        rows = torch.from_numpy(np.hstack([measured.accuracy, measured.log_ms])).float()
-    number = numbers_of(rows)
+    if measured.names:
+        alike = "features"
+        number, unlikely = measured.inputs()
+    else:
+        alike = "outcomes"
+        outcomes = np.hstack([measured.accuracy, measured.log_ms])
+        number = numbers_of(torch.from_numpy(outcomes).float())
+        unlikely = np.ones(len(number), bool)
     # equal rows stand together; each is compared with the one before it
     order = np.argsort(number, kind="stable")
     pairs = (np.diff(number[order]) == 0) & (np.diff(measured.split_keys[order]) != 0)
+    pairs &= unlikely[order][1:]
     first = order[:-1][pairs]
     second = order[1:][pairs]
     differences = np.abs(measured.log_ms[first] - measured.log_ms[second])
@@ -233,16 +249,55 @@ def equal_times(measured: Measured) -> Findings:
 
 
 def later_repeats(measured: Measured) -> Findings:
-    """Later repeats are slower or faster."""
-    logs = np.log(measured.repeats_ms)
+    """Repeats of one number are slower or faster than the others."""
+    # a time of 0 is that of `costs_of_zero`
+    logs = np.log(np.where(measured.repeats_ms > 0, measured.repeats_ms, np.nan))
     steps = np.diff(logs, axis=2)
+    ordered = (steps[~np.isnan(steps)] < 0).mean() > 0.01
     # readers sort repeats without an order by size
-    if steps.size and (steps[~np.isnan(steps)] < 0).mean() > 0.01:
-        change = np.nanmean(logs - logs[..., :1], (0, 1))
-        worst = change[np.abs(change).argmax()]
-        if abs(worst) > math.log(1.2):
-            words = f"Later repeats take {math.exp(worst):.2f} times as long as the first"
-            yield Finding(words, "likely", DRIFTED)
+    number, change = _slower_number(logs) if ordered else _steady_gap(steps)
+    if abs(change) <= math.log(FACTOR):
+        return
+    times = f"{math.exp(change):.2f} times as long as"
+    place = ORDINALS[number] if number < len(ORDINALS) else f"{number + 1}th"
+    words = f"The {place} repeat of a cell takes {times} its others"
+    if not ordered:
+        words = (
+            f"In each cell {logs.shape[2] - number} of {logs.shape[2]} repeats take {times} the "
+        )
+        words += "others, or longer"
+    yield Finding(words, "likely", DRIFTED if ordered and number else COLD)
+
+
+def _slower_number(logs: np.ndarray) -> tuple[int, float]:
+    """Return which repeat differs most from the others of its cell, of float64 [n, C, R] in the
+    order of the measurements, and by how much; 0 if that may be chance."""
+    count = (~np.isnan(logs)).sum(2, keepdims=True)
+    others = (np.nansum(logs, 2, keepdims=True) - logs) / (count - 1)
+    # cells of a sample have much in common, so each sample counts once
+    levels = np.nanmean(np.where(count > 1, logs - others, np.nan), 1)
+    known = (~np.isnan(levels)).sum(0)
+    mean = np.nanmean(levels, 0)
+    error = np.maximum(np.nanstd(levels, 0, ddof=1) / np.sqrt(known), 1e-9)
+    chance = 2 * student.sf(np.abs(mean) / error, known - 1) * len(mean)
+    sure = (known >= FEWEST_SAMPLES) & (chance < BY_CHANCE)
+    mean = np.where(sure, mean, 0.0)
+    # of two, the slower one
+    number = int((np.abs(mean) + 1e-9 * (mean > 0)).argmax())
+    return number, float(mean[number])
+
+
+def _steady_gap(steps: np.ndarray) -> tuple[int, float]:
+    """Return which repeat is the first beyond a gap that nearly all cells have, of float64 [n, C,
+    R − 1] between repeats that were sorted by size, and how wide it is; 0 if there is none."""
+    # gaps between times that vary at random vary as much
+    whole = ~np.isnan(steps).any(2)
+    gaps = steps[whole]
+    if whole.any(1).sum() < 2 * FEWEST_SAMPLES or not gaps.size:
+        return 0, 0.0
+    mean = gaps.mean(0)
+    steady = np.where(mean > STEADY * gaps.std(0), mean, 0.0)
+    return int(steady.argmax()) + 1, float(steady.max())
 
 
 def later_samples(measured: Measured) -> Findings:

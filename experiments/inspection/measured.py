@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -11,7 +12,9 @@ import torch
 from torch import Tensor
 
 from knobwise.agents.controller.features import FeatureNormaliser
+from knobwise.agents.evaluation.texts import as_read
 from knobwise.envs.bandit.budgets import log_measured, subsample
+from knobwise.envs.readers.copies import inputs_of
 from knobwise.envs.readers.feature_columns import block_columns
 from knobwise.envs.readers.missing_cells import ran
 from knobwise.envs.tables.profile_table import ProfileTable
@@ -28,6 +31,8 @@ MAX_NAMED = 500
 """Single ones of more configurations are not looked at."""
 MOST = 0.9
 """So large a share is nearly all."""
+RARE = 1e-4
+"""A sample that so few others equal by chance has a copy, if one equals it."""
 PENALTIES = (1e-4, 1e-2, 1.0)
 """Of the regressions, as shares of the number of samples."""
 
@@ -51,6 +56,7 @@ class Measured:
         names: of the d features.
         features: float32 [n, d], as they are.
         ids, datasets, split_keys: of the n samples; data sets and keys by number.
+        rows: int64 [n], the samples in the table.
     """
 
     def __init__(self, table: ProfileTable, facts: Facts | None = None) -> None:
@@ -78,6 +84,14 @@ class Measured:
         self.datasets = np.unique(table.dataset_names, return_inverse=True)[1][samples]
         keys = np.unique(table.split_keys, axis=0, return_inverse=True)[1]
         self.split_keys = keys.reshape(-1)[samples]
+        self.rows = samples
+
+    def inputs(self) -> tuple[np.ndarray, np.ndarray]:
+        """Return a number for each of the n samples, int64 [n], which those with equal features and
+        texts share; and whether so much is equal by chance hardly ever, bool [n]."""
+        # the image does not count: a table may name it anew for each question
+        inputs = inputs_of(replace(as_read(self.table), image_ids=()))
+        return inputs.number[self.rows], (inputs.sure | (inputs.by_chance < RARE))[self.rows]
 
     def labels(self, configurations: np.ndarray) -> str:
         """Return the names of the first three of these configurations, bool [C]."""

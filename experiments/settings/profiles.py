@@ -431,6 +431,7 @@ def _read_joint(
 
 
 def _read_table(path: Any, **settings: Any) -> ProfileTable:
+    from knobwise.envs.readers.copies import with_copies_together
     from knobwise.envs.readers.feature_files import attach_features
     from knobwise.envs.readers.layouts import Layout
     from knobwise.envs.readers.long_table import read_long_table
@@ -477,7 +478,7 @@ def _read_table(path: Any, **settings: Any) -> ProfileTable:
         with naming(path):
             table = cells_as_failed(table)
     if features is None:
-        return table
+        return with_copies_together(table)
     layout = Layout(id=settings["id"], repeat=settings["repeat"])
     return attach_features(table, features, settings.get("columns", ()), layout)
 

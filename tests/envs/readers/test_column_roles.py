@@ -269,6 +269,52 @@ def test_one_setting_for_each_sample_is_a_log_of_decisions(tmp_path, options):
         read_long_table(tmp_path / "log.csv", **options)
 
 
+def measured_under(name, settings, seed=0):
+    """40 questions under each setting; `sample_id` is another one in each row."""
+    draws = np.random.default_rng(seed)
+    rows = []
+    for number, setting in itertools.product(range(40), settings):
+        row = {"sample_id": f"{draws.integers(1 << 60):x}", "kind": "xyz"[number % 3]}
+        row |= {name: f"d{number}", "words": int(draws.integers(5, 60))} | setting
+        rows.append(row | {"accuracy": int(draws.random() < 0.6), "latency_ms": 9 + draws.random()})
+    return pl.DataFrame(rows)
+
+
+@pytest.mark.parametrize("name", ["id", "document", "question_id"])
+@pytest.mark.parametrize("options", [{}, {"knobs": ["a"]}, {"features": "auto"}])
+def test_ids_that_differ_in_every_row_are_no_log_where_another_column_has_all(name, options):
+    frame = measured_under(name, grid(3))
+    with input_error(rf"profile\.id={name}\)$"):
+        read(frame, **options)
+    table = read(frame, id=name)
+    assert (table.num_samples, names_of(table)) == (40, ["a"])
+    # some requests failed
+    with input_error(rf"profile\.id={name}\)$"):
+        read(frame.filter(pl.int_range(pl.len()) % 50 > 0), **options)
+
+
+@pytest.mark.parametrize("users", [5, 20, 150])
+def test_a_log_stays_a_log_whoever_sent_the_requests(users):
+    for seed in range(20):
+        draws = np.random.default_rng(seed)
+        log = pl.DataFrame(
+            {
+                "sample_id": [f"r{number}" for number in range(300)],
+                "user": draws.integers(users, size=300),
+                "day": draws.integers(7, size=300),
+                "a": draws.integers(2 + seed % 3, size=300),
+                "accuracy": draws.integers(2, size=300),
+                "latency_ms": draws.uniform(9, 10, 300),
+            }
+        )
+        with input_error("log of decisions"):
+            read(log)
+        # in turns
+        turns = log.with_columns(a=pl.int_range(pl.len()) % 3)
+        with input_error("log of decisions"):
+            read(turns)
+
+
 def test_a_row_that_failed_is_late_and_wrong():
     """It has no accuracy, but a time and an error; without an error it is not known."""
     frame = pl.DataFrame(

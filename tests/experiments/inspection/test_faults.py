@@ -68,6 +68,65 @@ def test_equal_repeats_of_few_cells_say_nothing_of_the_timer(sound):
     assert "In 40 of 40 cells" in str(findings[0])
 
 
+def with_repeats(factors, jitter=0.05, ordered=True, samples=480, seed=0):
+    """Samples × 3 settings, measured once for each of these factors, in their order or by size."""
+    draws = np.random.default_rng(seed)
+    level = draws.uniform(0.7, 1.7, (samples, 1, 1)) * np.array([50.0, 100.0, 200.0])[:, None]
+    times = level * np.exp(jitter * draws.standard_normal((samples, 3, len(factors)))) * factors
+    times = times if ordered else np.sort(times)
+    right = (draws.random((samples, 3)) < 0.7).astype(np.float32)
+    return table_of(torch.from_numpy(right), torch.from_numpy(times).float())
+
+
+@pytest.mark.parametrize(
+    ("factors", "ordered", "said"),
+    [
+        ((1.4, 1, 1), True, "The first repeat of a cell takes 1.40 times"),
+        ((1, 1.4, 1), True, "The second repeat of a cell takes 1.40 times"),
+        ((1, 1, 0.7), True, "The third repeat of a cell takes 0.70 times"),
+        ((1.25, 1), True, "The first repeat of a cell takes 1.25 times"),
+        # sorted by size, or as if they were, only the gap shows it
+        ((1, 1.25), True, "In each cell 1 of 2 repeats take 1.25 times"),
+        ((1, 1, 2), False, "In each cell 1 of 3 repeats take 1."),
+        ((1, 2, 2), False, "In each cell 2 of 3 repeats take 1."),
+        ((1.05, 1, 1), True, ""),
+        ((1, 1, 1), True, ""),
+        ((1, 1, 1), False, ""),
+    ],
+)
+def test_repeats_of_one_number_that_are_slower_throughout(factors, ordered, said):
+    findings = findings_by_check(with_repeats(factors, ordered=ordered))["later_repeats"]
+    assert len(findings) == bool(said)
+    assert all(str(finding).startswith(said) for finding in findings)
+
+
+NOISE = {
+    "normal": lambda draws, shape: 0.3 * draws.standard_normal(shape),
+    "heavy": lambda draws, shape: (0.1 * draws.standard_cauchy(shape)).clip(-9, 9),
+    "two kinds": lambda draws, shape: 0.7 * (draws.random(shape) < 0.4),
+    "rare": lambda draws, shape: 3.0 * (draws.random(shape) < 0.05) + 0.01 * draws.random(shape),
+    "uniform": lambda draws, shape: draws.random(shape),
+    "exponential": lambda draws, shape: draws.exponential(1, shape),
+    # all settings of a sample were measured in one go
+    "by sample": lambda draws, shape: (
+        0.1 * draws.standard_normal(shape) + draws.standard_normal((shape[0], 1, shape[2]))
+    ),
+}
+
+
+@pytest.mark.parametrize("noise", NOISE.values(), ids=NOISE.keys())
+def test_random_repeats_raise_no_alarm(noise):
+    for seed in range(120):
+        draws = np.random.default_rng(seed)
+        shape = (int(draws.choice([4, 12, 25, 100])), int(draws.choice([1, 3, 8])), 2 + seed % 4)
+        times = 100 * np.exp(noise(draws, shape))
+        if seed % 3 == 0:
+            times[..., 1:][draws.random(shape)[..., 1:] < 0.1] = np.nan
+        times = np.sort(times) if seed % 2 or seed % 3 == 0 else times
+        table = table_of(torch.ones(shape[:2]), torch.from_numpy(times).float())
+        assert findings_by_check(table)["later_repeats"] == [], seed
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_sound_tables_raise_no_alarm(seed):
     table = sound_table(seed)
