@@ -11,6 +11,7 @@ import polars as pl
 import pytest
 from page_parts import points_of, svg_of
 
+from knobwise.agents.teacher.regressors import FAMILIES
 from knobwise.common.words import number
 from knobwise.experiments.evidence.task import DECISION, GAP, OVER_MIX, UTILITY
 from knobwise.experiments.report import charts, page
@@ -29,6 +30,12 @@ def test_a_policy_has_the_same_colour_whatever_it_is_drawn_with():
     assert first[oracle] == second[oracle] == HUES[HUE_OF[oracle]]
     assert len({*first.values(), *second.values()}) == 3  # the run may be blue
     assert HUES["grey"] not in colours_of(map(str, range(20))).values()
+
+
+@pytest.mark.parametrize("baseline", [*FAMILIES, "latency_only", "lookup_table", "best_static"])
+def test_the_best_baseline_is_told_apart_from_what_is_drawn_beside_it(baseline):
+    beside = ("controller", "budget_aware_static", "oracle")
+    assert HUE_OF[baseline] not in {HUE_OF[policy] for policy in beside}
 
 
 def contrast(*colours):
