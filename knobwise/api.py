@@ -19,6 +19,7 @@ from knobwise.common.errors import InputError, naming
 from knobwise.common.progress import say
 from knobwise.envs.readers.embeddings import embedded
 from knobwise.envs.readers.feature_files import attach_features, features_from
+from knobwise.envs.readers.folders import refuse_folder
 from knobwise.envs.readers.long_table import table_from_frame
 from knobwise.envs.readers.tool_files import of_frame, tool_of
 from knobwise.envs.tables.profile_table import ProfileTable
@@ -78,12 +79,9 @@ def read(data: Any, features: Features = None, **options: Any) -> ProfileTable:
     if path.is_dir() and tool_of(path) is None:
         content = content or next(path.glob("features.*"), None)
         options = {"name": path.name, **options}
+        if not (path / "table.parquet").is_file():
+            refuse_folder(path)
         path /= "table.parquet"
-        if not path.is_file():
-            raise InputError(
-                f"{path}: no such file; exp5 and exp6 folders are read by "
-                "knobwise.envs.readers.exp_files.read_exp5_exp6"
-            )
     return read_profile(TableProfile(path=str(path), features=content, **options))
 
 

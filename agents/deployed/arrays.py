@@ -90,12 +90,44 @@ def checked(arrays: Arrays, form: str) -> tuple[dict[str, Any], str]:
     return header, digest.hex()[:16]
 
 
+def with_inner(request: Mapping[str, Any], names: Iterable[str]) -> Mapping[str, Any]:
+    """Return a request with the values of these names, where they stand inside objects: that of
+    `usage.tokens` is 3 in {"usage": {"tokens": 3}}, as tables of nested objects name it. A value of
+    that very name goes first; in an object that is None all is None."""
+    inner = {}
+    for name in names:
+        if name not in request:
+            with suppress(KeyError):
+                inner[name] = _inner(request, name)
+    return {**request, **inner} if inner else request
+
+
+def _inner(values: Mapping[str, Any], name: str) -> Any:
+    """Return the value of a dotted name; raises a KeyError where there is none."""
+    if name in values:
+        return values[name]
+    dot = name.find(".")
+    while dot >= 0:
+        # a key may have dots of its own
+        inside = values.get(name[:dot], ())
+        if inside is None:
+            return None
+        if isinstance(inside, Mapping):
+            with suppress(KeyError):
+                return _inner(inside, name[dot + 1 :])
+        dot = name.find(".", dot + 1)
+    raise KeyError(name)
+
+
 def encoded(columns: Iterable[Any], request: Mapping[str, Any]) -> Array:
     """Encode the named features of one request as float32 [d]: numbers as they are, text one-hot,
-    unseen text in its column's last slot. Raises a ValueError if a value is absent or of another
-    kind, or missing (None, NaN, "", "?") although no sample of the training lacked it."""
+    unseen text in its column's last slot. Names may reach into objects, see `with_inner`. Raises a
+    ValueError if a value is absent or of another kind, or missing (None, NaN, "", "?") although no
+    sample of the training lacked it."""
     block: list[float] = []
     for name, texts, gaps in columns:
+        if name not in request:
+            request = with_inner(request, [name])
         if name not in request:
             names = ", ".join(column[0] for column in columns)
             raise ValueError(f"features: {name!r} is absent; give {names}, None where unknown")

@@ -27,6 +27,7 @@ from .arrays import (
     encoded,
     read_arrays,
     short,
+    with_inner,
 )
 from .calibrated import CalibratedMeanBudgets, CostBounds, Guard, Static
 from .network import Heads, Normaliser, one_hot_of
@@ -363,7 +364,7 @@ class NumpyController:
     def with_blocks(self, features: Mapping[str, Any]) -> dict[str, Any]:
         """Return the features of a request with blocks in the place of texts. Raises a ValueError
         for what is neither."""
-        blocks = dict(features)
+        blocks = dict(with_inner(features, self.texts))
         for name, encoder in self.texts.items():
             if name in blocks and is_text(blocks[name]):
                 try:

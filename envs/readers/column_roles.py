@@ -24,6 +24,7 @@ from knobwise.envs.readers.layouts import CONFIGURATION
 from knobwise.envs.readers.outcome_columns import (
     ANSWERS,
     COMPLETE,
+    JUDGES,
     LABELS,
     MEASURED,
     NO_SETTINGS,
@@ -339,13 +340,14 @@ def _knobs_by_design(
             "knobs that may be outcomes, since hardly a sample has two of their values while the "
             f"other knobs are equal: {', '.join(unsure)} (profile.knobs=[…] says which are knobs)"
         )
-    doubtful = named_like(names, NO_SETTINGS)
+    doubtful = named_like(names, NO_SETTINGS, JUDGES)
     if doubtful and len(names) > 1:
         notes.append(
             f"knobs with names of data sets or metrics: {', '.join(doubtful)}. If ids start anew "
             "in each data set, name its column `dataset`; of several metrics keep the rows of one"
         )
-    for name, changing in _parting(frame, keys, names, [c for c in columns if c not in names]):
+    others = [c for c in (*columns, QUESTION) if c not in names and c in frame.columns]
+    for name, changing in _parting(frame, keys, names, list(dict.fromkeys(others))):
         notes.append(
             f"knob {name} may be part of the ids: {listed(changing)} of a sample changes with it "
             f"alone. If ids start anew in each {name}, rename it to `dataset`"

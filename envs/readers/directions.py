@@ -71,15 +71,16 @@ def check_costs(latency: str, unit: str, costs: Sequence[str], notes: list[str])
         )
 
 
-def check_accuracies(names: Sequence[str], rows: pl.DataFrame, notes: list[str]) -> None:
-    """Refuse accuracies that by their names count errors.
+def check_accuracies(names: Sequence[str], unit: str, rows: pl.DataFrame, notes: list[str]) -> None:
+    """Refuse accuracies that by their names count errors, whatever their range.
 
     Where slower settings of the same samples have more of it, it may be a score, whatever its name,
-    and a note says so.
+    and a note says so; not where it is above 1, as no accuracy is.
 
     Args:
         names: the columns of the accuracies in the file.
-        rows: `sample_id`, optionally `dataset`; `accuracy` and `latency`.
+        unit: in which they are there, `share` or `percent`.
+        rows: `sample_id`, optionally `dataset`; `accuracy`, which is one if from 0 to 1; `latency`.
         notes: what is noticed.
 
     Raises:
@@ -93,14 +94,24 @@ def check_accuracies(names: Sequence[str], rows: pl.DataFrame, notes: list[str])
     above = [pl.col(c) - pl.col(c).mean().over(keys) for c in ("accuracy", "latency")]
     agree = rows.select(pl.corr(*above, method="spearman")).item()
     listed = ", ".join(wrong)
-    if agree is not None and agree > 0.1:
+    (name, *_) = wrong
+    above_one = bool((rows["accuracy"] > 1 + 1e-6).any())
+    if not above_one and agree is not None and agree > 0.1:
         notes.append(
             f"accuracy={listed}: taken as it is, since slower settings have more of it; if it "
-            f"counts errors, write 1 - {wrong[0]}"
+            f"counts errors, write {_turned(name, unit, above_one)}"
         )
         return
     raise InputError(
-        f"accuracy={listed}: higher must be better, but by its name it counts errors: write "
-        f"1 - {wrong[0]}, or 1 / (1 + {wrong[0]}) if it can be above 1. If higher is better, "
-        "rename the column"
+        f"accuracy={listed}: higher must be better, but by its name less of it is better: write "
+        f"{_turned(name, unit, above_one)}. If higher is better, rename the column"
     )
+
+
+def _turned(name: str, unit: str, above_one: bool) -> str:
+    """Return the formula that makes an accuracy of such a measure."""
+    if unit == "percent":
+        return f"100 - {name}"
+    if above_one:
+        return f"1 / (1 + {name}), or 1 - {name} / 100 if it is in per cent"
+    return f"1 - {name}, or 1 / (1 + {name}) if it can be above 1"

@@ -9,7 +9,7 @@ import gzip
 import io
 import itertools
 import json
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,8 +21,17 @@ from knobwise.common.errors import InputError
 from knobwise.common.files import check_unpacked, most_unpacked
 from knobwise.common.json_text import decoded, encoding_of, text_of
 from knobwise.common.parquet import read_parquet
-from knobwise.common.text_files import LOOKED_AT, form_of, rows_of_text, with_points
+from knobwise.common.text_files import (
+    LOOKED_AT,
+    NAMED,
+    form_of,
+    rows_of_text,
+    where_rows_differ,
+    with_points,
+)
 from knobwise.envs.readers.arff import arff_frame
+from knobwise.envs.readers.folders import refuse_folder
+from knobwise.envs.readers.nested import NO_COLUMN, mixed_column
 from knobwise.envs.readers.split_json import is_split, rows_of_split
 
 KEYS = frozenset(
@@ -69,6 +78,8 @@ def read_frame(
 
 def _read(path: Path, notes: list[str], lines: Lines | None) -> pl.DataFrame:
     """Read a file as `read_frame` does; of files without lines, these stay empty."""
+    if path.is_dir():
+        refuse_folder(path)
     if not path.is_file():
         raise InputError(f"{path}: no such file")
     name = path.name.removesuffix(".gz")
@@ -82,7 +93,7 @@ def _read(path: Path, notes: list[str], lines: Lines | None) -> pl.DataFrame:
             return _delimited(content, notes, lines)
         if name.endswith((".json", ".jsonl", ".ndjson")):
             text = text_of(content if isinstance(content, bytes) else path.read_bytes())
-            return _frame(_rows(text, not name.endswith(".json"), notes, lines), lines)
+            return _frame(_rows(text, not name.endswith(".json"), notes, lines), notes, lines)
         if name.endswith(".arff"):
             text = text_of(content if isinstance(content, bytes) else path.read_bytes())
             return arff_frame(text)
@@ -119,6 +130,8 @@ def _delimited(content: bytes | Path, notes: list[str], lines: Lines | None) -> 
             head = content.splitlines(keepends=True)[:LOOKED_AT]
     begin = [line.decode("utf-8-sig", errors="replace") for line in head]
     separator, skipped = form_of(begin)
+    if skipped and not NAMED.fullmatch(begin[0].strip("\r\n")):
+        notes.append(f"the header is in line {skipped + 1}; what stands above it is not read")
     if lines is not None and isinstance(content, bytes):
         content = _even_rows(content, separator, skipped, lines)
         skipped = 0
@@ -132,11 +145,15 @@ def _delimited(content: bytes | Path, notes: list[str], lines: Lines | None) -> 
             separator=separator,
             skip_lines=skipped,
         )
-    except pl.exceptions.PolarsError:
+    except pl.exceptions.PolarsError as error:
         # another encoding is the true cause
-        text_of(content if isinstance(content, bytes) else content.read_bytes())
+        text = text_of(content if isinstance(content, bytes) else content.read_bytes())
+        if words := where_rows_differ(text, separator, skipped):
+            raise ValueError(words) from error
         raise
     names = [name or "" for name in frame.row(0)]
+    if twice := [repr(name) for name, count in Counter(names).items() if count > 1]:
+        raise ValueError(f"columns occur twice: {', '.join(twice)}; rename them")
     frame = frame.slice(1).rename(dict(zip(frame.columns, names, strict=True)))
     return with_points(frame, separator, notes)
 
@@ -255,9 +272,9 @@ def _lists(document: dict[str, Any]) -> dict[str, list[Any]]:
     return lists
 
 
-def _frame(rows: dict[int, Any], lines: Lines | None) -> pl.DataFrame:
+def _frame(rows: dict[int, Any], notes: list[str], lines: Lines | None) -> pl.DataFrame:
     """Return rows, by their numbers, as a frame; `lines`, if given, take the numbers and what is
-    wrong with single rows.
+    wrong with single rows. Columns of lists of mixed types are noted.
 
     Raises:
         ValueError: without `lines` for what polars would turn into something else: lines that are
@@ -283,7 +300,14 @@ def _frame(rows: dict[int, Any], lines: Lines | None) -> pl.DataFrame:
         _refuse_mixed(kinds, rows)
     else:
         lines.numbers = list(sound)
-    return pl.DataFrame(list(sound.values()), infer_schema_length=None)
+    records = list(sound.values())
+    try:
+        return pl.DataFrame(records, infer_schema_length=None)
+    except NO_COLUMN:
+        columns = []
+        for name in dict.fromkeys(name for row in records for name in row):
+            columns += mixed_column(name, [row.get(name) for row in records], notes)
+        return pl.DataFrame(columns)
 
 
 def _plain(value: Any) -> Any:

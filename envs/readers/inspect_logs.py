@@ -19,8 +19,9 @@ from typing import Any
 import polars as pl
 
 from knobwise.common.errors import InputError
-from knobwise.common.files import check_unpacked
+from knobwise.common.files import check_unpacked, most_unpacked
 from knobwise.common.json_text import decoded
+from knobwise.common.zstd_frames import BLOCK, most_unpacked_from
 from knobwise.envs.readers.raw_files import beginning, json_in
 from knobwise.envs.readers.tool_rows import FAILED, ToolRows, known_before
 
@@ -283,24 +284,39 @@ def _archived(path: Path) -> tuple[Any, list[Any]]:
                 parts = [m for name, m in members.items() if name.startswith("_journal/summaries/")]
             check_unpacked(path, sum(member.file_size for member in (header, *parts)))
             samples = []
+            size = 0
             for part in parts:
-                samples += decoded(_content(archive, part, path))
-            return decoded(_content(archive, header, path)), samples
+                content = content_of(archive, part, path, size)
+                size += len(content)
+                samples += decoded(content)
+            return decoded(content_of(archive, header, path, size)), samples
     except (OSError, zipfile.BadZipFile, zlib.error, KeyError, TypeError, ValueError) as error:
         if isinstance(error, InputError):
             raise
         raise InputError(f"{path}: not a log of inspect-ai, or damaged ({error})") from error
 
 
-def _content(archive: zipfile.ZipFile, member: zipfile.ZipInfo, path: Path) -> bytes:
+def content_of(
+    archive: zipfile.ZipFile, member: zipfile.ZipInfo, path: Path, before: int = 0
+) -> bytes:
     """Return the content of a member of an archive, which may be compressed by zstandard.
 
+    No more is unpacked than `check_unpacked` allows, but for a block of 128 kB, whatever size the
+    archive names.
+
+    Args:
+        archive, member, path: the member, and the file that the archive is in.
+        before: how many bytes of the archive were unpacked already.
+
     Raises:
-        InputError: it is compressed in a way that nobody here can read.
+        InputError: it is compressed in a way that nobody here can read, or unpacks to too much.
         ValueError: it is damaged.
     """
     try:
-        return archive.read(member)
+        with archive.open(member) as file:
+            content = file.read(most_unpacked() - before + 1)
+        check_unpacked(path, before + len(content))
+        return content
     except NotImplementedError:
         if member.compress_type != ZSTD:
             raise InputError(
@@ -312,6 +328,7 @@ def _content(archive: zipfile.ZipFile, member: zipfile.ZipInfo, path: Path) -> b
         name, extra = struct.unpack("<HH", file.read(LOCAL_HEADER)[-4:])
         file.seek(name + extra, io.SEEK_CUR)
         packed = file.read(member.compress_size)
+    check_unpacked(path, before + most_unpacked_from(packed) - BLOCK)
     try:
         # polars unpacks what it reads as text
         lines = pl.read_lines(io.BytesIO(packed)).to_series()
@@ -320,6 +337,7 @@ def _content(archive: zipfile.ZipFile, member: zipfile.ZipInfo, path: Path) -> b
     content = "\n".join(lines).encode()
     if len(content) + 1 == member.file_size:
         content += b"\n"
+    check_unpacked(path, before + len(content))
     if zlib.crc32(content) != member.CRC:
         raise ValueError(f"{member.filename} is not what it was when it was written")
     return content

@@ -19,6 +19,7 @@ import polars as pl
 from knobwise.common.checks import one_of
 from knobwise.common.errors import InputError, naming
 from knobwise.common.files import written_whole
+from knobwise.envs.readers.cell_rows import check_ids, refuse_judges
 from knobwise.envs.readers.column_roles import keys_of, knobs_and_features
 from knobwise.envs.readers.column_values import as_share, check_range, name_column, number_column
 from knobwise.envs.readers.dense_table import COST, TIME, WEIGHT, WORD_COLUMNS, dense_fields
@@ -27,7 +28,8 @@ from knobwise.envs.readers.feature_files import Features, attach_features, featu
 from knobwise.envs.readers.frames import with_chats
 from knobwise.envs.readers.layouts import CONFIGURATION, Layout, long_form
 from knobwise.envs.readers.missing_cells import MISSING_CELLS, cells_as_failed, rows_as_failed
-from knobwise.envs.readers.outcome_columns import failures, listed
+from knobwise.envs.readers.missing_columns import refuse_missing
+from knobwise.envs.readers.outcome_columns import crashed, failures, listed
 from knobwise.envs.readers.tool_files import BUDGET, read_measurements
 from knobwise.envs.readers.unit_columns import in_one_unit
 from knobwise.envs.tables.columns import Column
@@ -172,7 +174,7 @@ def table_from_frame(
             accuracy = "score"
         # columns with a role of their own
         needed = [c for c in ("sample_id", accuracy, latency, group, time) if c is not None]
-        _refuse_missing(needed, frame, described)
+        refuse_missing(needed, accuracy, latency, frame, described)
         costs = list(dict.fromkeys(costs or ()))
         _refuse_costs(costs, frame, needed, described)
         other = {*needed, *costs, "dataset", "repeat"} | described.names
@@ -191,8 +193,10 @@ def table_from_frame(
             missing=missing,
             notes=notes,
         )
+        # loss of 3 is no accuracy out of range
         if described.right is None:
-            check_accuracies(described.wide or [accuracy], rows, notes)
+            check_accuracies(described.wide or [accuracy], accuracy_unit, rows, notes)
+        _check_ranges(rows, accuracy, latency)
         if factor != 1:
             # before they lose digits as float32, so that the table is that of a file in ms
             rows = rows.with_columns(pl.col("latency") * factor)
@@ -202,9 +206,13 @@ def table_from_frame(
             rows = rows.with_columns(_times(frame[time]))
 
         # all other columns: knobs, and perhaps features
+        as_told = set(knobs or ())
         knobs, blocks = knobs_and_features(
             frame, keys_of(rows), knobs, features, columns, other, latency, notes, some_cells
         )
+        refuse_judges(frame, rows, keys_of(rows).columns, knobs, other | as_told)
+        if "repeat" not in frame.columns:
+            check_ids(frame, keys_of(rows), knobs, other, notes)
         rows = rows.with_columns(_costs(frame, rows, costs, notes))
         fields = dense_fields(frame, rows, knobs, group, notes)
     table = ProfileTable(name=name, unit=kept, notes=tuple(notes), **fields)
@@ -214,22 +222,6 @@ def table_from_frame(
     if blocks is None:
         return table
     return attach_features(table, blocks, columns, described)
-
-
-def _refuse_missing(needed: Sequence[str], frame: pl.DataFrame, layout: Layout) -> None:
-    """Raise InputError if a table lacks one of the columns that it needs."""
-    if missing := [column for column in needed if column not in frame.columns]:
-        # what the layout names stands under our names too
-        copies = {"sample_id", "repeat"} if layout.names else set()
-        columns = [c for c in frame.columns if c not in copies - layout.names]
-        raise InputError(
-            f"no column {', '.join(missing)}; its columns are "
-            f"{listed(columns) or 'none'}. A table needs sample_id, an accuracy and a "
-            "latency: rename the columns, or give their names as id=…, accuracy=… and latency=… "
-            "(on the command line profile.id=…, profile.accuracy=… and profile.latency=…)"
-            + ". Values are parted by a comma, semicolon, tab or |"
-            * (frame.width == 1)
-        )
 
 
 def _refuse_costs(
@@ -340,7 +332,7 @@ def _profiled_rows(
     missing: str,
     notes: list[str],
 ) -> tuple[pl.DataFrame, pl.DataFrame]:
-    """Return the rows that have an accuracy and a latency, or raise InputError.
+    """Return the rows that have an accuracy and a latency, of any size, or raise InputError.
 
     Args:
         ids: the column of the ids, for messages.
@@ -353,11 +345,15 @@ def _profiled_rows(
         `first_look` (0 without one) and `weight` (1 without one).
     """
     measured = _as_numbers(frame, accuracy, accuracy_unit, latency, timed, notes)
+    shares = measured["accuracy"].alias(accuracy)
+    at_once = crashed(frame, shares, measured["latency"], notes)
     if missing == "failed":
-        measured = rows_as_failed(measured, notes)
+        # the time of nothing is none
+        timed_rows = pl.when(~at_once).then("latency").alias("latency")
+        measured = rows_as_failed(measured.with_columns(timed_rows), notes)
     # what failed is late and wrong, not unmeasured
     shares = measured["accuracy"].alias(accuracy)
-    failed = failures(frame, shares, measured["latency"], notes)
+    failed = at_once | failures(frame, shares, measured["latency"], notes)
     has_time = measured["latency"].is_not_null()
     wrong = pl.when(failed & has_time).then(0.0).otherwise("accuracy")
     measured = measured.with_columns(accuracy=wrong)
@@ -372,9 +368,7 @@ def _profiled_rows(
     keys = [name_column(frame[ids]).alias("sample_id")]
     if "dataset" in frame.columns:
         keys.insert(0, name_column(frame["dataset"]))
-    rows = measured.with_columns(keys)
-    _check_ranges(rows, accuracy, latency)
-    return frame, rows
+    return frame, measured.with_columns(keys)
 
 
 def _as_numbers(

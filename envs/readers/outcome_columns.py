@@ -77,11 +77,15 @@ ROW_NUMBERS = re.compile(
 """Names of numbers of rows."""
 NO_SETTINGS = re.compile(
     r"(data_?set|(sub_?)?task|bench(mark)?|suite|subset|corpus|subject|category|domain|topic"
-    r"|eval|source|(test|eval)_?set|scenario)"
-    r"(_?(name|type|id))?"
-    r"|metrics?(_name)?|(judge|grader|rater|scorer|annotator|evaluator)(_(name|model|id))?"
+    r"|eval|source|(test|eval)_?set|scenario|shard|chunk|part|batch|file)"
+    r"(_?(name|type|id|idx|index|no|nr|number))?"
 )
-"""Names of data sets, and of ways to judge an answer: what a system is seldom set to."""
+"""Names of data sets and their parts: what a system is seldom set to."""
+JUDGES = re.compile(
+    r"metrics?(_name)?|rubric|criteri(on|a)"
+    r"|(judge|grader|rater|scorer|annotator|evaluator)(_(name|model|id))?"
+)
+"""Names of ways to judge an answer, which are no settings either."""
 ERRORS = re.compile(
     r"((has|is|api|request)_)?(errors?|exceptions?)(_(type|code|message|msg|text))?|timed_out"
     r"|((http|exit|response|request)_)?status(_code)?|(exit|return|http)_code"
@@ -95,6 +99,8 @@ FINE = {
     *("skipped", "pending", "queued", "running", "cancelled", "canceled"),
 }
 """Values of such a column where nothing failed, in lower case; so are 200 and its like."""
+MOST_ANSWERED = 0.5
+"""Such a value is none of a failure if a larger share of its rows took time and are right."""
 
 MAX_ROWS = 100_000
 """Of a longer table, as many samples are looked at as have about so many rows."""
@@ -255,15 +261,7 @@ def failures(
     with accuracy, or as long as other time-outs.
     """
     unscored = accuracy.is_null()
-    signs = {}
-    for name in named_like(frame.columns, ERRORS):
-        if not holds_no_text(frame[name].dtype):
-            text = frame[name].cast(pl.String).str.strip_chars().str.to_lowercase().fill_null("")
-            # a code is a float where others are empty
-            text = text.str.replace(r"^(\d+)\.0+$", "$1")
-            signs[f"failed, as {name} says"] = ~(
-                text.is_in(list(FINE)) | text.str.contains(r"^2\d\d$")
-            )
+    signs = {f"failed, as {name} says": ~_is_fine(text) for name, text in _statuses(frame).items()}
     longest = float(np.max(latency.fill_null(0).to_numpy(), initial=0))
     slowest = (latency == longest).fill_null(False)
     if 1 < slowest.sum() == (slowest & unscored).sum() and not unscored.all():
@@ -279,6 +277,48 @@ def failures(
             notes.append(f"{new.sum()} rows without {accuracy.name} {sign}: they count as wrong")
         failed |= new
     return failed
+
+
+def crashed(
+    frame: pl.DataFrame, accuracy: pl.Series, latency: pl.Series, notes: list[str]
+) -> pl.Series:
+    """Return which rows failed before they took any time or cost, whatever accuracy they have, bool
+    [n]; notes count those that have more than 0.
+
+    A column of errors says so, by a value that hardly any answer has: right, and not for nothing.
+    """
+    nothing = (latency == 0).fill_null(True)
+    right = (accuracy > 0).fill_null(False)
+    failed = pl.repeat(False, len(frame), dtype=pl.Boolean, eager=True)
+    for name, status in _statuses(frame.drop(accuracy.name, strict=False)).items():
+        rows = pl.DataFrame({"status": status, "answered": right & ~nothing})
+        seldom = rows.select(pl.col("answered").mean().over("status") <= MOST_ANSWERED)["answered"]
+        # a fraction is a measure of errors
+        fraction = (status.cast(pl.Float64, strict=False) % 1 != 0).fill_null(False)
+        new = nothing & seldom & ~(_is_fine(status) | fraction | failed)
+        if scored := (new & right & (latency == 0)).sum():
+            notes.append(
+                f"{scored} rows that took nothing, but have an {accuracy.name} above 0, failed, as "
+                f"{name} says: they count as wrong"
+            )
+        failed |= new
+    return failed
+
+
+def _statuses(frame: pl.DataFrame) -> dict[str, pl.Series]:
+    """Return the columns that say whether an answer failed, as text in lower case; "" is empty."""
+    statuses = {}
+    for name in named_like(frame.columns, ERRORS):
+        if not holds_no_text(frame[name].dtype):
+            text = frame[name].cast(pl.String).str.strip_chars().str.to_lowercase().fill_null("")
+            # a code is a float where others are empty
+            statuses[name] = text.str.replace(r"^(\d+)\.0+$", "$1")
+    return statuses
+
+
+def _is_fine(status: pl.Series) -> pl.Series:
+    """Return where a column of `_statuses` says that nothing failed, bool [n]."""
+    return status.is_in(list(FINE)) | status.str.contains(r"^2\d\d$")
 
 
 class Design:

@@ -9,7 +9,7 @@ from scipy.stats import t as student
 
 from knobwise.common.errors import InputError
 from knobwise.envs.readers.column_values import holds_no_text, numbered
-from knobwise.envs.readers.outcome_columns import REPEATS, named_like
+from knobwise.envs.readers.outcome_columns import REPEATS, listed, named_like
 
 RESTART = "do they restart in every batch or on every rank?"
 """What to ask of ids where different samples look like repeats."""
@@ -44,8 +44,9 @@ def repeated_rows(
         _note_setting(frame[column], rows, knobs, notes)
     if rows["repeat"].null_count():
         rows = _numbered_rows(frame.select(columns), rows, notes)
+    cells = frame.drop(knobs).with_columns(rows["cell"])
     rows = rows.sort("cell", "repeat", "latency", "accuracy")
-    _check_repeated(rows, notes)
+    _check_repeated(rows, cells, notes)
     return rows
 
 
@@ -111,11 +112,11 @@ def _note_setting(
         )
 
 
-def _check_repeated(rows: pl.DataFrame, notes: list[str]) -> None:
+def _check_repeated(rows: pl.DataFrame, cells: pl.DataFrame, notes: list[str]) -> None:
     """Note how many cells were measured repeatedly without numbers, or differ in accuracy.
 
     `repeat` tells measurements of a cell apart, or without it any column does. Raises InputError if
-    nothing does.
+    nothing does, with the columns beside the `cell` of all rows that would.
     """
     same = "the same repeat"
     copies = rows.filter(_as_above("cell", "repeat"))
@@ -133,7 +134,7 @@ def _check_repeated(rows: pl.DataFrame, notes: list[str]) -> None:
             f"{copies['cell'].n_unique()} (sample, configuration) pairs occur more than once with "
             f"{same}, such as {_cells_of(copies)}; remove the copies, or number the measurements "
             f"of each pair in a column `repeat`. Ids must be unique inside a data set ({RESTART}), "
-            "and every knob needs a column"
+            f"and every knob needs a column{_parting(cells)}"
         )
     other = ~_as_above("accuracy")
     differ = rows.filter(_as_above("cell"), other)
@@ -148,6 +149,22 @@ def _check_repeated(rows: pl.DataFrame, notes: list[str]) -> None:
             f"{same_time['cell'].n_unique()} of them have two accuracies at the same latency, such "
             f"as {_cells_of(same_time)}: one may be a mistake"
         )
+
+
+def _parting(cells: pl.DataFrame) -> str:
+    """Name the columns that have another value in each row of a cell, but several rows with each;
+    "" for none."""
+    names = [
+        name
+        for name, dtype in cells.schema.items()
+        if name != "cell"
+        and not holds_no_text(dtype)
+        and 1 < 2 * cells[name].n_unique() <= len(cells)
+        and not cells.select("cell", name).is_duplicated().any()
+    ]
+    if not names:
+        return ""
+    return f"; {listed(names)} would tell them apart, renamed to `dataset` if ids restart in each"
 
 
 def _as_above(*columns: str) -> pl.Expr:

@@ -6,6 +6,9 @@ from __future__ import annotations
 import math
 from typing import Any
 
+INDEX = "index"
+"""The key of the index of pandas, and the name of its column."""
+
 
 def is_split(document: dict[str, Any]) -> bool:
     """Return whether an object holds `columns`, a list of names, and `data`, a list of rows."""
@@ -18,6 +21,9 @@ def is_split(document: dict[str, Any]) -> bool:
 
 def rows_of_split(document: dict[str, Any], notes: list[str]) -> list[dict[str, Any]]:
     """Return the rows as objects; NaN, which W&B writes for an empty cell, is null, and noted.
+
+    An index of pandas that is more than the numbers of rows becomes a column `index`: pandas does
+    not write its name.
 
     Raises:
         ValueError: names of columns that are no text or occur twice, or a row of another length.
@@ -41,6 +47,13 @@ def rows_of_split(document: dict[str, Any], notes: list[str]) -> list[dict[str, 
         rows.append(row)
     if empty:
         notes.append(f"{empty} cells are NaN, which is how W&B writes empty ones: they are empty")
+    index = document.get(INDEX)
+    if INDEX not in names and isinstance(index, list) and len(index) == len(rows):
+        # an index of several levels is one of lists
+        levels = any(isinstance(each, list) for each in index)
+        if index != list(range(len(rows))) and not levels:
+            notes.append(f"the index of pandas is the column {INDEX!r}; if it has ids, id={INDEX}")
+            return [row | {INDEX: each} for row, each in zip(rows, index, strict=True)]
     return rows
 
 

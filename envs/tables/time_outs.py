@@ -26,8 +26,9 @@ MOST = 0.9
 def time_outs(times: np.ndarray, wrong: np.ndarray) -> np.ndarray:
     """Return which of these times are time-outs, bool of the same shape.
 
-    They are the longest, where it occurs often; or, of wrong answers alone, those that end within a
-    2 % of each other, with next to nothing just below and above.
+    They are the longest, where it occurs often, unless that is what right answers of a
+    configuration always take, such as a price per request; or, of wrong answers alone, those that
+    end within a 2 % of each other, with next to nothing just below and above.
 
     Args:
         times: float [n, C] or [n], ≥ 0, NaN where unknown.
@@ -40,7 +41,10 @@ def time_outs(times: np.ndarray, wrong: np.ndarray) -> np.ndarray:
         return none
     few = SHARE * known.size
     if known.size - shorter.size > max(few, RATIO * (shorter == shorter.max()).sum()):
-        return times == known.max()
+        longest = times == known.max()
+        right = (longest & ~wrong).sum()
+        steady = right > MOST_RIGHT * longest.sum() and _is_usual(longest, times)
+        return none if steady else longest
     # a few may be longer, as when a process could not be stopped
     place = math.ceil((1 - SHARE / 2) * known.size) - 1
     top = np.partition(known, place)[place]
@@ -58,7 +62,7 @@ def time_outs(times: np.ndarray, wrong: np.ndarray) -> np.ndarray:
 
 def _is_usual(heap: np.ndarray, times: np.ndarray) -> bool:
     """Return whether each configuration that is in the heap nearly always is, bool and float
-    [n, C] or [n]: it is slow and wrong, and was not stopped."""
+    [n, C] or [n]: it is slow, and was not stopped. What took no time failed, and does not count."""
     count = heap.sum(0)
-    measured = (~np.isnan(times)).sum(0)
+    measured = (times > 0).sum(0)
     return bool(np.all((count == 0) | (count > MOST * measured)))

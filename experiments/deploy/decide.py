@@ -17,6 +17,7 @@ from knobwise.common.words import counted
 from knobwise.envs.readers.column_values import refuse_lost_digits
 from knobwise.envs.readers.feature_columns import encode, number
 from knobwise.envs.readers.frames import Lines, read_frame, with_chats
+from knobwise.envs.readers.nested import unnested
 from knobwise.envs.tables.columns import FEATURES, Column, columns_of
 from knobwise.experiments.evidence.run_folder import controller_at
 from knobwise.experiments.settings.options import DecideRun
@@ -53,7 +54,8 @@ def run(config: DecideRun) -> int:
     ids = ["sample_id", of_run(config.checkpoint, "profile.id")]
     notes = list[str]()
     lines = Lines()
-    frame = read_frame(path, notes, lines)
+    # the names inside objects are those of a profile
+    frame = unnested(read_frame(path, notes, lines))
     for note in notes:
         say(note)
     refused = dict(lines.refused)

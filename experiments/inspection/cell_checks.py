@@ -154,6 +154,8 @@ def same_samples(measured: Measured) -> Findings:
     usual = np.nanmedian(np.abs(np.diff(measured.log_ms, axis=0)))
     right = np.isclose(measured.accuracy[first], measured.accuracy[second], equal_nan=True)
     same = (right.mean(1) > 0.95) & (np.nanmedian(differences, 1) < 0.25 * usual)
+    # what failed throughout is alike
+    same &= ~measured.empty.all(1)[second]
     if same.any():
         yield Finding(
             f"{same.sum():,} samples, such as {measured.ids[second[same.argmax()]]}, have the same "
@@ -209,11 +211,14 @@ def capped(measured: Measured) -> Findings:
     if not late.any():
         return
     scored = int((measured.accuracy[late] > 0).sum())
-    advice = "They look like time-outs, with accuracy 0 as they should: default budgets leave "
-    advice += "them out."
-    if scored:
-        advice = "They look like time-outs: default budgets leave them out. Give accuracy 0 to "
-        advice += f"the {scored:,} of them that have more, unless they were in time."
+    advice = "They look like time-outs"
+    if not scored:
+        advice += ", with accuracy 0 as they should"
+    advice += ": default budgets leave them out."
+    # an answer that was cut at a number of tokens may be right
+    if scored and measured.table.unit == MS:
+        advice += f" Give accuracy 0 to the {scored:,} of them that have more, unless they were in "
+        advice += "time."
     shortest, longest = np.exp([measured.log_ms[late].min(), measured.log_ms[late].max()])
     words = f"{late.sum():,} cells have the largest latency, {longest:.4g}"
     if shortest < longest:

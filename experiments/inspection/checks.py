@@ -93,7 +93,7 @@ CHECKS = (
     Check(serving_checks.cold_start, timed=True),
     Check(serving_checks.cut_answers),
     Check(serving_checks.batches, timed=True),
-    Check(serving_checks.failed_requests, timed=True),
+    Check(serving_checks.failed_requests),
     Check(serving_checks.failed_cells),
     Check(serving_checks.shifted_scores),
     Check(serving_checks.other_version),

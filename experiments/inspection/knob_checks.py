@@ -174,7 +174,8 @@ def _effects(measured: Measured) -> list[np.ndarray]:
     """Return the effect of each value of each knob on ln latency in each sample, [n, V] for each
     knob: additive, by least squares over the configurations."""
     table = measured.table
-    log_ms = np.where(np.isnan(measured.log_ms), expected_of(measured.log_ms), measured.log_ms)
+    log_ms = np.where(measured.empty, np.nan, measured.log_ms)
+    log_ms = np.where(np.isnan(log_ms), expected_of(log_ms), log_ms)
     log_ms = np.nan_to_num(log_ms - np.nanmean(log_ms, 1, keepdims=True))
     sizes = [len(knob.values) for knob in table.knobs]
     columns = []

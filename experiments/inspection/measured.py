@@ -47,7 +47,8 @@ class Measured:
         facts: see `inspect_table`; empty before training.
         accuracy, log_ms: float64 [n, C], NaN where not profiled; ln of the latencies.
         timed_out: bool [n, C], the cells that look like time-outs.
-        log_answered: float64 [n, C], `log_ms` without them.
+        empty: bool [n, C], the cells that cost nothing, and are wrong.
+        log_answered: float64 [n, C], `log_ms` without these.
         repeats_ms: float64 [n, C, R], as in the profile.
         ran: bool [n, C], whether the configuration was measured in the data set of the sample.
         few: int64 [m], the samples that regressions are fitted on.
@@ -68,8 +69,9 @@ class Measured:
         self.log_ms = log_measured(table.latency_ms[rows].double()).numpy()
         times = table.latency_ms[rows].numpy()
         self.timed_out = time_outs(times, self.accuracy == 0)
-        self.log_answered = np.where(self.timed_out, np.nan, self.log_ms)
         self.repeats_ms = table.measurements_ms[rows].double().numpy()
+        self.empty = (self.repeats_ms == 0).any(2) & (self.accuracy == 0)
+        self.log_answered = np.where(self.timed_out | self.empty, np.nan, self.log_ms)
         self.ran = ran(table)[rows].numpy()
         self.few = few.numpy()
         x = FeatureNormaliser.fit(table, rows[few]).of_rows(table, rows[few]).double()

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from scipy.stats import binom
 
+from knobwise.envs.tables.units import MS
 from knobwise.experiments.inspection.measured import (
     FAILED,
     MOST,
@@ -27,6 +28,8 @@ FAR = 1000
 """A cell that takes so many times as long as others of its sample and configuration is wrong."""
 CACHED = 20
 """An answer in such a part of the usual time was not computed."""
+QUICK = 4
+"""A sample that takes such a part of the usual time whatever the configuration may have failed."""
 SLOW = 12
 """A cell that takes so many times as long, where few take a quarter of that, was measured cold."""
 
@@ -173,11 +176,16 @@ def failed_requests(measured: Measured) -> Findings:
     """Samples fail fast in all configurations."""
     levels = np.nanmedian(measured.log_ms - np.nanmedian(measured.log_ms, 0), 1)
     wrong = np.nanmax(measured.accuracy, 1) == 0
-    failed = wrong & (levels < np.median(levels[~wrong]) - math.log(4))
+    timed = measured.table.unit == MS
+    # tokens and prices of short inputs differ by more than times do; 0 is that of `costs_of_zero`
+    factor = QUICK if timed else CACHED
+    failed = wrong & (levels < np.median(levels[~wrong]) - math.log(factor))
+    if not timed:
+        failed &= ~measured.empty.all(1)
     if failed.sum() >= 5 and measured.log_ms.shape[1] > 1:
         words = f"{failed.sum():,} samples (e.g. {measured.ids[failed.argmax()]}) are wrong under "
-        words += "every configuration, and took under a quarter of the usual time"
-        yield Finding(words, "likely", FAILED)
+        words += f"every configuration, at under a {'quarter' if timed else f'{factor}th'} "
+        yield Finding(f"{words}of the usual time", "likely", FAILED)
 
 
 def failed_cells(measured: Measured) -> Findings:

@@ -4,6 +4,7 @@ commas."""
 from __future__ import annotations
 
 import csv
+import itertools
 import re
 from collections.abc import Sequence
 
@@ -17,6 +18,7 @@ LOOKED_AT = 20
 """The number of lines that show the separator."""
 COMMA = r"^\s*[-+]?\d*,\d+(?:[eE][-+]?\d+)?\s*$"
 POINT = r"^\s*[-+]?\d*\.\d+(?:[eE][-+]?\d+)?\s*$"
+NUMBER_WITH_POINT = r"^\s*[-+]?\d*[.,]?\d+(?:[eE][-+]?\d+)?\s*$"
 NUMBER = r"(?i)^\s*(?:[-+]?(?:\d+|\d*,\d+)(?:e[-+]?\d+)?|nan|na|null|none|\?|)\s*$"
 """A number that may have a decimal comma, or nothing."""
 THOUSANDS = r"^\s*[-+]?[1-9]\d{0,2},\d{3}\s*$"
@@ -25,7 +27,8 @@ THOUSANDS = r"^\s*[-+]?[1-9]\d{0,2},\d{3}\s*$"
 
 def form_of(lines: Sequence[str]) -> tuple[str, int]:
     """Return the separator in the first lines of delimited text, and the number of lines before
-    the header: 1 if the first line only names the separator, as in `sep=;`."""
+    the header: 1 if the first line only names the separator, as in `sep=;`; more if a comment or
+    what a tool says of its run stands there, and it is certain where the header is."""
     if lines and (named := NAMED.fullmatch(lines[0].strip("\r\n"))):
         return named[1], 1
     several = []
@@ -36,8 +39,64 @@ def form_of(lines: Sequence[str]) -> tuple[str, int]:
             continue
         if widths and widths[0] > 1:
             several.append((len({*widths}) > 1, separator))
+    uneven, separator = min(several, key=lambda choice: choice[0], default=(True, ","))
+    if uneven:
+        for other in SEPARATORS:
+            if before := _lines_before_header(lines, other):
+                return other, before
     # one that gives rows of the same length, else any that parts the header
-    return min(several, key=lambda choice: choice[0], default=(True, ","))[1], 0
+    return separator, 0
+
+
+def _lines_before_header(lines: Sequence[str], separator: str) -> int:
+    """Return how many lines stand before the header, 0 where that is not certain: all rows from it
+    on are of the same length, which those before it are not; it has names, all different and none
+    of them a number, and below it a column holds numbers alone."""
+    reader = csv.reader(lines, delimiter=separator)
+    rows = []
+    before = 0
+    try:
+        for row in reader:
+            if row:
+                rows.append((before, row))
+            before = reader.line_num
+    except csv.Error:
+        return 0
+    width = len(rows[-1][1]) if rows else 0
+    even = list(itertools.takewhile(lambda numbered: len(numbered[1]) == width, reversed(rows)))
+    before, names = even.pop() if even else (0, [])
+    below = list(zip(*(row for _, row in even), strict=True))
+    named = all(name.strip() and not re.match(NUMBER, name) for name in names)
+    numbers = any(all(re.match(NUMBER_WITH_POINT, value) for value in column) for column in below)
+    certain = named and numbers and width > 1 and len(even) > 1 and len({*names}) == width
+    return before if certain else 0
+
+
+def where_rows_differ(text: str, separator: str, skipped: int) -> str:
+    """Say which row of delimited text is longer than the header, and which line may be the header;
+    "" if none is longer.
+
+    Args:
+        text: its lines end in line feeds.
+        skipped: how many lines stand before the header.
+
+    Raises:
+        ValueError: see `rows_of_text`.
+    """
+    rows = rows_of_text(text, separator).filter(pl.col("line") > skipped)
+    width = rows["values"][0]
+    longer = rows.filter(pl.col("values") > width)
+    if longer.is_empty():
+        return ""
+    first = longer.row(0, named=True)
+    words = f"line {first['line']} has {first['values']} values, but the header (line "
+    words += f"{rows['line'][0]}: {rows['text'][0][:40]!r}) has {width}"
+    # the last rows are alike from the header on
+    others = (rows["values"] != rows["values"][-1]).arg_true()
+    even = rows[others[-1] + 1 :]
+    if len(even) > 2:
+        words += f"; if line {even['line'][0]} is the header, remove what stands above it"
+    return words
 
 
 def with_points(frame: pl.DataFrame, separator: str, notes: list[str]) -> pl.DataFrame:

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from starlette.concurrency import run_in_threadpool
 
+from knobwise.agents.deployed.arrays import with_inner
 from knobwise.common.errors import InputError
 from knobwise.envs.tables.units import MS
 from knobwise.profiling.endpoint.messages import BLOCK, prompt_features
@@ -205,8 +206,9 @@ class RequestFeatures:
             MissingFeatures: some are known from nowhere.
         """
         features: dict[str, Any] = {}
+        brought = with_inner(chat.features, self._names)
         # nothing is counted in vain
-        if not self._names <= chat.features.keys():
+        if not self._names <= brought.keys():
             _, question = last_question(chat.body)
             counts = counts_of(chat.body, question)
             # the policy knows which messages it reads
@@ -220,8 +222,8 @@ class RequestFeatures:
                 values = await run_in_threadpool(self._compute, chat.body)
             if not isinstance(values, Mapping):
                 raise InputError(f"features: returned {type(values).__name__}, not a dict")
-            features |= values
-        features |= chat.features
+            features |= with_inner(values, self._names)
+        features |= brought
         # the block of the columns may be given instead
         needed = self._names - self._named if "features" in features else self._names
         if missing := needed - features.keys():

@@ -14,6 +14,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+from knobwise.agents.deployed.arrays import with_inner
 from knobwise.common.checks import share
 from knobwise.common.errors import InputError
 from knobwise.serving.proxy.chat import budget_field, json_object
@@ -166,7 +167,7 @@ def features_in(body: Mapping[str, object], controller: NumpyController) -> dict
     """
     blocks = controller.feature_sizes.keys() - controller.texts.keys()
     reads = {*controller.feature_sizes, *(column[0] for column in controller.columns)}
-    features = {name: value for name, value in body.items() if name in reads}
+    features = {name: value for name, value in with_inner(body, reads).items() if name in reads}
     for name, values in features.items():
         for value in values if isinstance(values, list) else [values]:
             if isinstance(value, bool) or (isinstance(value, str) and name in blocks):

@@ -2,6 +2,7 @@
 of Python, NumPy and torch alike."""
 
 import math
+from dataclasses import replace
 from decimal import Decimal
 
 import numpy as np
@@ -209,6 +210,31 @@ def test_what_is_no_value_of_a_column_is_refused(values, column):
             with pytest.raises(ValueError, match=column) as caught:
                 decide(values, BUDGET_MS)
             assert is_one_line(caught.value, way)
+
+
+INNER = (Column("usage.tokens", None, True), Column("doc.about.kind", ("chart", "ocr"), False))
+
+
+@pytest.mark.parametrize(
+    "nested",
+    [
+        {"usage": {"tokens": 3, "other": 1}, "doc": {"about": {"kind": "ocr"}}},
+        {"usage.tokens": 3, "usage": {"tokens": 9}, "doc.about": {"kind": "ocr"}},
+        {"usage": {"tokens": 3}, "doc": {"about.kind": "ocr"}, "doc.about": None},
+    ],
+)
+def test_values_inside_objects_have_dotted_names(nested):
+    agent = untrained(replace(NAMED, columns=INNER))
+    flat = {"usage.tokens": 3, "doc.about.kind": "ocr"}
+    none = {"usage.tokens": None, "doc.about.kind": "ocr"}
+    for way, decide in ways(agent).items():
+        if way != "AdaptiveModel":
+            assert same(decide(nested, BUDGET_MS), flat, agent=agent)
+            # an object that is unknown holds nothing that is known
+            unknown = {"usage": None, "doc": {"about": {"kind": "ocr"}}}
+            assert same(decide(unknown, BUDGET_MS), none, agent=agent)
+            with pytest.raises(ValueError, match=r"usage\.tokens"):
+                decide({"usage": {"token": 3}, "doc": {"about": {"kind": "ocr"}}}, BUDGET_MS)
 
 
 def test_values_of_columns_are_numbers_of_any_library():

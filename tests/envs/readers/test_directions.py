@@ -61,6 +61,29 @@ def test_what_slower_settings_have_more_of_may_be_a_score():
     assert any("1 - regret" in note for note in table.notes)
 
 
+@pytest.mark.parametrize("better", [-1.0, 1.0])
+def test_a_measure_above_1_is_refused_for_its_direction_and_not_its_range(better):
+    """1 / (1 + x) is from 0 to 1 for any loss; no accuracy above 1 may be a score as it is."""
+    frame = rows_of("perplexity", better=better).with_columns(pl.col("perplexity") * 30 + 2)
+    with input_error(r"accuracy=perplexity: .*1 / \(1 \+ perplexity\)"):
+        table_from_frame(frame, name="t", accuracy="perplexity")
+    formula = frame.with_columns(score=1 / (1 + pl.col("perplexity"))).drop("perplexity")
+    made = table_from_frame(formula, name="t", accuracy="score")
+    assert made.accuracy.max() < 0.34
+
+
+def test_per_cent_of_errors_is_turned_in_per_cent():
+    frame = rows_of("wer").with_columns(pl.col("wer") * 100)
+    with input_error("accuracy=wer: .*100 - wer"):
+        table_from_frame(frame, name="t", accuracy="wer", accuracy_unit="percent")
+
+
+def test_a_score_out_of_range_is_still_refused_for_its_range():
+    frame = rows_of("bleu").with_columns(pl.col("bleu") * 100)
+    with input_error("bleu is outside"):
+        table_from_frame(frame, name="t", accuracy="bleu")
+
+
 def test_columns_of_a_wide_table_are_looked_at_too():
     frame = pl.DataFrame({"small_wer": [0.1, 0.3, 0.2], "large_wer": [0.1, 0.2, 0.0]})
     with input_error("small_wer, large_wer"):

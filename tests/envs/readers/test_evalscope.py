@@ -59,6 +59,18 @@ def test_right_reading_of_a_real_folder():
     assert times[1] == pytest.approx(row["model_output"]["time"] * 1000)
 
 
+def test_right_reading_where_a_question_without_answer_failed():
+    """The one that `large` has no row for counts as late and wrong, as in no score of evalscope."""
+    made = knobwise.read(DATA, missing="failed")
+    assert made.mask.all()
+    assert made.accuracy.mean(0).tolist() == pytest.approx([23 / 24, 10 / 24])
+    plain = knobwise.read(DATA)
+    failed = ~plain.mask
+    assert made.latency_ms[failed].tolist() == [plain.latency_ms[plain.mask].max()]
+    identical(made.latency_ms[plain.mask], plain.latency_ms[plain.mask])
+    assert made.latency_ms.mean(0).tolist() == pytest.approx([72.6, 53.2], abs=0.05)
+
+
 def test_answers_of_a_sample_are_repeats_without_ids_too(tmp_path):
     for model in "ab":
         run(tmp_path, model, answers=12, repeats=3)

@@ -5,7 +5,9 @@ import io
 import json
 import shutil
 import zipfile
+import zlib
 from pathlib import Path
+from unittest.mock import patch
 
 import polars as pl
 import pytest
@@ -102,6 +104,17 @@ def test_right_reading_of_real_data_frames(name, samples, repeats, accuracy):
     # in memory it is the same
     again = knobwise.read(rows, accuracy="score_match")
     identical(again.latency_ms, made.latency_ms)
+
+
+def test_right_reading_of_a_real_data_frame_that_does_not_name_its_models():
+    """Its default columns hold no settings at all: each run is one."""
+    made = knobwise.read(DATA / "inspect_big_default.csv.gz", accuracy="score_match")
+    assert (made.num_samples, made.num_configurations, made.num_repeats) == (20, 4, 1)
+    assert [knob.name for knob in made.knobs] == ["eval_id"]
+    assert sorted(by_label(made, made.accuracy.mean(0)).values()) == [0.5, 0.5, 1.0, 1.0]
+    named = knobwise.read(DATA / "inspect_big_model.csv.gz", accuracy="score_match")
+    times = [sorted(each.latency_ms.flatten().tolist()) for each in (made, named)]
+    assert times[0] == times[1]
 
 
 def test_runs_of_a_model_are_repeats_on_request():
@@ -249,6 +262,50 @@ def test_archive_that_unpacks_to_more_than_the_limit_is_refused(monkeypatch):
     monkeypatch.setenv("KNOBWISE_UNPACKED_MB", "0")
     with input_error("unpacks to more than 0 MB"):
         knobwise.read(LOGS / "2.eval", accuracy="score_match")
+
+
+def text_of_lines(count):
+    return "\n".join(f"line {n} of a text" for n in range(count))
+
+
+@pytest.mark.parametrize("zstandard", [False, True])
+def test_no_more_is_unpacked_than_the_limit_whatever_the_archive_names(
+    tmp_path, monkeypatch, zstandard
+):
+    """What the archive names is checked before; here that is left out."""
+    monkeypatch.setenv("KNOBWISE_UNPACKED_MB", "1")
+    path = tmp_path / "t.eval"
+    for count, fits in ((40_000, True), (150_000, False)):
+        text = text_of_lines(count)
+        assert (len(text) < 1_000_000) == fits
+        content = text.encode()
+        if zstandard:
+            packed = io.BytesIO()
+            lines = pl.DataFrame({"text": text.split("\n")})
+            lines.write_csv(packed, include_header=False, quote_style="never", compression="zstd")
+            content = packed.getvalue()
+        method = zipfile.ZIP_STORED if zstandard else zipfile.ZIP_DEFLATED
+        with zipfile.ZipFile(path, "w", method) as written:
+            written.writestr("summaries.json", content)
+        with zipfile.ZipFile(path) as opened:
+            member = opened.getinfo("summaries.json")
+            if zstandard:
+                # Python cannot write such a member
+                member.compress_type = inspect_logs.ZSTD
+                member.file_size = len(text) + 1
+                member.CRC = zlib.crc32(f"{text}\n".encode())
+            if fits:
+                unpacked = inspect_logs.content_of(opened, member, path)
+                assert unpacked.decode().rstrip("\n") == text
+                # several members share the limit
+                with input_error("t.eval: unpacks to more than 1 MB"):
+                    inspect_logs.content_of(opened, member, path, 500_000)
+                continue
+            with (
+                patch.object(inspect_logs.pl, "read_lines", side_effect=AssertionError),
+                input_error("t.eval: unpacks to more than 1 MB"),
+            ):
+                inspect_logs.content_of(opened, member, path)
 
 
 def test_log_without_samples_is_refused(tmp_path):

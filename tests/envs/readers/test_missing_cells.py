@@ -1,4 +1,4 @@
-"""Cells without a row that count as failures."""
+"""Cells without a row, and rows that crashed at once, which count as failures."""
 
 import numpy as np
 import polars as pl
@@ -8,6 +8,7 @@ from helpers import input_error, small_table
 
 from knobwise.envs.readers.long_table import long_frame, table_from_frame
 from knobwise.envs.readers.missing_cells import cells_as_failed
+from knobwise.experiments.inspection.checks import findings_by_check
 from knobwise.experiments.settings.profiles import TableProfile, read_profile
 
 ROWS = [
@@ -82,3 +83,85 @@ def test_the_setting_reaches_every_kind_of_file(tmp_path, suffix):
 def test_tables_without_gaps_stay_as_they_are():
     table = small_table(20)
     assert cells_as_failed(table) is table
+
+
+# -- rows that crashed at once ---------------------------------------------------------------------
+
+
+def crashed_rows(words=("SUCCESS", "CRASHED"), column="status", cost="latency_ms", score=1.0):
+    """20 samples × (small, large), of which large crashes at every fifth, in no time and with this
+    score."""
+    rows = []
+    for n in range(20):
+        for model, usual in (("small", 10.0), ("large", 40.0)):
+            failed = model == "large" and n % 5 == 0
+            rows.append(
+                {
+                    "sample_id": n,
+                    "model": model,
+                    "accuracy": score if failed else float(n % 2 == 0 or model == "large"),
+                    cost: 0.0 if failed else usual + n,
+                    column: words[failed],
+                }
+            )
+    return pl.DataFrame(rows)
+
+
+@pytest.mark.parametrize(
+    ("column", "words"),
+    [
+        ("status", ("SUCCESS", "CRASHED")),
+        # SMAC numbers what happened: 1 is success, 2 a crash
+        ("status", (1, 2)),
+        ("http_status", (200, 503)),
+        ("error", ("", "connection refused")),
+        ("is_error", (False, True)),
+    ],
+)
+@pytest.mark.parametrize("score", [1.0, 0.5, 0.0])
+def test_what_crashed_at_once_is_wrong_whatever_its_score(column, words, score):
+    frame = crashed_rows(words, column, score=score)
+    table = table_from_frame(frame, name="t", knobs=["model"])
+    assert table.mask.all()
+    failed = table.latency_ms == 0
+    assert failed.sum() == 4
+    assert (table.accuracy[failed] == 0).all()
+    assert table.accuracy[:, 0].mean() == pytest.approx(0.8)
+    # as late as the slowest, too
+    late = table_from_frame(frame, name="t", knobs=["model"], missing="failed")
+    assert (late.latency_ms[failed] == 59).all()
+    assert (late.accuracy == table.accuracy).all()
+
+
+def test_what_crashed_before_it_cost_anything_is_wrong_too():
+    frame = crashed_rows(cost="usd")
+    table = table_from_frame(frame, name="t", knobs=["model"], latency="usd", unit="USD")
+    assert table.accuracy[:, 0].mean() == pytest.approx(0.8)
+    checks = findings_by_check(table)
+    (fault,) = checks.pop("costs_of_zero")
+    assert fault.what.startswith("4 ")
+    assert "model=large" in fault.what
+
+
+@pytest.mark.parametrize(
+    ("column", "words"),
+    [
+        # answered in no time, by a coarse timer
+        ("status", ("ok", "ok")),
+        # most answers have it
+        ("status", ("partial", "partial")),
+        # a measure, not a message
+        ("error", (0.25, 0.125)),
+    ],
+)
+def test_answers_of_no_time_keep_their_score(column, words):
+    table = table_from_frame(crashed_rows(words, column), name="t", knobs=["model"])
+    assert (table.accuracy[table.latency_ms == 0] == 1).all()
+    assert not any("failed" in note for note in table.notes)
+
+
+def test_a_crash_after_some_time_keeps_what_it_was_given():
+    """Only what took nothing is judged by its status alone."""
+    frame = crashed_rows().with_columns(pl.col("latency_ms").clip(1.0))
+    table = table_from_frame(frame, name="t", knobs=["model"])
+    assert (table.accuracy[table.latency_ms == 1] == 1).all()

@@ -7,6 +7,7 @@ import pytest
 from helpers import identical, input_error
 
 import knobwise
+from knobwise.envs.readers.frames import read_frame
 from knobwise.envs.readers.nested import MOST_COLUMNS, unnested
 
 ROWS = [
@@ -64,3 +65,56 @@ def test_names_that_exist_and_objects_with_many_keys_stay():
     assert unnested(both).columns == ["a.b", "a"]
     many = pl.DataFrame({"a": [{f"id{n}": n for n in range(MOST_COLUMNS)}]})
     assert unnested(many).columns == ["a"]
+
+
+# -- lists of mixed types --------------------------------------------------------------------------
+
+STATS = [
+    [{"name": {"name": "em"}, "count": 1}, {"name": "em", "count": "1"}],
+    [1, "a"],
+    [[1, "a"], ["b", 2]],
+    {"a": [1, "a"]},
+]
+
+
+@pytest.mark.parametrize("stats", STATS)
+def test_a_column_of_mixed_lists_that_nobody_uses_is_noted(tmp_path, stats):
+    path = tmp_path / "t.json"
+    path.write_text(json.dumps([row | {"stats": stats} for row in ROWS]))
+    made = knobwise.read(path, features="auto", **OPTIONS)
+    plain = knobwise.read(pl.DataFrame(ROWS), features="auto", **OPTIONS)
+    assert {knob.name for knob in made.knobs} == {"setup.model", "setup.depth"}
+    identical(made.accuracy, plain.accuracy)
+    identical(made.features["features"], plain.features["features"])
+    assert any(note.startswith("stats") and "mixed" in note for note in made.notes)
+
+
+@pytest.mark.parametrize("option", ["accuracy", "latency", "id", "knobs", "features", "costs"])
+def test_a_column_of_mixed_lists_that_is_used_is_named(tmp_path, option):
+    path = tmp_path / "t.json"
+    path.write_text(json.dumps([row | {"stats": [1, "a"]} for row in ROWS]))
+    several = option in ("knobs", "features", "costs")
+    with input_error("t.json.*stats"):
+        knobwise.read(path, **OPTIONS | {option: ["stats"] if several else "stats"})
+
+
+def test_parts_of_an_object_stay_apart_where_one_is_mixed(tmp_path):
+    path = tmp_path / "t.json"
+    rows = [
+        {"id": row["id"], "all": row | {"stats": [1, "a"]}, "kind": row["about"]["kind"]}
+        for row in ROWS
+    ]
+    path.write_text(json.dumps(rows))
+    names = {"accuracy": "all.result.score.exact", "latency": "all.result.usage.seconds"}
+    made = knobwise.read(path, id="id", unit="s", **names)
+    assert {knob.name for knob in made.knobs} == {"all.setup.model", "all.setup.depth"}
+
+
+@pytest.mark.parametrize("whole", [[1, 0.5], [[1, 0.5], [0.25, 1]]])
+def test_whole_numbers_beside_fractions_in_a_list_are_numbers(tmp_path, whole):
+    path = tmp_path / "t.jsonl"
+    path.write_text("\n".join(json.dumps({"sample_id": n, "x": whole}) for n in range(2)))
+    notes = []
+    frame = read_frame(path, notes)
+    assert frame["x"].to_list() == [whole] * 2
+    assert notes == []

@@ -31,6 +31,33 @@ def test_tables_of_wandb_and_pandas_are_read(tmp_path, more):
     identical(made.latency_ms, [[30.0, 10.0], [31.0, 11.0]])
 
 
+BY_PANDAS = """{"columns":["model","accuracy","latency_ms","kind"],"index":["q0","q0","q1","q1"],\
+"data":[["small",0.0,10.5,"\\u00e9"],["large",1.0,30.5,"\\u00e9"],["small",1.0,11.5,"b"],\
+["large",null,31.5,"b"]]}"""
+"""What pandas 3.1.1 wrote with `frame.set_index("sample_id").to_json(path, orient="split")`."""
+
+
+def test_the_index_of_pandas_may_hold_the_ids(tmp_path):
+    path = tmp_path / "t.json"
+    path.write_text(BY_PANDAS)
+    notes = []
+    frame = read_frame(path, notes)
+    assert frame["index"].to_list() == ["q0", "q0", "q1", "q1"]
+    assert frame["kind"].to_list() == ["é", "é", "b", "b"]
+    made = knobwise.read(path, id="index", knobs=["model"])
+    assert made.sample_ids == ("q0", "q1")
+    assert made.mask.tolist() == [[True, True], [False, True]]
+    identical(made.latency_ms[0], [30.5, 10.5])
+
+
+@pytest.mark.parametrize("index", [[0, 1, 2, 3], [["a", 0], ["a", 1], ["b", 0], ["b", 1]], [0]])
+def test_numbers_of_rows_and_levels_are_no_column(tmp_path, index):
+    notes = []
+    frame = read_frame(write(tmp_path / "t.json", index=index), notes)
+    assert frame.columns == COLUMNS
+    assert notes == []
+
+
 def test_nan_is_an_empty_cell(tmp_path):
     """W&B writes a missing number, and one in a column of text, as NaN."""
     notes = []

@@ -12,6 +12,7 @@ from helpers import identical, input_error
 import knobwise
 from knobwise.common.text_files import form_of, rows_of_text
 from knobwise.envs.readers.feature_files import read_features
+from knobwise.envs.readers.frames import Lines, read_frame
 
 ROWS = [
     {
@@ -196,3 +197,51 @@ def test_a_unit_in_the_name_of_the_latency_is_noted(tmp_path, column, noted):
     assert any(column in note for note in table.notes) is noted
     in_s = knobwise.read(tmp_path / "t.csv", latency=column, unit="d")
     identical(in_s.latency_ms, [[1.728e8, 2.592e8]])
+
+
+# -- lines before the header -----------------------------------------------------------------------
+
+PREAMBLES = {
+    "comments": "# made by a tool 1.2\n# on host a, at noon\n",
+    "a comment and an empty line": "# made by a tool 1.2, on host a\n\n",
+    "a run": "2026-01-01T00:00:00\nRunning ./bench\nLoad Average: 1.02, 0.9, 0.5\n",
+    "sentences": "Results of Monday, with small and large\n",
+}
+
+
+@pytest.mark.parametrize("separator", [",", ";", "\t"])
+@pytest.mark.parametrize("preamble", PREAMBLES)
+def test_lines_before_the_header_are_left_out_and_noted(preamble, separator, tmp_path):
+    path = tmp_path / "t.csv"
+    path.write_text(PREAMBLES[preamble] + TEXT.replace(",", separator))
+    table = read(path)
+    check(table)
+    line = PREAMBLES[preamble].count("\n") + 1
+    assert any(f"line {line}" in note for note in table.notes)
+    # a row of requests is named by its line in the file
+    place = Lines()
+    read_frame(path, lines=place)
+    assert list(place.numbers) == list(range(line + 1, line + 25))
+
+
+def test_a_header_below_many_lines_is_named(tmp_path):
+    path = tmp_path / "t.csv"
+    path.write_text("".join(f"log {n}\n" for n in range(30)) + TEXT)
+    with input_error("t.csv.*line 31"):
+        read(path)
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        # R leaves out the name of its row numbers
+        (f"{HEAD}\n" + "".join(f"{n},q{n},fast,1,{n}.5\n" for n in range(9)), "line 2"),
+        # text alone does not tell which row has the names
+        ("a,b,c\n" + "x,y,z,w\nu,v,s,t\nk,l,m,n\n", "line 2"),
+    ],
+)
+def test_a_row_that_is_longer_than_the_header_is_named(text, line, tmp_path):
+    path = tmp_path / "t.csv"
+    path.write_text(text)
+    with input_error(f"t.csv.*{line}"):
+        read(path)

@@ -49,6 +49,15 @@ def test_right_answers_and_steady_times_are_no_time_outs():
     assert not time_outs(steady, draws.random((300, 3)) < 0.4).any()
     # a slow configuration that is always wrong was not stopped
     assert not time_outs(steady, np.ones((300, 3), bool)).any()
+    # what right answers of a configuration always cost is its price
+    steady[:, 2] = 900.0
+    steady[:20, 2] = 0.0
+    wrong = draws.random((300, 3)) < 0.4
+    wrong[:20] = True
+    assert not time_outs(steady, wrong).any()
+    # but a configuration that is always wrong then was always stopped
+    wrong[:, 2] = True
+    assert time_outs(steady, wrong).sum() == 280
     # the slowest of a smooth distribution may well be wrong
     smooth = np.exp(draws.normal(size=(2000, 1)))
     assert not time_outs(smooth, smooth > np.quantile(smooth, 0.97)).any()

@@ -134,6 +134,41 @@ def test_a_request_that_cannot_be_read_is_refused_under_every_budget(controller,
         knobwise.load(RUN).decide(values, 30.0)
 
 
+def test_values_inside_objects_are_those_of_dotted_names(capsys):
+    """As a profile of such rows names its features."""
+    rows = pl.read_csv("wide.csv", infer_schema=False).to_dicts()
+    nested = [
+        {name: row[name] for name in ("sample_id", "mode", "accuracy", "latency_ms")}
+        | {"usage": {"prompt": {"tokens": int(row["tokens"])}}, "about": {"kind": row["kind"]}}
+        for row in rows
+    ]
+    Path("nested.jsonl").write_text("\n".join(map(json.dumps, nested)))
+    words = "profile=table profile.path=nested.jsonl profile.features=auto name=nested"
+    launch("train", words, QUICK)
+    about = [{"kind": row["kind"]} for row in REQUESTS]
+    usage = [{"prompt": {"tokens": row["tokens"]}} for row in REQUESTS]
+    requests = [
+        {"budget_ms": row["budget_ms"], "about": a, "usage": u}
+        for row, a, u in zip(REQUESTS, about, usage, strict=True)
+    ]
+    flat = [{"about.kind": row["kind"], "usage.prompt.tokens": row["tokens"]} for row in REQUESTS]
+    Path("r.jsonl").write_text("\n".join(map(json.dumps, requests)))
+    checkpoint = "runs/controller/nested"
+    made, _ = decided(f"checkpoint={checkpoint} requests=r.jsonl", capsys)
+    controller = NumpyController.load(f"{checkpoint}/controller.npz")
+    for row, nested, request in zip(made, requests, flat, strict=True):
+        wanted = controller.decide(request, nested["budget_ms"])
+        assert controller.decide(nested, nested["budget_ms"]) == wanted
+        assert row["mode"] == wanted["mode"]
+    # a request that lacks the object is refused by its line
+    Path("r.jsonl").write_text(
+        "\n".join(map(json.dumps, [requests[0] | {"usage": None}, requests[1]]))
+    )
+    made, printed = decided(f"checkpoint={checkpoint} requests=r.jsonl", capsys, status=3)
+    assert [row["line"] for row in made] == ["2"]
+    assert any("r.jsonl:1: usage.prompt.tokens" in line for line in printed)
+
+
 def test_names_of_columns_stand_in_explain_and_its_rules(capsys):
     launch("explain", f"checkpoint={RUN}", "json=why.json")
     names = {row["column"] for row in read_json("why.json")["importance"]}

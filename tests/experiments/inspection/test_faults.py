@@ -232,6 +232,72 @@ def test_a_free_configuration_and_a_coarse_timer_are_no_fault():
     assert len(findings_by_check(failed)["costs_of_zero"]) == 1
 
 
+def priced():
+    """Accuracies and costs of 300 samples × 2 models, each of its own price for long inputs."""
+    draws = np.random.default_rng(0)
+    hard = draws.random((300, 1))
+    accuracy = (hard < [0.5, 0.9]).astype(float)
+    costs = [80.0, 300.0] * (0.5 + hard) * draws.uniform(0.7, 1.4, (300, 2))
+    return draws, accuracy, costs
+
+
+def checks_of(accuracy, costs, unit="tokens", features=None):
+    """What is noticed, by check; nothing for most."""
+    knobs = (Knob("model", ("small", "large")),)
+    cells = (torch.from_numpy(values).float() for values in (accuracy, costs))
+    table = replace(table_of(*cells, knobs=knobs, unit=unit), features=features or {})
+    return {name: faults for name, faults in findings_by_check(table).items() if faults}
+
+
+@pytest.mark.parametrize("unit", ["tokens", "USD"])
+@pytest.mark.parametrize("flat", ["neither", "large", "both"])
+def test_failures_of_cost_0_are_all_that_is_noticed(unit, flat):
+    draws, accuracy, costs = priced()
+    if flat != "neither":
+        costs[:, 1] = 900.0
+    if flat == "both":
+        costs[:, 0] = 90.0
+    assert checks_of(accuracy, costs, unit) == {}
+    failed = (draws.random((300, 2)) < 0.08) & [False, True]
+    noticed = checks_of(np.where(failed, 0, accuracy), np.where(failed, 0, costs), unit)
+    assert set(noticed) == {"costs_of_zero"}
+    (fault,) = noticed["costs_of_zero"]
+    assert fault.what.startswith(f"{failed.sum()} ")
+    assert "model=large" in fault.what
+
+
+@pytest.mark.parametrize(("cost", "check"), [(0.0, "costs_of_zero"), (2.0, "failed_requests")])
+def test_samples_that_fail_with_every_model_are_noticed_whatever_the_unit(cost, check):
+    draws, accuracy, costs = priced()
+    failed = draws.random((300, 1)) < 0.08
+    cells = np.where(failed, 0, accuracy), np.where(failed, cost * draws.random((300, 2)), costs)
+    for unit in ("tokens", "USD"):
+        noticed = checks_of(*cells, unit)
+        assert set(noticed) == {check}
+        count = failed.sum() if check == "failed_requests" else 2 * failed.sum()
+        assert noticed[check][0].what.startswith(f"{count} ")
+
+
+def test_answers_cut_at_a_number_of_tokens_may_be_right():
+    _, accuracy, costs = priced()
+    cut = np.minimum(costs, 400)
+    (fault,) = checks_of(accuracy, cut)["capped"]
+    assert "accuracy 0" not in fault.advice
+    (fault,) = checks_of(accuracy, cut, "ms")["capped"]
+    assert "accuracy 0" in fault.advice
+
+
+def test_a_price_that_the_input_fixes_is_no_outcome():
+    draws, accuracy, _ = priced()
+    prompt = 20 + 300 * draws.random((300, 1))
+    features = {"x": torch.from_numpy(prompt).float()}
+    assert checks_of(accuracy, prompt * [1, 4], features=features) == {}
+    # the price of one model, which depends on its answer
+    costs = prompt * draws.uniform(0.5, 2, (300, 2))
+    leak = {"x": torch.from_numpy(np.log(costs).mean(1, keepdims=True)).float()}
+    assert "copied_outcomes" in checks_of(accuracy, costs, features=leak)
+
+
 @pytest.mark.parametrize("factor", [1e-5, 1e8])
 def test_latencies_that_are_hardly_milliseconds_are_noticed(sound, factor):
     faults = findings_by_check(replace(sound, latency_ms=sound.latency_ms * factor))
