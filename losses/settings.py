@@ -17,8 +17,8 @@ ZSCORE_CLIP = 5.0
 
 def check_clip(value: Any) -> None:
     """Refuse what is neither an ε nor a pair of them."""
-    ends = value if isinstance(value, (list, tuple)) else [value, value]
-    if len(ends) != 2 or not all(isinstance(end, Real) and 0 <= end < math.inf for end in ends):
+    pair = value if isinstance(value, (list, tuple)) else [value, value]
+    if len(pair) != 2 or not all(isinstance(end, Real) and 0 <= end < math.inf for end in pair):
         raise InputError(
             f"loss.clip_epsilon={value}: must be a number from 0 on, or two of them, of the lower "
             "and of the upper end, such as [0.2,0.28]"

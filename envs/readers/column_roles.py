@@ -34,6 +34,7 @@ from knobwise.envs.readers.outcome_columns import (
     UNITS,
     Design,
     differs_in_every_row,
+    is_clock,
     listed,
     named_like,
     numbers_of_rows,
@@ -42,6 +43,8 @@ from knobwise.envs.readers.outcome_columns import (
     settings_among,
     whole_numbers,
 )
+from knobwise.envs.readers.run_states import states_among
+from knobwise.envs.readers.unit_columns import measures_with_units
 from knobwise.envs.tables.columns import FEATURES, Column
 from knobwise.envs.tables.profile_table import Knob
 
@@ -308,6 +311,8 @@ def _knobs_by_design(
     numbers = numbers_of_rows(frame, keys, columns)
     repeats = named_like(columns, REPEATS)
     outcomes = named_like(columns, OUTCOMES, MEASURED, ROW_NUMBERS)
+    outcomes += [*states_among(frame.select(columns)), *measures_with_units(frame.columns)]
+    outcomes = [c for c in columns if c in outcomes or is_clock(frame[c])]
     # whoever writes config/… says that it was set
     set_on_purpose = settings_among(columns)
     numbers, repeats, outcomes = (
@@ -361,7 +366,7 @@ def _knobs_by_design(
             )
     left_out = {
         "vary from sample to sample under the same settings, as outcomes do": rest,
-        "have names of outcomes": outcomes,
+        "have names or units of outcomes, or say when or how a run ended": outcomes,
         "differ in every row": random,
         "number rows or repeated measurements": [*numbers, *repeats],
     }
@@ -506,7 +511,7 @@ def _unknown_before(frame: pl.DataFrame, keys: pl.DataFrame, columns: Sequence[s
         c for c in named_like(columns, ROW_NUMBERS) if not whole_numbers(frame[c]).null_count()
     ]
     numbers += [c for c in columns if (samples[c].cast(pl.String) == ids).all()]
-    unknown = {*named_like(columns, ANSWERS, OUTCOMES, REPEATS), *numbers}
+    unknown = {*named_like(columns, ANSWERS, OUTCOMES, REPEATS), *numbers, *states_among(samples)}
     if CONFIGURATION in frame.columns:
         configurations = frame[CONFIGURATION].cast(pl.String).unique().drop_nulls().to_list()
         unknown.update(of_configurations(samples, columns, configurations))
@@ -542,10 +547,12 @@ def _constant_columns(
 ) -> list[str]:
     """Return those of these columns that have one value in each sample, but not one in all.
 
-    With one row per sample every column looks like that, so where knobs are among the columns there
-    are none then.
+    With one row per sample every column looks like that, so where knobs are among the columns and
+    few samples have several rows, there are none.
     """
-    if with_knobs and len(frame) < 2 * keys.n_unique():
+    rows = keys.group_by(keys.columns).len()["len"]
+    # a row may be missing where all samples have two settings
+    if with_knobs and len(frame) < 2 * len(rows) and 2 * (rows > 1).sum() < len(rows):
         return []
     names = [c for c in names if not holds_no_text(frame[c].dtype)]
     varying = _varying(frame, keys, names)

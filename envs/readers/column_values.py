@@ -31,6 +31,8 @@ MANTISSA_BITS: dict[Any, int] = {pl.Float16: 11, pl.Float32: 24, pl.Float64: 53}
 """Whole numbers below 2 to this power are exact in a float; larger ones may share a value."""
 POWER_OF_TEN = r"^\s*[+-]?\d+(?:[.,](\d+))?[eE]\+(\d+)\s*$"
 """A number as spreadsheets and R shorten it, such as 1.23E+11: its decimals, and its exponent."""
+SEEN = 20
+"""So many values are looked at before all are."""
 FLOAT_AS_TEXT = r"^[+-]?\d+(\.0+|\.\d+[eE]\+\d+)$"
 """A whole number that was a float when it was written, such as 7.0."""
 
@@ -38,6 +40,18 @@ FLOAT_AS_TEXT = r"^[+-]?\d+(\.0+|\.\d+[eE]\+\d+)$"
 def holds_no_text(dtype: pl.DataType) -> bool:
     """Return whether values of this type are neither numbers nor text, nor written as text."""
     return dtype.is_nested() or dtype in (pl.Binary, pl.Duration, pl.Object)
+
+
+def glimpse(series: pl.Series) -> pl.Series:
+    """Return the first few values that are not empty, which mostly show what a column holds."""
+    first = _without_blanks(series.head(SEEN))
+    return _without_blanks(series).head(SEEN) if first.is_empty() else first
+
+
+def _without_blanks(series: pl.Series) -> pl.Series:
+    """Return the values that are neither null nor empty text."""
+    known = series.drop_nulls()
+    return known.filter(known != "") if known.dtype == pl.String else known
 
 
 def number_column(series: pl.Series, logical: bool = True) -> pl.Series:
@@ -102,6 +116,10 @@ def check_range(rows: pl.DataFrame, column: str, name: str) -> None:
         bad = nan
         fault = "NaN"
         advice = ", or leave the cell empty: it counts as not measured"
+    elif column == "accuracy" and (odd := bad.filter(pl.col(column).is_infinite())).height:
+        bad = odd
+        fault = "infinite"
+        advice = "; an answer that failed has 0"
     first = bad.row(0, named=True)
     at = ", ".join(f"{key} {first[key]}" for key in ("dataset", "sample_id") if key in first)
     file = f"{first['file']}: " if "file" in first else ""

@@ -17,6 +17,7 @@ ERRORS = re.compile(
     r"|residuals?)"
     r"(_(rate|ratio|count|score|value|mean|avg|average|median|sum|total|norm|normalized|pct|percent"
     r"|all|overall|\d+))*"
+    r"|((mean|total|avg|average)_)?costs?"
 )
 """Names of measures that are better the lower they are."""
 TURNED = re.compile(

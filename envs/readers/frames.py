@@ -116,7 +116,8 @@ def _delimited(content: bytes | Path, notes: list[str], lines: Lines | None) -> 
     """Read delimited text, whatever separates its values.
 
     Raises:
-        ValueError: it is not UTF-8 or marked UTF-16, or its commas may mean two things.
+        ValueError: it is not UTF-8 or marked UTF-16, its commas may mean two things, or two
+            columns have the same name.
         PolarsError: a row is longer than the header, and no `lines` are given.
     """
     with io.BytesIO(content) if isinstance(content, bytes) else content.open("rb") as file:
@@ -152,10 +153,18 @@ def _delimited(content: bytes | Path, notes: list[str], lines: Lines | None) -> 
             raise ValueError(words) from error
         raise
     names = [name or "" for name in frame.row(0)]
-    if twice := [repr(name) for name, count in Counter(names).items() if count > 1]:
-        raise ValueError(f"columns occur twice: {', '.join(twice)}; rename them")
+    _refuse_twice(names)
     frame = frame.slice(1).rename(dict(zip(frame.columns, names, strict=True)))
     return with_points(frame, separator, notes)
+
+
+def _refuse_twice(names: Sequence[str]) -> None:
+    """Raise ValueError if columns have the same name, as under a header of several lines."""
+    if twice := [repr(name) for name, count in Counter(names).items() if count > 1]:
+        raise ValueError(
+            f"columns occur twice: {', '.join(twice)}; rename them or leave all but one out. If "
+            "the header has several lines, make one of them, with a name of its own for each column"
+        )
 
 
 def _even_rows(content: bytes, separator: str, skipped: int, lines: Lines) -> bytes:
@@ -244,9 +253,12 @@ def _rows_in(document: Any, notes: list[str]) -> list[Any]:
         return rows_of_split(document, notes)
     lists = _lists(document)
     if len(lists) > 1:
+        # what lies inside a list of one may be meant
+        lists = _lists(document, into_one=True)
+        longest = sorted(lists, key=lambda key: len(lists[key]), reverse=True)
         raise ValueError(
-            f"it has several lists of rows ({', '.join(list(lists)[:5])}); write one of them to a "
-            "file"
+            f"it has several lists of rows ({', '.join(longest[:5])}); write one of them to a "
+            f"file, such as the {len(lists[longest[0]])} that jq .{longest[0]} prints"
         )
     if not lists:
         raise ValueError(
@@ -258,17 +270,21 @@ def _rows_in(document: Any, notes: list[str]) -> list[Any]:
     return rows
 
 
-def _lists(document: dict[str, Any]) -> dict[str, list[Any]]:
-    """Return the lists of objects in a document, by their dotted keys."""
+def _lists(document: dict[str, Any], into_one: bool = False) -> dict[str, list[Any]]:
+    """Return the lists of objects in a document, by their dotted keys; if `into_one`, those inside
+    a list of one object, too."""
     lists = {}
     inside = [("", document)]
     while inside:
         prefix, values = inside.pop()
         for name, value in values.items():
+            key = f"{prefix}{name}"
             if isinstance(value, dict):
-                inside.append((f"{prefix}{name}.", value))
+                inside.append((f"{key}.", value))
             elif isinstance(value, list) and value and isinstance(value[0], dict):
-                lists[f"{prefix}{name}"] = value
+                lists[key] = value
+                if into_one and len(value) == 1:
+                    inside.append((f"{key}[0].", value[0]))
     return lists
 
 

@@ -92,8 +92,9 @@ def _joined_pair(
         column = typed.get(role, UNLESS_GIVEN[role])
         if column in both:
             raise InputError(
-                f"{name} and {other_name} both have {column}: remove it from one of them, or "
-                "rename it"
+                f"{name} and {other_name} both have {column}: if each is of another setting, such "
+                "as a model, write one file of both, with a column that names the setting; else "
+                "remove it from one of them, or rename it"
             )
     left = frame.with_columns(_as_text(frame, keys))
     right = other.drop(both).with_columns(_as_text(other, keys))

@@ -106,7 +106,7 @@ def _refuse_unknown(option: str, columns: Sequence[str], frame: pl.DataFrame) ->
     if unknown := [column for column in columns if column not in frame.columns]:
         raise InputError(
             f"{option}={', '.join(unknown)}: there is no such column, but "
-            f"{', '.join(frame.columns)}"
+            f"{', '.join(name or 'one without a name' for name in frame.columns)}"
         )
 
 

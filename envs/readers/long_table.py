@@ -403,7 +403,11 @@ def _note_not_profiled(
     """Note how many rows lack an accuracy or a latency, and what those need that failed."""
     notes.append(f"{(~profiled).sum()} rows without accuracy or latency: not profiled")
     if untimed := (failed & ~has_time).sum():
-        notes.append(f"{untimed} of them failed: give them the time after which they were given up")
+        notes.append(
+            f"{untimed} of them failed: give them the time after which they were given up, or "
+            "missing=failed (on the command line profile.missing=failed) counts them as wrong and "
+            "as late as the slowest"
+        )
     if unscored := (has_time & ~profiled).sum():
         notes.append(
             f"{unscored} of them lack {accuracy} alone: if they failed or timed out, they were "

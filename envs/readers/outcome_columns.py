@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 import polars as pl
 
-from knobwise.envs.readers.column_values import holds_no_text
+from knobwise.envs.readers.column_values import glimpse, holds_no_text
+from knobwise.envs.readers.run_states import ENDED, UNENDED, note_unended, states_among
 from knobwise.envs.tables.time_outs import time_outs
 
 ANSWERS = re.compile(
@@ -93,15 +94,14 @@ ERRORS = re.compile(
 """Names of columns that say whether an answer failed."""
 OF_ANSWERS = (ANSWERS, OUTCOMES, MEASURED, re.compile("answers?|pred(iction)?s?|cost|usd|tokens"))
 """What a column of a wide table may hold of one configuration."""
-FINE = {
-    *("", "none", "null", "nan", "na", "n/a", "false", "0", "no", "ok", "okay", "success"),
-    *("succeeded", "complete", "completed", "done", "finished", "passed"),
-    *("skipped", "pending", "queued", "running", "cancelled", "canceled"),
-}
-"""Values of such a column where nothing failed, in lower case; so are 200 and its like."""
+FINE = {"", "none", "null", "nan", "na", "n/a", "false", "0", "no", "okay"}
+"""Values of such a column where nothing failed, in lower case."""
+FINE_WORDS = rf"^(2\d\d|{ENDED.pattern}|{UNENDED.pattern})$"
+"""More of them: 200 and its like, and words for runs."""
 MOST_ANSWERED = 0.5
 """Such a value is none of a failure if a larger share of its rows took time and are right."""
-
+SECONDS = np.array([1.42e9, 2.2e9])
+"""The years 2015 to 2039, in seconds since 1970."""
 MAX_ROWS = 100_000
 """Of a longer table, as many samples are looked at as have about so many rows."""
 FEWEST_MEETINGS = 12
@@ -155,6 +155,19 @@ def differs_in_every_row(series: pl.Series) -> bool:
         return False
     letters: Any = series.cast(pl.String).str.len_chars().median()
     return letters is not None and letters >= RANDOM_LETTERS
+
+
+def is_clock(series: pl.Series) -> bool:
+    """Return whether all values are times since 1970 of these years, as `created` of an answer is,
+    in seconds or a smaller unit. Nobody sets the time."""
+    if holds_no_text(series.dtype) or series.dtype == pl.Boolean:
+        return False
+    for values in (glimpse(series), series.drop_nulls()):
+        numbers = values.cast(pl.String).cast(pl.Float64, strict=False)
+        inside = [numbers.is_between(*(SECONDS * unit)).all() for unit in (1, 1e3, 1e6, 1e9)]
+        if numbers.is_empty() or numbers.null_count() or not any(inside):
+            return False
+    return True
 
 
 def of_configurations(
@@ -257,8 +270,8 @@ def failures(
 ) -> pl.Series:
     """Return which rows have no accuracy because the answer failed, bool [n]; notes count them.
 
-    A column of errors says so; or several rows without accuracy took equally long, as long as none
-    with accuracy, or as long as other time-outs.
+    A column of errors, or of how a run ended, says so; or several rows without accuracy took
+    equally long, as long as none with accuracy, or as long as other time-outs.
     """
     unscored = accuracy.is_null()
     signs = {f"failed, as {name} says": ~_is_fine(text) for name, text in _statuses(frame).items()}
@@ -274,8 +287,12 @@ def failures(
     for sign, rows in signs.items():
         new = unscored & rows & ~failed
         if new.any():
-            notes.append(f"{new.sum()} rows without {accuracy.name} {sign}: they count as wrong")
+            timed = " if they have a time" * bool((new & latency.is_null()).any())
+            notes.append(
+                f"{new.sum()} rows without {accuracy.name} {sign}: they count as wrong{timed}"
+            )
         failed |= new
+    note_unended(frame, accuracy, latency, notes)
     return failed
 
 
@@ -308,7 +325,7 @@ def crashed(
 def _statuses(frame: pl.DataFrame) -> dict[str, pl.Series]:
     """Return the columns that say whether an answer failed, as text in lower case; "" is empty."""
     statuses = {}
-    for name in named_like(frame.columns, ERRORS):
+    for name in dict.fromkeys([*named_like(frame.columns, ERRORS), *states_among(frame)]):
         if not holds_no_text(frame[name].dtype):
             text = frame[name].cast(pl.String).str.strip_chars().str.to_lowercase().fill_null("")
             # a code is a float where others are empty
@@ -318,7 +335,7 @@ def _statuses(frame: pl.DataFrame) -> dict[str, pl.Series]:
 
 def _is_fine(status: pl.Series) -> pl.Series:
     """Return where a column of `_statuses` says that nothing failed, bool [n]."""
-    return status.is_in(list(FINE)) | status.str.contains(r"^2\d\d$")
+    return status.is_in(list(FINE)) | status.str.contains(FINE_WORDS)
 
 
 class Design:

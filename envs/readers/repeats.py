@@ -127,7 +127,7 @@ def _check_repeated(rows: pl.DataFrame, cells: pl.DataFrame, notes: list[str]) -
         if times.max() > 1:
             notes.append(
                 f"{(times > 1).sum()} cells occur up to {times.max()} times: taken as repeated "
-                f"measurements. Ids must be unique inside a data set ({RESTART})"
+                f"measurements. Ids must be unique inside a data set ({RESTART}){_parting(cells)}"
             )
     if copies.height:
         raise InputError(

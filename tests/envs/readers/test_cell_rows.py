@@ -107,8 +107,11 @@ def test_a_knob_named_like_a_part_of_the_data_is_noted(name):
 
 def test_rows_that_nothing_else_tells_apart_name_the_column_that_does():
     frame = restarted(shard=lambda file, n: file).with_columns(accuracy=1.0, latency_ms=5.0)
+    made = knobwise.read(frame, id="id", knobs=["model"])
+    assert made.num_repeats == 3
+    assert any("shard" in note and "dataset" in note for note in made.notes)
     with input_error("shard would tell them apart"):
-        knobwise.read(frame, id="id", knobs=["model"])
+        knobwise.read(frame.with_columns(repeat=0), id="id", knobs=["model"])
 
 
 def test_repeats_and_wordings_are_none():

@@ -651,3 +651,13 @@ def test_a_column_that_changes_the_features_of_a_sample_may_be_part_of_its_id(na
     fixed = frame.with_columns(pl.col("length").first().over("sample_id"))
     notes = table_from_frame(fixed, name="t").notes
     assert not any("part of the ids" in note for note in notes)
+
+
+def test_one_missing_row_of_two_settings_makes_no_knobs_of_what_belongs_to_samples():
+    """With rows for less than two settings of each sample, a prompt was taken for a knob."""
+    frame = modes(24).filter(pl.col("mode").is_in(["fast", "full"]))
+    frame = frame.with_columns(prompt="what is " + pl.col("sample_id"))
+    assert names_of(read(frame)) == ["mode"]
+    table = read(frame[1:])
+    assert names_of(table) == ["mode"]
+    assert table.mask.sum() == 47

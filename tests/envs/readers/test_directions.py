@@ -17,6 +17,8 @@ ERRORS = [
     "rmse",
     "mae",
     "regret",
+    "cost",
+    "mean_cost",
     "perplexity",
     "edit_distance",
     "val_loss",
@@ -115,5 +117,14 @@ def test_a_unit_may_be_a_rate_and_further_costs_are_noted():
 def test_names_that_only_look_alike_have_no_direction():
     for name in ("latency_ms", "seconds", "ms_per_token", "usd_per_hour", "energy_j", "tokens"):
         assert not is_rate(name), name
-    for name in ("lossless_share", "answer", "layer", "power", "closeness", "diameter", "number"):
+    for name in (
+        "lossless_share",
+        "answer",
+        "layer",
+        "power",
+        "closeness",
+        "diameter",
+        "number",
+        "score_per_cost",
+    ):
         assert not counts_errors(name), name

@@ -115,6 +115,33 @@ def test_cost_in_both_is_refused(tmp_path):
         read(tmp_path, scores, times())
 
 
+def test_files_of_two_settings_are_to_be_one_table(tmp_path):
+    with input_error("column that names the setting"):
+        read(tmp_path, times(SCORES[::2]), times(SCORES[1::2]))
+
+
+def test_scores_of_lm_eval_and_times_of_aiperf_have_one_knob_that_varies():
+    """One request failed in AIPerf; what its records say of a request was not set."""
+    table = knobwise.read(
+        [DATA / "lm_eval.jsonl.gz", DATA / "aiperf.jsonl.gz"],
+        id="doc_id",
+        accuracy="exact_match",
+        latency="metrics.request_latency.value",
+    )
+    varying = {knob.name: knob.values for knob in table.knobs if len(knob.values) > 1}
+    processor = "metadata.record_processor_id"
+    assert {*varying} == {"model", processor}
+    assert table.num_configurations == 2
+    small, large = (varying["model"].index(name) for name in ("small", "large"))
+    codes = table.configurations[:, [knob.name for knob in table.knobs].index("model")].tolist()
+    small, large = codes.index(small), codes.index(large)
+    assert table.mask.sum(0)[[small, large]].tolist() == [24, 23]
+    means = [table.accuracy[table.mask[:, c], c].mean().item() for c in (small, large)]
+    assert means == pytest.approx([15 / 24, 21 / 23])
+    # the server slept 20 and 60 ms
+    assert 20 < table.latency_ms[:, small].median() < 40 < 60 < table.latency_ms[1, large] < 100
+
+
 def test_other_columns_of_both_are_those_of_the_first(tmp_path):
     other = [row | {"text": "other"} for row in times()]
     made = read(tmp_path, SCORES, other, features=["text"])

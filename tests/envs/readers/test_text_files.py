@@ -145,6 +145,12 @@ def test_rows_are_read_wherever_json_has_them(name, encoding, tmp_path):
         ("t.csv", TEXT.replace("q10", "ä").encode("latin-1"), "line 2 is not UTF-8"),
         ("t.csv", TEXT.encode("utf-16-le"), ""),  # without a mark
         ("t.json", json.dumps({"train": ROWS, "test": ROWS}), "train, test"),
+        (
+            "t.json",
+            json.dumps({"note": [{"a": 1}], "runs": [{"requests": {"successful": ROWS}}]}),
+            rf"{len(ROWS)} that jq .runs\[0\].requests.successful",
+        ),
+        ("t.csv", "a,a,b,b\n,x,,x\n" + TEXT, "columns occur twice: 'a', 'b'.*several lines"),
         ("t.json", json.dumps({"model": "m", "scores": [1, 2]}), "model, scores.*no list of rows"),
         (
             "t.json",
