@@ -251,7 +251,8 @@ def both_epsilons(clip_epsilon: Tensor | float) -> tuple[Any, Any]:
     """Return the ε of the lower and that of the upper end of a clip: of a tensor [2], or one number
     for both."""
     if isinstance(clip_epsilon, Tensor) and clip_epsilon.ndim:
-        return clip_epsilon.unbind()
+        below, above = clip_epsilon.unbind()
+        return below, above
     return clip_epsilon, clip_epsilon
 
 

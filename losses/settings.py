@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from numbers import Real
 from typing import Any
 
 from knobwise import losses
@@ -18,7 +17,7 @@ ZSCORE_CLIP = 5.0
 def check_clip(value: Any) -> None:
     """Refuse what is neither an ε nor a pair of them."""
     pair = value if isinstance(value, (list, tuple)) else [value, value]
-    if len(pair) != 2 or not all(isinstance(end, Real) and 0 <= end < math.inf for end in pair):
+    if len(pair) != 2 or not all(isinstance(end, (int, float)) and 0 <= end < math.inf for end in pair):
         raise InputError(
             f"loss.clip_epsilon={value}: must be a number from 0 on, or two of them, of the lower "
             "and of the upper end, such as [0.2,0.28]"
