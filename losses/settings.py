@@ -17,7 +17,8 @@ ZSCORE_CLIP = 5.0
 def check_clip(value: Any) -> None:
     """Refuse what is neither an ε nor a pair of them."""
     pair = value if isinstance(value, (list, tuple)) else [value, value]
-    if len(pair) != 2 or not all(isinstance(end, (int, float)) and 0 <= end < math.inf for end in pair):
+    numbers = [end for end in pair if isinstance(end, (int, float)) and 0 <= end < math.inf]
+    if len(pair) != 2 or len(numbers) != 2:
         raise InputError(
             f"loss.clip_epsilon={value}: must be a number from 0 on, or two of them, of the lower "
             "and of the upper end, such as [0.2,0.28]"
