@@ -11,6 +11,8 @@ from torch.nn.functional import one_hot
 
 from knobwise.agents import Controller, OptimiserConfig, PolicyConfig, distillation_trainer
 from knobwise.agents.calibration.calibrate import calibrate_controller
+from knobwise.agents.calibration.training import trainer_of
+from knobwise.agents.problem import Problem
 from knobwise.common.errors import InputError
 from knobwise.envs import BeamTable, BudgetConfig, ProfileTable, default_budgets
 from knobwise.envs.demonstrations.settings import FIELDS
@@ -311,12 +313,14 @@ BRIEF = OptimiserConfig(
 
 
 def trainer_on(table, policy=WITH_TEACHER, constraint="deadline", **settings):
-    """A training of a second, which has not begun."""
+    """A training of a second on a table, or a problem, which has not begun."""
     options = {
         "policy": policy,
         "optimiser": BRIEF,
         "budget": BudgetConfig(constraint=constraint),
     } | settings
+    if isinstance(table, Problem):
+        return trainer_of(table, **options)
     return distillation_trainer(table, table.split(), **options)
 
 

@@ -22,6 +22,7 @@ from knobwise.agents.controller.networks import KnobNetwork, drift_inputs
 from knobwise.agents.controller.settings import OUTSIDE_THE_NETWORK, PolicyConfig
 from knobwise.envs.bandit.budgets import BudgetEncoding, limits_seen, subsample
 from knobwise.envs.bandit.contexts import LIMIT_KEYS
+from knobwise.envs.tables.cells import Cells
 from knobwise.envs.tables.profile_table import ActionIndex, Knob, ProfileTable
 from knobwise.envs.tables.units import MS
 
@@ -71,15 +72,22 @@ class Controller(nn.Module):
 
     @classmethod
     def for_table(
-        cls, table: ProfileTable, rows: Tensor, config: PolicyConfig, constraint: str = "deadline"
+        cls,
+        table: ProfileTable,
+        rows: Tensor,
+        config: PolicyConfig,
+        constraint: str = "deadline",
+        cells: Cells | None = None,
     ) -> Controller:
         """Return a fresh controller for a table.
 
-        Statistics of features and limits are taken from these rows (int64 [n]) alone.
+        Statistics of features and limits are taken from these rows (int64 [n]) alone; those of
+        limits from `cells`, if what counts is not what the table has.
         """
         # statistics of many rows are as good as those of all
         rows = subsample(rows)
-        encoding = BudgetEncoding(limits_seen(table, rows, constraint), config.budget_width)
+        limits = limits_seen(table if cells is None else cells, rows, constraint)
+        encoding = BudgetEncoding(limits, config.budget_width)
         normaliser = FeatureNormaliser.fit(table, rows, config.project, config.dataset_input)
         return cls(
             table.knobs,

@@ -8,10 +8,10 @@ from pathlib import Path
 from torch import Tensor
 
 from knobwise.agents.controller.settings import PolicyConfig
+from knobwise.agents.problem import Problem
 from knobwise.agents.training.settings import OptimiserConfig
 from knobwise.envs.bandit.budgets import default_budgets, judged_values
 from knobwise.envs.bandit.settings import REWARDS, BalanceConfig, BudgetConfig, RewardConfig
-from knobwise.envs.tables.profile_table import ProfileTable
 from knobwise.losses.settings import LossConfig
 
 
@@ -54,9 +54,9 @@ class ControllerSettings:
         """True under a mean budget."""
         return self.budget.constraint == "mean"
 
-    def limits(self, table: ProfileTable) -> Tensor:
+    def limits(self, problem: Problem) -> Tensor:
         """Return the limits of validation, float [B]: budgets in ms, or values of a right answer
         under a mean budget."""
         if self.priced:
-            return judged_values(table)
-        return default_budgets(table) if self.budgets_ms is None else self.budgets_ms
+            return judged_values(problem.cells)
+        return default_budgets(problem.values) if self.budgets_ms is None else self.budgets_ms

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from knobwise.agents.controller.actor import make_actor, make_critic
 from knobwise.agents.controller.controller import Controller
+from knobwise.agents.problem import Problem
 from knobwise.agents.training.augmentation import copies_for_training
 from knobwise.agents.training.checkpoint import Loaded, load_checkpoint, started_from
 from knobwise.agents.training.controller_settings import ControllerSettings
@@ -30,6 +31,8 @@ from knobwise.agents.training.state import Provenance
 from knobwise.agents.training.trainer import Trainer
 from knobwise.envs.bandit.contexts import LIMIT_KEYS
 from knobwise.envs.bandit.reward_kinds import KINDS
+from knobwise.envs.bandit.rules import rule_of
+from knobwise.envs.bandit.settings import BudgetConfig
 from knobwise.envs.bandit.torchrl_env import ConfigBandit
 from knobwise.envs.tables.drift import rows_of_copies
 from knobwise.envs.tables.profile_table import ProfileTable, Split
@@ -45,9 +48,8 @@ class ControllerSetup:
     """Everything that a controller is trained with, but for its stages. To be made inside `seeded`.
 
     Args:
-        table: the profile.
-        split: fit on `train`, choose on `validation`, or both in folds (`policy.fold_networks`);
-            `test` is not used.
+        problem: what is learned. Its split says what to fit on, `train`, and to choose on,
+            `validation`, or both in folds (`policy.fold_networks`); `test` is not used.
         settings: what it is trained for, and how.
         seed: of the initialisation, the contexts and the draws.
         device: `cpu` or `cuda`.
@@ -69,35 +71,35 @@ class ControllerSetup:
 
     def __init__(
         self,
-        table: ProfileTable,
-        split: Split,
+        problem: Problem,
         settings: ControllerSettings,
         *,
         seed: int = 0,
         device: str = "cpu",
         distiller: Any = None,
     ) -> None:
-        self.table = table
-        self.split = split
+        self.problem = problem
+        self.facts = problem.facts
+        self.split = problem.split
         self.policy = settings.policy
         self.loss = settings.loss
         self.settings = settings.optimiser
-        self.constraint = settings.budget.constraint
+        self.constraint = problem.rule.name
         self.cost_ms = settings.cost_ms
-        self.limits = settings.limits(table)
+        self.limits = settings.limits(problem)
         self.seed = seed
         self.device = torch.device(device)
 
         # samples: what each network is fitted on, and judged on
         start = None if settings.init_from is None else load_checkpoint(settings.init_from)
-        samples = samples_of_training(table, split, settings, start, seed)
+        samples = samples_of_training(problem.facts, problem.split, settings, start, seed)
         self.folds = samples.folds
         self.fitted = samples.fitted
         self.fold_seed = samples.fold_seed
         self._seen_before = samples.seen_before
 
         # networks: those that learn, of the teacher too, and the reference
-        self.controller = first_controller(table, self.fitted, settings, start)
+        self.controller = first_controller(problem, self.fitted, settings, start)
         self.start_sums: list[float] | None = None
         if start is not None:
             self.start_sums = weight_sums(self.controller.state_dict())
@@ -108,21 +110,24 @@ class ControllerSetup:
         self.reference = copy.deepcopy(self.controller).requires_grad_(False)
 
         # the actor, which also sees copies of the samples: on slower machines, with noisy features
-        copies = copies_for_training(table, self.controller, self.policy, seed)
+        copies = copies_for_training(problem, self.controller, self.policy, seed)
         self.copied = copies.table
         self.drift = copies.drift
         self.augment = copies.augment
         self.actor = make_actor(
             self.controller,
-            table,
+            problem.facts,
             self.group_size,
             all_networks=True,
             offsets=copies.offsets,
             noise=copies.noise,
+            mask=problem.mask,
         ).to(self.device)
         self.critic: Any = None
         if self.loss.objective == "ppo":
-            self.critic = make_critic(self.controller, table, copies.noise).to(self.device)
+            self.critic = make_critic(
+                self.controller, problem.facts, copies.noise, problem.mask
+            ).to(self.device)
 
         # the environment: contexts for all networks in turn, each of its own rows
         self.env = ConfigBandit(
@@ -132,22 +137,22 @@ class ControllerSetup:
             budget=settings.budget,
             reward=settings.charged_reward,
             balance=settings.balance.by,
-            rows=[rows_of_copies(rows, table, copies.table) for rows in samples.by_network],
+            rows=[rows_of_copies(rows, problem.facts, copies.table) for rows in samples.by_network],
             seed=seed,
             unprofiled="error",
             action="configuration",
             observe_features=False,
             cost_ms=self.cost_ms,
+            cells=copies.cells,
             device=self.device,
         )
         self.held_out = HeldOut(
-            table,
+            problem,
             self.folds[1],
             self.networks,
             limits=self.limits,
             rewards=self.env.rewards,
             judged_by=self.judged_by,
-            priced=self.priced,
             cost_ms=self.cost_ms,
         )
 
@@ -198,9 +203,14 @@ class ControllerSetup:
         return self.actor.module[0].module
 
     @functools.cached_property
+    def over(self) -> Tensor | None:
+        """bool [N, C], the answers that cost more than a limit; None without limits."""
+        return self.problem.rule.over(self.problem.values)
+
+    @functools.cached_property
     def seen(self) -> list[str]:
         """Fingerprints of the samples fitted or chosen on, also by the checkpoint started from."""
-        fitted = self.table.fingerprints(self.split.fitted)
+        fitted = self.facts.fingerprints(self.split.fitted)
         return list(dict.fromkeys([*fitted, *self._seen_before]))
 
     def held_out_log_probs(self, limit: Tensor) -> Tensor:
@@ -212,7 +222,7 @@ class ControllerSetup:
         """Draw contexts that training draws again; return the rewards of their configurations,
         float [n·M, C], −∞ where not profiled, and the contexts."""
         sampler = self.env.contexts
-        count = min(SPREAD_CELLS // self.table.num_configurations // self.networks, 1024)
+        count = min(SPREAD_CELLS // self.facts.num_configurations // self.networks, 1024)
         rows, limits = sampler(max(count, 1) * self.networks)
         sampler.set_back(sampler.before)
         inputs = {"row": rows, self.limit_key: limits}
@@ -230,12 +240,12 @@ class ControllerSetup:
 
 
 def first_controller(
-    table: ProfileTable, fitted: Tensor, settings: ControllerSettings, start: Loaded | None = None
+    problem: Problem, fitted: Tensor, settings: ControllerSettings, start: Loaded | None = None
 ) -> Controller:
     """Return the controller that training starts from: fresh, or with the weights of a checkpoint.
 
     Args:
-        table: the profile.
+        problem: what is learned.
         fitted: int64 [n], the rows that statistics of a fresh one are taken from.
         settings: the policy, the constraint, and where the checkpoint was.
         start: the checkpoint; None for fresh weights.
@@ -243,7 +253,9 @@ def first_controller(
     Raises:
         InputError: the checkpoint does not fit, see `started_from`.
     """
-    fresh = Controller.for_table(table, fitted, settings.policy, settings.budget.constraint)
+    fresh = Controller.for_table(
+        problem.facts, fitted, settings.policy, problem.rule.name, problem.cells
+    )
     if start is None:
         return fresh
     return started_from(str(settings.init_from), start, fresh)
@@ -264,14 +276,29 @@ def controller_trainer(
     With a teacher (`policy.teacher`) it is `agents.calibration.training.distillation_trainer`.
 
     Args:
-        table, split: see `ControllerSetup`.
+        table: the profile.
+        split: see `ControllerSetup`.
         settings: see `ControllerSettings`.
         seed, device, folder, log: see `Trainer`.
     """
+    budget = settings.get("budget") or BudgetConfig()
+    problem = Problem(table, split, rule_of(budget))
+    return rewards_trainer(problem, seed=seed, device=device, folder=folder, log=log, **settings)
+
+
+def rewards_trainer(
+    problem: Problem,
+    *,
+    seed: int = 0,
+    device: str = "cpu",
+    folder: Path | None = None,
+    log: Log | None = None,
+    **settings: Any,
+) -> Trainer:
+    """Return the training of a controller that learns from rewards alone, see
+    `controller_trainer`."""
     with seeded(seed, device):
-        setup = ControllerSetup(
-            table, split, ControllerSettings(**settings), seed=seed, device=device
-        )
+        setup = ControllerSetup(problem, ControllerSettings(**settings), seed=seed, device=device)
         stages = [RCE(setup), grpo_stage(setup)]
         return make_trainer(setup, setup.controller, stages, folder, log)
 
@@ -292,7 +319,7 @@ def make_trainer(
         agent,
         stages,
         setup.env,
-        table=setup.table,
+        table=setup.facts,
         settings=setup.settings,
         shape=(setup.settings.contexts, setup.networks),
         reads=setup.actor.in_keys,

@@ -18,6 +18,7 @@ from knobwise.common.errors import InputError
 from knobwise.envs.bandit.budgets import BudgetSampler
 from knobwise.envs.bandit.reward_kinds import KINDS
 from knobwise.envs.bandit.settings import REWARDS, BudgetConfig, RewardConfig
+from knobwise.envs.tables.cells import Cells
 from knobwise.envs.tables.profile_table import ProfileTable
 
 LIMIT_KEYS = {"deadline": "budget_ms", "mean": "worth_ms"}
@@ -35,19 +36,20 @@ def fresh_seed() -> int:
     return drawn ^ (zlib.crc32(name.encode()) if multiprocessing.parent_process() else 0)
 
 
-def row_weights(table: ProfileTable, by: str, rows: Tensor) -> Tensor:
+def row_weights(table: ProfileTable, by: str, rows: Tensor, cells: Cells | None = None) -> Tensor:
     """Compute how often each sample is drawn, float64 [N].
 
     Args:
         table: the profile.
         by: which groups of samples are balanced, see `BalanceConfig`.
         rows: int64 [n], the samples to draw from; all others get 0.
+        cells: what counts of the table; None for all that it has.
 
     Raises:
         InputError: there is only one group.
     """
     if by == "configuration":
-        members = table.mask[rows].double()
+        members = (cells or table).mask[rows].double()
     else:
         types = table.question_types or ("unknown",) * table.num_samples
         names = np.array(table.dataset_names if by == "dataset" else types)
@@ -77,6 +79,7 @@ class ContextSampler:
             drawn in turn, context i from list i mod M.
         seed: None for a fresh one, see `fresh_seed`.
         balance: which groups of samples are balanced, see `BalanceConfig`.
+        cells: what counts of the table; None for all that it has.
     """
 
     def __init__(
@@ -86,6 +89,7 @@ class ContextSampler:
         rows: Tensor | Sequence[Tensor] | Sequence[int] | None,
         seed: int | None,
         balance: str = "none",
+        cells: Cells | None = None,
     ) -> None:
         if rows is None:
             rows = torch.arange(table.num_samples)
@@ -102,10 +106,10 @@ class ContextSampler:
             raise InputError(
                 f"rows: must be from 0 to {table.num_samples - 1}, the table's samples"
             )
-        self.budgets = BudgetSampler(table, budget, together)
+        self.budgets = BudgetSampler(cells or table, budget, together)
         self.weights: Tensor | None = None
         if balance != "none":
-            weights = row_weights(table, balance, together)
+            weights = row_weights(table, balance, together, cells)
             self.weights = pad_sequence([weights[part] for part in lists], batch_first=True)
         self.generator = torch.Generator().manual_seed(fresh_seed() if seed is None else seed)
         self.before = self.generator.get_state()  # `set_back` to it draws the last contexts again

@@ -3,28 +3,51 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from knobwise.envs.bandit.budgets import MIN_LATENCY_MS
 from knobwise.envs.bandit.reward import RewardTable, share_on_time
-from knobwise.envs.bandit.settings import TRAINING_REWARD
+from knobwise.envs.tables.cells import Cells, unread, unread_ms
 from knobwise.envs.tables.profile_table import ProfileTable
+
+
+class Paid(NamedTuple):
+    """What a policy pays for its decisions, under B limits."""
+
+    cost_ms: Tensor | float = 0.0
+    """float [B], the time of a decision with its features."""
+    reads: Tensor | None = None
+    """bool [B]; where it is False the choices read no features, and do not pay for a first look
+    (`ProfileTable.first_look_ms`). None: they always read."""
+
+
+FREE = Paid()
+"""Nothing, but for a first look."""
 
 
 @dataclass(frozen=True)
 class Outcomes:
-    """The outcomes of a policy's decisions, n samples × B budgets; of a mixture the mean."""
+    """The outcomes of a policy's decisions, n samples × B limits."""
 
     chosen: Tensor
-    """int64 [n, B], configuration indices; −1 where a mixture of two decided."""
+    """int64 [n, B], configuration indices."""
     accuracy: Tensor
     """float [n, B]."""
     latency_ms: Tensor
     """float [n, B], with the policy's own cost; of several measurements the median."""
     utility: Tensor
     """float [n, B]: accuracy · on_time; under mean budgets the accuracy."""
+    reward: Tensor
+    """float [n, B]."""
+
+    def metrics(self) -> dict[str, float]:
+        """Return means over samples and limits, under the logged names (without `Val/`)."""
+        return moments(
+            {"Reward": self.reward, "Accuracy": self.accuracy, "Latency": self.latency_ms}
+        )
 
 
 @dataclass(frozen=True)
@@ -33,18 +56,16 @@ class DeadlineOutcomes(Outcomes):
 
     on_time: Tensor
     """float [n, B]: the share of the measurements that, with the policy's own cost, meet the
-    deadline."""
-    reward: Tensor
-    """float [n, B]."""
+    deadline; 0 for an answer above a limit on further costs."""
     feasible: Tensor
-    """bool [n, B]: True if some profiled configuration meets the deadline."""
+    """bool [n, B]: True if some configuration that may be chosen meets the deadline, and all
+    limits."""
 
     def metrics(self) -> dict[str, float]:
-        """Return means over samples and deadlines, under the logged names (without `Val/`)."""
+        """See `Outcomes`."""
         # where no deadline can be met, all that can be are
         satisfaction = self.on_time[self.feasible].mean().nan_to_num(1.0)
-        numbers = {"Reward": self.reward, "Accuracy": self.accuracy, "Latency": self.latency_ms}
-        return moments(numbers) | {
+        return super().metrics() | {
             "Budget_Violation_Rate": 1 - float(self.on_time.mean()),
             "Utility": float(self.utility.mean()),
             "Satisfaction_Feasible": float(satisfaction),
@@ -61,55 +82,84 @@ def moments(numbers: dict[str, Tensor]) -> dict[str, float]:
     return metrics
 
 
-def outcomes_of(
+def priced_outcomes(
     table: ProfileTable,
     rows: Tensor,
     chosen: Tensor,
-    budgets_ms: Tensor,
+    limits: Tensor,
+    paid: Paid,
     *,
-    rewards: RewardTable | None = None,
-    cost_ms: Tensor | float = 0.0,
-    reads: Tensor | None = None,
-) -> DeadlineOutcomes:
-    """Look up the outcomes of choices int64 [n, B].
+    rewards: RewardTable,
+    counted: Cells,
+) -> Outcomes:
+    """Look up what choices int64 [n, B] get, where nothing is late.
 
     Args:
         rows: int64 [n].
-        budgets_ms: float [B].
-        rewards: defaults to those of training.
-        cost_ms: float [B], the time of a decision.
-        reads: bool [B]; where it is False the choices read no features, and do not pay for a first
-            look (`ProfileTable.first_look_ms`).
+        limits: float [B], in ms.
+        rewards: of what counts.
+        counted: what counts of the table.
     """
-    if rewards is None:
-        rewards = RewardTable(table, TRAINING_REWARD)
-    if reads is None:
-        reads = torch.ones(len(budgets_ms), dtype=torch.bool)
     # the cell of each choice, [n, B]
     cells = rows.unsqueeze(1), chosen
-    quick = table.without_first_look
-    added_ms = torch.as_tensor(cost_ms).to(budgets_ms).expand(chosen.shape)
-    limits = (budgets_ms - added_ms).clamp_min(MIN_LATENCY_MS)
+    added_ms = added_by(table, cells, paid, limits)
+    # a reward is that of the time which the decision leaves
+    charged_ms = torch.as_tensor(paid.cost_ms).to(limits).expand(chosen.shape)
+    left_ms = (limits - charged_ms).clamp_min(MIN_LATENCY_MS)
     device = rewards.accuracy.device
-    # a request of one choice for each sample and deadline
-    row_of = cells[0].to(device)
-    choice = chosen.unsqueeze(2).to(device)
-    limits = limits.to(device)
-    reward = rewards.chosen(row_of, choice, limits)
-    if table.first_look_ms is not None:
-        unread = RewardTable(quick, rewards.config, device).chosen(row_of, choice, limits)
-        reward = reward.where(reads.to(device).unsqueeze(1), unread)
-        added_ms = added_ms - table.first_look_ms[cells] * ~reads
-    fastest = quick.latency_ms[rows].masked_fill(~table.mask[rows], torch.inf).amin(1)
+    # a request of one choice for each sample and limit
+    request = cells[0].to(device), chosen.unsqueeze(2).to(device), left_ms.to(device)
+    reward = rewards.chosen(*request)
+    if table.first_look_ms is not None and paid.reads is not None:
+        of_unread = RewardTable(table, rewards.config, device, cells=unread(counted))
+        reads = paid.reads.to(device).unsqueeze(1)
+        reward = reward.where(reads, of_unread.chosen(*request))
     accuracy = table.accuracy[cells]
-    # a cell may have been measured several times
-    on_time = share_on_time(table.measurements_ms[cells] + added_ms[..., None], budgets_ms)
-    return DeadlineOutcomes(
+    return Outcomes(
         chosen=chosen,
         accuracy=accuracy,
         latency_ms=table.latency_ms[cells] + added_ms,
-        utility=accuracy * on_time,
-        on_time=on_time,
+        utility=accuracy,
         reward=reward.squeeze(2).cpu(),
-        feasible=fastest.unsqueeze(1) <= budgets_ms,
     )
+
+
+def deadline_outcomes(
+    table: ProfileTable,
+    rows: Tensor,
+    chosen: Tensor,
+    limits: Tensor,
+    paid: Paid,
+    *,
+    rewards: RewardTable,
+    counted: Cells,
+    over: Tensor | None = None,
+) -> DeadlineOutcomes:
+    """Look up what choices get under deadlines, see `priced_outcomes`.
+
+    Args:
+        over: bool [N, C], the answers that cost more than a limit; None for none.
+    """
+    cells = rows.unsqueeze(1), chosen
+    looked_up = priced_outcomes(table, rows, chosen, limits, paid, rewards=rewards, counted=counted)
+    measured_ms = table.measurements_ms[cells] + added_by(table, cells, paid, limits)[..., None]
+    # a cell may have been measured several times
+    on_time = share_on_time(measured_ms, limits)
+    possible = counted.mask[rows]
+    if over is not None:
+        on_time = on_time * ~over[cells]
+        possible = possible & ~over[rows]
+    fastest_ms = unread_ms(table, rows).masked_fill(~possible, torch.inf).amin(1)
+    shared = dict(vars(looked_up)) | {"utility": looked_up.accuracy * on_time}
+    return DeadlineOutcomes(**shared, on_time=on_time, feasible=fastest_ms.unsqueeze(1) <= limits)
+
+
+def added_by(
+    table: ProfileTable, cells: tuple[Tensor, Tensor], paid: Paid, limits: Tensor
+) -> Tensor:
+    """Return what a policy's decisions add to the latencies of cells, ms, float [n, B]; less than
+    nothing where they save the first look."""
+    added_ms = torch.as_tensor(paid.cost_ms).to(limits).expand(cells[1].shape)
+    if table.first_look_ms is None or paid.reads is None:
+        return added_ms
+    return added_ms - table.first_look_ms[cells] * ~paid.reads

@@ -20,6 +20,7 @@ from knobwise.envs.bandit.contexts import LIMIT_KEYS, ContextSampler
 from knobwise.envs.bandit.replay import Replay
 from knobwise.envs.bandit.settings import BudgetConfig, RewardConfig
 from knobwise.envs.bandit.single_step import SingleStepEnv, batch_shape, one_axis
+from knobwise.envs.tables.cells import Cells
 from knobwise.envs.tables.profile_table import ProfileTable
 
 OUTCOMES = ("accuracy", "latency_ms")
@@ -62,6 +63,7 @@ class ConfigBandit(SingleStepEnv):
         observe_features: False leaves features, mask and outcomes out of the observations.
         full_information: add the rewards of all configurations to the observations.
         balance: how often each sample is drawn, see `BalanceConfig`.
+        cells: what counts of the table, as under limits on further costs; None for all that it has.
         options: `unprofiled`, `action`, `action_keys`, `repeats` and `cost_ms`, see `Replay`;
             measurements are drawn from the generator of the contexts. Under `nearest`, the default,
             any policy may play; with `action="configuration"` and without an axis G, TorchRL's
@@ -96,16 +98,18 @@ class ConfigBandit(SingleStepEnv):
         full_information: bool = False,
         device: torch.device | str | None = None,
         balance: str = "none",
+        cells: Cells | None = None,
         **options: Any,
     ) -> None:
         budget = budget or BudgetConfig()
         super().__init__(device=device, batch_size=batch_shape(batch_size))
         self.table = table
-        self.contexts = ContextSampler(table, budget, rows, seed, balance)
+        self.cells: Cells = table if cells is None else cells
+        self.contexts = ContextSampler(table, budget, rows, seed, balance, cells)
         self.limit_key = LIMIT_KEYS[budget.constraint]
         self.observe_features = observe_features
         self.full_information = full_information
-        self.replay = Replay(table, budget, reward, device=device, **options)
+        self.replay = Replay(table, budget, reward, device=device, cells=cells, **options)
         self.rewards = self.replay.rewards
         self.current: dict[str, Tensor] = {}  # the contexts to decide for
         self.limits_change = False  # True once a transform changed or removed the limits
@@ -164,7 +168,7 @@ class ConfigBandit(SingleStepEnv):
         rows = one_axis(tensordict.get("row", self.current.get("row")).long())
         # draw n evenly and take the n-th of the profiled configurations, which is much faster than
         # torch.multinomial
-        counts = self.table.mask[rows.cpu()].cumsum(1, dtype=torch.int32)
+        counts = self.cells.mask[rows.cpu()].cumsum(1, dtype=torch.int32)
         action = torch.searchsorted(counts, (torch.rand(self.decisions) * counts[:, -1:]).int() + 1)
         if self.replay.action == "knobs":
             action = self.table.configurations[action]
@@ -258,7 +262,7 @@ class ConfigBandit(SingleStepEnv):
         """
         if not self.observe_features:
             return {}
-        blocks = {**self.table.features, "mask": self.table.mask}
+        blocks = {**self.table.features, "mask": self.cells.mask}
         rows = self.current["row"].cpu()
         out = {name: block.index_select(0, rows).to(self.device) for name, block in blocks.items()}
         if self.replay.action == "configuration":

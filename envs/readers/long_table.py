@@ -30,6 +30,7 @@ from knobwise.envs.readers.missing_cells import MISSING_CELLS, cells_as_failed, 
 from knobwise.envs.readers.outcome_columns import failures, listed
 from knobwise.envs.readers.tool_files import BUDGET, read_measurements
 from knobwise.envs.readers.unit_columns import in_one_unit
+from knobwise.envs.tables.cells import unread
 from knobwise.envs.tables.columns import Column
 from knobwise.envs.tables.profile_table import ProfileTable
 from knobwise.envs.tables.units import MS, in_other_unit, kept_as
@@ -294,7 +295,7 @@ def _varies_in_rows(frame: pl.DataFrame) -> bool:
 def long_frame(table: ProfileTable) -> pl.DataFrame:
     """Return one row per measurement, from which `table_from_frame` makes the same table."""
     first_look_ms = table.first_look_ms
-    table = table.without_first_look
+    table = unread(table)
     # the sample, the configuration and the repetition of each measurement
     row, column, repeat = (~table.measurements_ms.isnan()).nonzero().numpy().T
     columns = []

@@ -13,7 +13,8 @@ from rich.console import Console
 from threadpoolctl import threadpool_limits
 
 from knobwise.agents.evaluation.baselines import FittedStatic
-from knobwise.agents.evaluation.limits import budget_with, table_for
+from knobwise.agents.evaluation.limits import budget_with
+from knobwise.agents.evaluation.problems import problem_of
 from knobwise.agents.selector.clip_encoder import as_read
 from knobwise.agents.selector.selector import Selector
 from knobwise.agents.training.checkpoint import Loaded, load_checkpoint
@@ -125,13 +126,13 @@ def evaluate_controller(loaded: Loaded, config: EvaluateRun) -> tuple[RunResults
     split = _split_for(loaded, table, config)
     evaluator = EVALUATORS[policy.constraint]
     wanted = wanted_budgets(config, loaded, table)
-    budgets_ms = evaluator.budgets_for(policy, table, split, wanted)
-    table = table_for(
-        config.unprofiled, table, split, budget_with(loaded.controller.calibration.limits)
-    )
+    budget = budget_with(policy.constraint, policy.calibration.limits)
+    problem = problem_of(table, split, budget, config.unprofiled)
+    budgets_ms = evaluator.budgets_for(policy, problem, wanted)
     budgets = ", ".join(quantity(budget, table.unit) for budget in budgets_ms.tolist())
     print(f"judged on {len(split.test):,} test samples, at budgets {budgets}", flush=True)
-    judged = evaluator(table, split, budgets_ms, RewardTable(table, config.reward))
+    rewards = RewardTable(problem.values, config.reward, cells=problem.cells)
+    judged = evaluator(problem, budgets_ms, rewards)
     # choices that were measured for judging (`profile complete=`) are those of this static policy
     by_choice = policy.calibration.judged and loaded.profile_digest == table.digest
     if by_choice and isinstance(judged, Deadlines):

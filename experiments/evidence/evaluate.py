@@ -27,7 +27,7 @@ from knobwise.agents.evaluation.evaluation import evaluate_policy
 from knobwise.agents.evaluation.limits import further_costs
 from knobwise.agents.evaluation.own_cost import OwnCost
 from knobwise.agents.evaluation.policy import Baseline, Policy
-from knobwise.agents.teacher.completed import CompletedTable
+from knobwise.agents.problem import Problem
 from knobwise.agents.teacher.experts import Experts
 from knobwise.common.errors import InputError
 from knobwise.common.progress import progress, say
@@ -151,18 +151,18 @@ class OnTable:
     """What the evaluators of a profile share.
 
     Args:
-        split: policies are chosen on its training and validation samples, and judged on its test
-            samples.
+        problem: policies are chosen on the training and validation samples of its split, and judged
+            on its test samples.
         budgets_ms: float [B].
     """
 
     task: Task
     rewards: RewardTable | None = None
 
-    def __init__(self, table: ProfileTable, split: Split, budgets_ms: Tensor) -> None:
-        self.table = table
-        self.split = split
-        self.rows = split.test
+    def __init__(self, problem: Problem, budgets_ms: Tensor) -> None:
+        self.problem = problem
+        self.table = table = problem.facts
+        self.rows = problem.split.test
         self.budgets_ms = budgets_ms
         self.conditions = budgets_ms.tolist()
         self.labels = pl.Series([table.label(c) for c in range(table.num_configurations)])
@@ -182,27 +182,24 @@ class OnTable:
         """Raise InputError for a controller that cannot decide yet."""
 
     @staticmethod
-    def budgets(table: ProfileTable, split: Split, wanted: Sequence[float] | None) -> Tensor:
+    def budgets(problem: Problem, wanted: Sequence[float] | None) -> Tensor:
         """Return the budgets to judge at, float [B]; by default those that suit the table."""
-        return judged_budgets(table, wanted, budget_rows(table, split))
+        table = problem.facts
+        return judged_budgets(table, wanted, budget_rows(table, problem.split))
 
     @classmethod
     def budgets_for(
-        cls,
-        controller: DeployedController,
-        table: ProfileTable,
-        split: Split,
-        wanted: Sequence[float] | None,
+        cls, controller: DeployedController, problem: Problem, wanted: Sequence[float] | None
     ) -> Tensor:
         """Return the budgets to judge a trained controller at, see `budgets`."""
-        return cls.budgets(table, split, wanted)
+        return cls.budgets(problem, wanted)
 
     def add_facts(self, results: RunResults, policies: Policies) -> None:
         """Add to the results what they have for this task alone."""
 
     def of_rows(self, rows: Tensor) -> Self:
         """Copy the evaluator for other test samples, rows int64 [n]."""
-        return type(self)(self.table, self.split._replace(test=rows), self.budgets_ms)
+        return type(self)(self.problem.judged_on(rows), self.budgets_ms)
 
     @property
     def judged_by(self) -> str:
@@ -226,16 +223,12 @@ class Deadlines(OnTable):
     task = DEADLINE
 
     def __init__(
-        self,
-        table: ProfileTable,
-        split: Split,
-        budgets_ms: Tensor,
-        rewards: RewardTable | None = None,
+        self, problem: Problem, budgets_ms: Tensor, rewards: RewardTable | None = None
     ) -> None:
-        super().__init__(table, split, budgets_ms)
+        super().__init__(problem, budgets_ms)
         self.rewards = rewards
         # a trained controller may bring the static policy that it was compared with
-        self.static = fit_static(table, split.fitted)
+        self.static = fit_static(problem.cells, problem.split.fitted)
 
     @staticmethod
     def deadlines(budgets_ms: Tensor) -> Tensor:
@@ -246,16 +239,17 @@ class Deadlines(OnTable):
         """See `Evaluator`. A policy is a `Policy`; if it has a `teacher`, this one says what it
         expects."""
         judged = evaluate_policy(
-            policy, self.table, self.rows, self.budgets_ms, self.rewards, cost_ms=cost_ms
+            policy, self.problem, self.rows, self.budgets_ms, self.rewards, cost_ms=cost_ms
         )
         columns = dict(vars(judged))
-        if isinstance(self.table, CompletedTable):
-            columns["sampling_weight"] = self.table.weight[self.rows.unsqueeze(1), judged.chosen]
+        if self.problem.beliefs is not None:
+            cells = self.rows.unsqueeze(1), judged.chosen
+            columns["sampling_weight"] = self.problem.beliefs.weight[cells]
         if isinstance(policy, DeployedController) and policy.teacher is not None:
             left_ms = self.budgets_ms - cost_ms
             columns["expected_on_time"] = self._expected(policy, judged.chosen, left_ms)
-        hindsight = getattr(policy, "hindsight", False)
-        columns |= further_costs(self.table, self.rows, judged.chosen, hindsight)
+        checked = not getattr(policy, "hindsight", False)
+        columns |= further_costs(self.problem, self.rows, judged.chosen, checked)
         columns["choice"] = self.chosen(columns.pop("chosen"))
         return columns
 
@@ -287,17 +281,17 @@ class Deadlines(OnTable):
             experts: of all families, fitted on all but the test samples.
             seed: of `random`.
         """
-        baselines = make_baselines(self.table, self.split, seed, self.budgets_ms, experts=experts)
+        baselines = make_baselines(self.problem, seed, self.budgets_ms, experts=experts)
         # the first is this static policy once more
         policies: list[Baseline] = [self.static, *baselines[1:]]
         if len(rows_by_dataset(self.table, self.rows)) > 1:
-            policies.insert(1, StaticPerDataset(self.table, self.split.fitted, self.rows))
+            policies.insert(1, StaticPerDataset(self.problem))
         return policies
 
     def references(self) -> list[Baseline]:
         """Make both ends of the oracle gap: budget-aware static, fitted on all but the test
         samples, and the oracle."""
-        return [self.static, Oracle(self.table, self.rows)]
+        return [self.static, Oracle(self.problem.cells, self.rows)]
 
     def deployed(self, controller: DeployedController) -> Policy:
         """Give the policy that decides for a controller: itself, guard included."""

@@ -12,6 +12,7 @@ from scipy.stats import spearmanr
 
 from knobwise.agents.controller.settings import PolicyConfig
 from knobwise.agents.evaluation.baselines import fit_static
+from knobwise.agents.problem import Problem
 from knobwise.envs.bandit.budgets import default_budgets
 from knobwise.envs.tables.profile_table import Split
 from knobwise.experiments.evidence import explanation
@@ -35,7 +36,7 @@ def explained(table, choose, budgets=BUDGETS):
     """Explain a policy that is a function of the block x and of budgets."""
     rows = torch.arange(table.num_samples)
     rule = Ruled(lambda features, limits, mask: choose(features["x"], limits).astype(int))
-    return Explained(table, rows, rule, budgets, fit_static(table, rows))
+    return Explained(Problem.of(table), rows, rule, budgets, fit_static(table, rows))
 
 
 # -- difficulty ------------------------------------------------------------------------------------
@@ -215,8 +216,9 @@ def test_every_kind_of_controller_is_explained_by_its_own_decisions(kind, monkey
     constraint = "mean" if kind == "mean" else "deadline"
     agent = deployed(table, POLICIES[kind], budgets, constraint)
     monkeypatch.setattr(explanation, "MAX_SAMPLES", 15)
-    evaluator = EVALUATORS[constraint](table, Split(rows[:40], rows[:0], rows[40:]), budgets)
-    part = Explained(table, rows[40:], agent, *evaluator.explained_by(agent))
+    problem = Problem(table, Split(rows[:40], rows[:0], rows[40:]))
+    evaluator = EVALUATORS[constraint](problem, budgets)
+    part = Explained(problem, rows[40:], agent, *evaluator.explained_by(agent))
     assert len(part.rows) == len(part.rows.unique()) == 15
     at = part.rows[:, None], part.chosen
     accuracy, latency_ms = table.accuracy[at].double(), table.latency_ms[at]

@@ -149,7 +149,7 @@ def test_every_split_divides_the_folds_of_its_baselines_anew(monkeypatch):
     for module in (baselines, controller):  # without the slowest families
         monkeypatch.setattr(module, "FAMILIES", QUICK)
     launch(TRAIN, "baselines=true seeds=[4] split.repeats=2 name=baselines")
-    assert [call.args[2] for call in made.call_args_list] == [4, 5]
+    assert [call.args[1] for call in made.call_args_list] == [4, 5]
     rows = {row["policy"]: row for row in results_of("baselines")["rows"]}
     assert len(rows["ridge"]["utility_per_split"]) == 2
     assert len(rows["controller"]["utility_per_seed"]) == 1
