@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Self
 import torch
 from torch import Tensor
 
-from knobwise.envs.bandit.outcomes import FREE, Outcomes, Paid
+from knobwise.envs.bandit.outcomes import Decisions, Outcomes
 from knobwise.envs.bandit.reward import RewardTable
-from knobwise.envs.bandit.rules import Deadline, Rule
+from knobwise.envs.bandit.rules import Deadline, Rule, rule_of
+from knobwise.envs.bandit.settings import BudgetConfig
 from knobwise.envs.tables.beliefs import Beliefs
 from knobwise.envs.tables.cells import Cells
 from knobwise.envs.tables.profile_table import ProfileTable, Split
@@ -45,18 +46,24 @@ class Problem:
     have values."""
 
     @classmethod
-    def of(cls, about: ProfileTable | Problem, split: Split | None = None) -> Problem:
-        """Return the problem of a table alone, under deadlines; a problem as it is.
+    def of(
+        cls,
+        about: ProfileTable | Problem,
+        split: Split | None = None,
+        budget: BudgetConfig | None = None,
+    ) -> Problem:
+        """Return the problem of a table alone, without beliefs; a problem as it is.
 
         Args:
             split: None to fit on all samples.
+            budget: the settings; None for deadlines.
         """
         if isinstance(about, Problem):
             return about
         if split is None:
             everything = torch.arange(about.num_samples)
             split = Split(everything, everything[:0], everything[:0])
-        return cls(about, split)
+        return cls(about, split, rule_of(budget or BudgetConfig()))
 
     def judged_on(self, rows: Tensor) -> Self:
         """Return the problem with other test samples, int64 [n]."""
@@ -78,16 +85,9 @@ class Problem:
         return self.rule.counted(self.values, self.allowed)
 
     def outcomes(
-        self,
-        rows: Tensor,
-        chosen: Tensor,
-        limits: Tensor,
-        paid: Paid = FREE,
-        *,
-        rewards: RewardTable | None = None,
-        checked: bool = True,
+        self, decisions: Decisions, *, rewards: RewardTable | None = None, checked: bool = True
     ) -> Outcomes:
-        """Look up what choices int64 [n, B] get, see `Rule.outcomes`.
+        """Look up what decisions get, see `Rule.outcomes`.
 
         Args:
             checked: whether predictions are checked by what was measured, so that outcomes are
@@ -95,10 +95,7 @@ class Problem:
         """
         return self.rule.outcomes(
             self.values,
-            rows,
-            chosen,
-            limits,
-            paid,
+            decisions,
             rewards=rewards,
             counted=self.cells,
             beliefs=self.beliefs if checked else None,

@@ -11,7 +11,6 @@ from torch.nn.functional import one_hot
 
 from knobwise.agents import Controller, OptimiserConfig, PolicyConfig, distillation_trainer
 from knobwise.agents.calibration.calibrate import calibrate_controller
-from knobwise.agents.calibration.training import trainer_of
 from knobwise.agents.problem import Problem
 from knobwise.common.errors import InputError
 from knobwise.envs import BeamTable, BudgetConfig, ProfileTable, default_budgets
@@ -319,9 +318,8 @@ def trainer_on(table, policy=WITH_TEACHER, constraint="deadline", **settings):
         "optimiser": BRIEF,
         "budget": BudgetConfig(constraint=constraint),
     } | settings
-    if isinstance(table, Problem):
-        return trainer_of(table, **options)
-    return distillation_trainer(table, table.split(), **options)
+    split = None if isinstance(table, Problem) else table.split()
+    return distillation_trainer(table, split, **options)
 
 
 def trained(table, policy=WITH_TEACHER, constraint="deadline", **settings):

@@ -19,11 +19,9 @@ from knobwise.agents.teacher.experts import Experts
 from knobwise.agents.teacher.stages import Distillation, regression_stages
 from knobwise.agents.training.controller_settings import ControllerSettings
 from knobwise.agents.training.controller_stages import grpo_stage
-from knobwise.agents.training.controllers import ControllerSetup, make_trainer, rewards_trainer
+from knobwise.agents.training.controllers import ControllerSetup, controller_trainer, make_trainer
 from knobwise.agents.training.seeding import seeded
 from knobwise.agents.training.trainer import Trainer
-from knobwise.envs.bandit.rules import rule_of
-from knobwise.envs.bandit.settings import BudgetConfig
 from knobwise.envs.tables.profile_table import ProfileTable, Split
 
 if TYPE_CHECKING:
@@ -31,8 +29,8 @@ if TYPE_CHECKING:
 
 
 def distillation_trainer(
-    table: ProfileTable,
-    split: Split,
+    table: ProfileTable | Problem,
+    split: Split | None = None,
     *,
     experts: Callable[[], Experts] | None = None,
     seed: int = 0,
@@ -47,40 +45,22 @@ def distillation_trainer(
     Args:
         experts: returns the teacher's experts, fitted on the training and validation samples; None
             fits them here.
-        table: the profile.
-        split: see `ControllerSetup`.
+        table: the profile; or the problem, where some cells are predicted or further costs limited.
+        split: of a profile, see `ControllerSetup`; a problem has its own.
         settings: see `ControllerSettings`.
         seed, device, folder, log: see `Trainer`.
     """
-    budget = settings.get("budget") or BudgetConfig()
-    problem = Problem(table, split, rule_of(budget))
-    return trainer_of(
-        problem, experts=experts, seed=seed, device=device, folder=folder, log=log, **settings
-    )
-
-
-def trainer_of(
-    problem: Problem,
-    *,
-    experts: Callable[[], Experts] | None = None,
-    seed: int = 0,
-    device: str = "cpu",
-    folder: Path | None = None,
-    log: Log | None = None,
-    **settings: Any,
-) -> Trainer:
-    """Return the training of a controller for a problem, see `distillation_trainer`."""
     policy = settings.get("policy")
     optimiser = settings.get("optimiser")
     warm = optimiser is None or optimiser.pretrain_iterations > 0
     if policy is None or not policy.teacher or not warm:
-        return rewards_trainer(
-            problem, seed=seed, device=device, folder=folder, log=log, **settings
+        return controller_trainer(
+            table, split, seed=seed, device=device, folder=folder, log=log, **settings
         )
     with seeded(seed, device):
         distiller = Distiller(experts)
         setup = ControllerSetup(
-            problem,
+            Problem.of(table, split, settings.get("budget")),
             ControllerSettings(**settings),
             seed=seed,
             device=device,

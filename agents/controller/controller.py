@@ -20,8 +20,8 @@ from knobwise.agents.controller.distributions import actions_by_name
 from knobwise.agents.controller.features import FeatureNormaliser
 from knobwise.agents.controller.networks import KnobNetwork, drift_inputs
 from knobwise.agents.controller.settings import OUTSIDE_THE_NETWORK, PolicyConfig
-from knobwise.envs.bandit.budgets import BudgetEncoding, limits_seen, subsample
-from knobwise.envs.bandit.contexts import LIMIT_KEYS
+from knobwise.envs.bandit.budgets import BudgetEncoding, subsample
+from knobwise.envs.bandit.rules import RULES
 from knobwise.envs.tables.cells import Cells
 from knobwise.envs.tables.profile_table import ActionIndex, Knob, ProfileTable
 from knobwise.envs.tables.units import MS
@@ -63,8 +63,7 @@ class Controller(nn.Module):
         self.register_buffer("configurations", configurations)
         self.index = ActionIndex(configurations)
         self.normaliser = normaliser
-        if constraint == "mean":
-            # nothing is late under a mean budget
+        if not RULES[constraint].late:
             config = replace(config, utility_head=False)
         self.config = config
         self.network = KnobNetwork(normaliser.width, configurations, encoding, config)
@@ -86,7 +85,9 @@ class Controller(nn.Module):
         """
         # statistics of many rows are as good as those of all
         rows = subsample(rows)
-        limits = limits_seen(table if cells is None else cells, rows, constraint)
+        counted: Cells = table if cells is None else cells
+        latencies_ms = counted.latency_ms[rows][counted.mask[rows]]
+        limits = RULES[constraint].limits_seen(latencies_ms)
         encoding = BudgetEncoding(limits, config.budget_width)
         normaliser = FeatureNormaliser.fit(table, rows, config.project, config.dataset_input)
         return cls(
@@ -102,7 +103,7 @@ class Controller(nn.Module):
     @property
     def limit_key(self) -> str:
         """The key of a request's limit."""
-        return LIMIT_KEYS[self.constraint]
+        return RULES[self.constraint].limit_key
 
     def forward(
         self,

@@ -9,7 +9,7 @@ from knobwise.agents.evaluation.policy import Policy, choices_of, reads_features
 from knobwise.agents.problem import Problem
 from knobwise.common.errors import InputError
 from knobwise.envs.bandit.budgets import MIN_LATENCY_MS
-from knobwise.envs.bandit.outcomes import DeadlineOutcomes, Paid
+from knobwise.envs.bandit.outcomes import DeadlineOutcomes, Decisions
 from knobwise.envs.bandit.reward import RewardTable
 from knobwise.envs.tables.profile_table import ProfileTable
 
@@ -47,11 +47,9 @@ def evaluate_policy(
     features, mask = requests_of(problem, rows)
     chosen = choices_of(policy, features, left, mask)
     _refuse_unmeasured(policy, chosen, problem.mask[rows])
+    reads = torch.from_numpy(reads_features(policy, left))
     outcomes = problem.outcomes(
-        rows,
-        chosen,
-        budgets_ms,
-        Paid(cost_ms, torch.from_numpy(reads_features(policy, left))),
+        Decisions(rows, chosen, budgets_ms, cost_ms, reads),
         rewards=rewards,
         # who knew the outcomes chose by the predictions
         checked=not getattr(policy, "hindsight", False),

@@ -29,7 +29,7 @@ from knobwise.agents.problem import Problem
 from knobwise.agents.teacher.regressors import ridge
 from knobwise.common.errors import InputError
 from knobwise.envs.bandit.budgets import subsample
-from knobwise.envs.bandit.rules import Rule, share_over
+from knobwise.envs.bandit.rules import Rule, rule_of, share_over
 from knobwise.envs.bandit.settings import BudgetConfig
 from knobwise.envs.tables.profile_table import ProfileTable, Split
 from knobwise.envs.tables.splits import folds_of
@@ -162,7 +162,7 @@ def check_limits(table: ProfileTable, budget: BudgetConfig) -> None:
         number = isinstance(limit, Real) and not isinstance(limit, bool)
         if not (number and 0 < limit < math.inf):
             raise InputError(f"budget.limits: {name}={limit}: must be a positive number")
-    if budget.limits and budget.constraint != "deadline":
+    if budget.limits and not rule_of(budget).late:
         raise InputError(
             f"budget.limits: are for deadlines; budget={budget.constraint} has none, so leave them "
             "out"

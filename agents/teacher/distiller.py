@@ -45,7 +45,7 @@ class Distiller:
             setup.policy,
             normaliser,
             masks,
-            setup.constraint,
+            setup.rule.name,
         )
         return self.teacher
 

@@ -42,7 +42,7 @@ def copies_for_training(
 ) -> Copies:
     """Return the samples with the copies that `policy.drift` and `policy.augment` ask for."""
     drift = 0.0
-    if controller.constraint == "deadline" and len(controller.network.values):
+    if problem.rule.late and len(controller.network.values):
         drift = policy.drift
     noisy = policy.augment > 0 and controller.normaliser.width > 0
     copied, cells, offsets = copies_of(problem.values, drift, noisy, seed, problem.cells)

@@ -71,7 +71,7 @@ class ControllerStage(Stage):
         metrics = moments(
             {"Reward": data["next", "reward"], "Accuracy": accuracy, "Latency": latency}
         )
-        if not self.setup.priced:
+        if self.setup.rule.late:
             late = latency > data["budget_ms"].unsqueeze(1)
             over = self.setup.over
             if over is not None:

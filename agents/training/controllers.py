@@ -29,10 +29,7 @@ from knobwise.agents.training.samples import samples_of_training
 from knobwise.agents.training.seeding import seeded, weight_sums
 from knobwise.agents.training.state import Provenance
 from knobwise.agents.training.trainer import Trainer
-from knobwise.envs.bandit.contexts import LIMIT_KEYS
 from knobwise.envs.bandit.reward_kinds import KINDS
-from knobwise.envs.bandit.rules import rule_of
-from knobwise.envs.bandit.settings import BudgetConfig
 from knobwise.envs.bandit.torchrl_env import ConfigBandit
 from knobwise.envs.tables.drift import rows_of_copies
 from knobwise.envs.tables.profile_table import ProfileTable, Split
@@ -84,9 +81,9 @@ class ControllerSetup:
         self.policy = settings.policy
         self.loss = settings.loss
         self.settings = settings.optimiser
-        self.constraint = problem.rule.name
+        self.rule = problem.rule
         self.cost_ms = settings.cost_ms
-        self.limits = settings.limits(problem)
+        self.limits = self.rule.judged_limits(problem.values, problem.cells, settings.budgets_ms)
         self.seed = seed
         self.device = torch.device(device)
 
@@ -135,7 +132,7 @@ class ControllerSetup:
             batch_size=self.settings.contexts * self.networks,
             group_size=self.group_size,
             budget=settings.budget,
-            reward=settings.charged_reward,
+            reward=self.rule.charged(settings.reward),
             balance=settings.balance.by,
             rows=[rows_of_copies(rows, problem.facts, copies.table) for rows in samples.by_network],
             seed=seed,
@@ -160,16 +157,6 @@ class ControllerSetup:
     def networks(self) -> int:
         """M, the number of networks side by side."""
         return self.policy.networks_trained
-
-    @property
-    def priced(self) -> bool:
-        """True under a mean budget."""
-        return self.constraint == "mean"
-
-    @property
-    def limit_key(self) -> str:
-        """The key of a context's limit."""
-        return LIMIT_KEYS[self.constraint]
 
     @property
     def judged_by(self) -> str:
@@ -205,7 +192,7 @@ class ControllerSetup:
     @functools.cached_property
     def over(self) -> Tensor | None:
         """bool [N, C], the answers that cost more than a limit; None without limits."""
-        return self.problem.rule.over(self.problem.values)
+        return self.rule.over(self.problem.values)
 
     @functools.cached_property
     def seen(self) -> list[str]:
@@ -225,16 +212,16 @@ class ControllerSetup:
         count = min(SPREAD_CELLS // self.facts.num_configurations // self.networks, 1024)
         rows, limits = sampler(max(count, 1) * self.networks)
         sampler.set_back(sampler.before)
-        inputs = {"row": rows, self.limit_key: limits}
+        inputs = {"row": rows, self.rule.limit_key: limits}
         contexts = TensorDict(inputs, [len(rows)], device=self.device)
-        rewards = self.env.rewards.all(contexts["row"], contexts[self.limit_key])
+        rewards = self.env.rewards.all(contexts["row"], contexts[self.rule.limit_key])
         return rewards.nan_to_num(-torch.inf), contexts
 
     def with_rewards(self, minibatch: TensorDictBase) -> TensorDictBase:
         """Return a minibatch with the rewards of all configurations, which are looked up, not
         stored."""
         row = minibatch["row"]
-        limit = minibatch[self.limit_key]
+        limit = minibatch[self.rule.limit_key]
         rewards = self.env.rewards.all(row.flatten(), limit.flatten(0, row.ndim - 1))
         return minibatch.copy().set("reward_per_configuration", rewards.view(*row.shape, -1))
 
@@ -262,8 +249,8 @@ def first_controller(
 
 
 def controller_trainer(
-    table: ProfileTable,
-    split: Split,
+    table: ProfileTable | Problem,
+    split: Split | None = None,
     *,
     seed: int = 0,
     device: str = "cpu",
@@ -276,27 +263,12 @@ def controller_trainer(
     With a teacher (`policy.teacher`) it is `agents.calibration.training.distillation_trainer`.
 
     Args:
-        table: the profile.
-        split: see `ControllerSetup`.
+        table: the profile, or the problem.
+        split: of a profile, see `ControllerSetup`; a problem has its own.
         settings: see `ControllerSettings`.
         seed, device, folder, log: see `Trainer`.
     """
-    budget = settings.get("budget") or BudgetConfig()
-    problem = Problem(table, split, rule_of(budget))
-    return rewards_trainer(problem, seed=seed, device=device, folder=folder, log=log, **settings)
-
-
-def rewards_trainer(
-    problem: Problem,
-    *,
-    seed: int = 0,
-    device: str = "cpu",
-    folder: Path | None = None,
-    log: Log | None = None,
-    **settings: Any,
-) -> Trainer:
-    """Return the training of a controller that learns from rewards alone, see
-    `controller_trainer`."""
+    problem = Problem.of(table, split, settings.get("budget"))
     with seeded(seed, device):
         setup = ControllerSetup(problem, ControllerSettings(**settings), seed=seed, device=device)
         stages = [RCE(setup), grpo_stage(setup)]
@@ -327,7 +299,7 @@ def make_trainer(
             setup.held_out.policies(setup.held_out_log_probs), logged
         ),
         judged_by=setup.judged_by,
-        identity=(setup.policy, setup.constraint, setup.start_sums),
+        identity=(setup.policy, setup.rule.name, setup.start_sums),
         trained_on="another profile, policy or starting checkpoint",
         provenance=provenance,
         setup=setup,

@@ -18,7 +18,7 @@ from torch.nn.utils.rnn import pad_sequence
 from knobwise.agents.controller.actor import Actor
 from knobwise.agents.problem import Problem
 from knobwise.agents.training.stage import Validation
-from knobwise.envs.bandit.outcomes import Outcomes, Paid
+from knobwise.envs.bandit.outcomes import Decisions, Outcomes
 from knobwise.envs.bandit.reward import RewardTable
 
 
@@ -103,10 +103,7 @@ class HeldOut:
         """Look up the outcomes of greedy decisions by log-probs [B, n, C]; predictions count."""
         chosen = policies.argmax(-1).T
         return self.problem.outcomes(
-            self.rows,
-            chosen,
-            self.limits,
-            Paid(self.cost_ms),
+            Decisions(self.rows, chosen, self.limits, self.cost_ms),
             rewards=self.free_rewards,
             checked=False,
         )

@@ -8,9 +8,8 @@ from abc import ABC, abstractmethod
 import torch
 from torch import Tensor, nn
 
-from knobwise.common.checks import one_of
 from knobwise.common.errors import InputError
-from knobwise.envs.bandit.settings import REWARDS, BudgetConfig
+from knobwise.envs.bandit.settings import BudgetConfig
 from knobwise.envs.tables.cells import Cells, unread_ms
 from knobwise.envs.tables.profile_table import ProfileTable
 from knobwise.envs.tables.time_outs import time_outs
@@ -156,16 +155,6 @@ def value_range(latencies_ms: Tensor) -> Tensor:
     return torch.stack([low, 30 * high])
 
 
-def limits_seen(cells: Cells, rows: Tensor, constraint: str) -> Tensor:
-    """Return the limits that a network's encoding of them is standardised by.
-
-    They are the profiled latencies of these rows (int64), [n]; under a mean budget the least and
-    the greatest value, [2].
-    """
-    latencies_ms = cells.latency_ms[rows][cells.mask[rows]]
-    return latencies_ms if constraint == "deadline" else value_range(latencies_ms)
-
-
 def judged_values(cells: Cells) -> Tensor:
     """Return five values of a right answer, in ms, float32 [5], that validate mean budgets.
 
@@ -271,34 +260,6 @@ STRATEGIES: dict[str, type[Strategy]] = {
 }
 """By the words of `budget.strategy`. A new one is an entry here. The shorter `budget=NAME` of the
 command line needs a line in `experiments/settings/choices.py` beside it."""
-
-
-class BudgetSampler:
-    """Draw budgets for samples.
-
-    Under `constraint="mean"` it draws values of a right answer instead.
-
-    Args:
-        cells: those of the samples.
-        config: the settings.
-        rows: int64 [n], the samples that ranges and quantiles are taken from; None for all.
-
-    Raises:
-        InputError: the strategy is unknown, or cannot use the numbers in the settings.
-    """
-
-    def __init__(self, cells: Cells, config: BudgetConfig, rows: Tensor | None = None) -> None:
-        self.config = config
-        one_of("budget.constraint", config.constraint, REWARDS)
-        one_of("budget.strategy", config.strategy, STRATEGIES)
-        rows = subsample(torch.arange(len(cells.mask)) if rows is None else rows)
-        latencies_ms = cells.latency_ms[rows][cells.mask[rows]]
-        strategy = AnswerValues if config.constraint == "mean" else STRATEGIES[config.strategy]
-        self._draw = strategy(cells, config, latencies_ms)
-
-    def __call__(self, rows: Tensor, generator: torch.Generator | None = None) -> Tensor:
-        """Draw a positive budget in ms for each of these samples, int64 [n] → float32 [n]."""
-        return self._draw(rows, generator).clamp_min(MIN_LATENCY_MS)
 
 
 class BudgetEncoding(nn.Module):

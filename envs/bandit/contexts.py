@@ -15,14 +15,12 @@ from torch.nn.utils.rnn import pad_sequence
 
 from knobwise.common.checks import one_of
 from knobwise.common.errors import InputError
-from knobwise.envs.bandit.budgets import BudgetSampler
+from knobwise.envs.bandit.budgets import MIN_LATENCY_MS, subsample
 from knobwise.envs.bandit.reward_kinds import KINDS
+from knobwise.envs.bandit.rules import rule_of
 from knobwise.envs.bandit.settings import REWARDS, BudgetConfig, RewardConfig
 from knobwise.envs.tables.cells import Cells
 from knobwise.envs.tables.profile_table import ProfileTable
-
-LIMIT_KEYS = {"deadline": "budget_ms", "mean": "worth_ms"}
-"""The key of a request's limit, by the constraint of the budget."""
 
 
 def fresh_seed() -> int:
@@ -65,6 +63,32 @@ def row_weights(table: ProfileTable, by: str, rows: Tensor, cells: Cells | None 
     weights = torch.zeros(table.num_samples, dtype=torch.float64)
     weights[rows] = members @ (1 / members.sum(0).clamp_min(1))
     return weights
+
+
+class BudgetSampler:
+    """Draw budgets for samples.
+
+    Under `constraint="mean"` it draws values of a right answer instead.
+
+    Args:
+        cells: those of the samples.
+        config: the settings.
+        rows: int64 [n], the samples that ranges and quantiles are taken from; None for all.
+
+    Raises:
+        InputError: the strategy is unknown, or cannot use the numbers in the settings.
+    """
+
+    def __init__(self, cells: Cells, config: BudgetConfig, rows: Tensor | None = None) -> None:
+        self.config = config
+        rule = rule_of(config)
+        rows = subsample(torch.arange(len(cells.mask)) if rows is None else rows)
+        latencies_ms = cells.latency_ms[rows][cells.mask[rows]]
+        self._draw = rule.strategy(config)(cells, config, latencies_ms)
+
+    def __call__(self, rows: Tensor, generator: torch.Generator | None = None) -> Tensor:
+        """Draw a positive budget in ms for each of these samples, int64 [n] → float32 [n]."""
+        return self._draw(rows, generator).clamp_min(MIN_LATENCY_MS)
 
 
 class ContextSampler:
@@ -231,8 +255,7 @@ def reward_for(budget: BudgetConfig, reward: RewardConfig | str | None) -> Rewar
     Raises:
         InputError: the reward does not go with the constraint of the budget.
     """
-    one_of("budget.constraint", budget.constraint, REWARDS)
-    reward = reward or REWARDS[budget.constraint]
+    reward = reward or REWARDS[rule_of(budget).name]
     if isinstance(reward, str):
         one_of("reward.kind", reward, KINDS)
         reward = RewardConfig(kind=reward, **KINDS[reward].settings)

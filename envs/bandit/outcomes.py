@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,24 +14,45 @@ from knobwise.envs.tables.cells import Cells, unread, unread_ms
 from knobwise.envs.tables.profile_table import ProfileTable
 
 
-class Paid(NamedTuple):
-    """What a policy pays for its decisions, under B limits."""
+class Decisions(NamedTuple):
+    """Choices for n samples under B limits, and what they pay."""
 
+    rows: Tensor
+    """int64 [n], the samples."""
+    chosen: Tensor
+    """int64 [n, B], configurations."""
+    limits: Tensor
+    """float [B], in ms: deadlines, or under a mean budget values of a right answer."""
     cost_ms: Tensor | float = 0.0
     """float [B], the time of a decision with its features."""
     reads: Tensor | None = None
     """bool [B]; where it is False the choices read no features, and do not pay for a first look
     (`ProfileTable.first_look_ms`). None: they always read."""
 
+    @property
+    def cells(self) -> tuple[Tensor, Tensor]:
+        """The cell of each choice: rows and configurations, which broadcast to [n, B]."""
+        return self.rows.unsqueeze(1), self.chosen
 
-FREE = Paid()
-"""Nothing, but for a first look."""
+    @property
+    def own_ms(self) -> Tensor:
+        """`cost_ms` of each choice, float [n, B]."""
+        return torch.as_tensor(self.cost_ms).to(self.limits).expand(self.chosen.shape)
+
+    def added_ms(self, table: ProfileTable) -> Tensor:
+        """Return what is added to the latencies of cells, float [n, B]; less than nothing where no
+        first look is paid."""
+        if table.first_look_ms is None or self.reads is None:
+            return self.own_ms
+        return self.own_ms - table.first_look_ms[self.cells] * ~self.reads
 
 
 @dataclass(frozen=True)
 class Outcomes:
     """The outcomes of a policy's decisions, n samples × B limits."""
 
+    ESTIMATED: ClassVar[tuple[str, ...]] = ("accuracy", "latency_ms", "utility", "reward")
+    """What is estimated where predictions are to be checked."""
     chosen: Tensor
     """int64 [n, B], configuration indices."""
     accuracy: Tensor
@@ -54,6 +75,8 @@ class Outcomes:
 class DeadlineOutcomes(Outcomes):
     """The outcomes of decisions under deadlines."""
 
+    # whether some configuration is fast enough is known from measured and predicted times alone
+    ESTIMATED: ClassVar = (*Outcomes.ESTIMATED, "on_time")
     on_time: Tensor
     """float [n, B]: the share of the measurements that, with the policy's own cost, meet the
     deadline; 0 for an answer above a limit on further costs."""
@@ -83,42 +106,30 @@ def moments(numbers: dict[str, Tensor]) -> dict[str, float]:
 
 
 def priced_outcomes(
-    table: ProfileTable,
-    rows: Tensor,
-    chosen: Tensor,
-    limits: Tensor,
-    paid: Paid,
-    *,
-    rewards: RewardTable,
-    counted: Cells,
+    table: ProfileTable, decisions: Decisions, rewards: RewardTable, counted: Cells
 ) -> Outcomes:
-    """Look up what choices int64 [n, B] get, where nothing is late.
+    """Look up what decisions get where nothing is late.
 
     Args:
-        rows: int64 [n].
-        limits: float [B], in ms.
         rewards: of what counts.
         counted: what counts of the table.
     """
-    # the cell of each choice, [n, B]
-    cells = rows.unsqueeze(1), chosen
-    added_ms = added_by(table, cells, paid, limits)
     # a reward is that of the time which the decision leaves
-    charged_ms = torch.as_tensor(paid.cost_ms).to(limits).expand(chosen.shape)
-    left_ms = (limits - charged_ms).clamp_min(MIN_LATENCY_MS)
+    left_ms = (decisions.limits - decisions.own_ms).clamp_min(MIN_LATENCY_MS)
+    row_of, chosen = decisions.cells
     device = rewards.accuracy.device
     # a request of one choice for each sample and limit
-    request = cells[0].to(device), chosen.unsqueeze(2).to(device), left_ms.to(device)
+    request = row_of.to(device), chosen.unsqueeze(2).to(device), left_ms.to(device)
     reward = rewards.chosen(*request)
-    if table.first_look_ms is not None and paid.reads is not None:
+    if table.first_look_ms is not None and decisions.reads is not None:
         of_unread = RewardTable(table, rewards.config, device, cells=unread(counted))
-        reads = paid.reads.to(device).unsqueeze(1)
+        reads = decisions.reads.to(device).unsqueeze(1)
         reward = reward.where(reads, of_unread.chosen(*request))
-    accuracy = table.accuracy[cells]
+    accuracy = table.accuracy[decisions.cells]
     return Outcomes(
         chosen=chosen,
         accuracy=accuracy,
-        latency_ms=table.latency_ms[cells] + added_ms,
+        latency_ms=table.latency_ms[decisions.cells] + decisions.added_ms(table),
         utility=accuracy,
         reward=reward.squeeze(2).cpu(),
     )
@@ -126,40 +137,25 @@ def priced_outcomes(
 
 def deadline_outcomes(
     table: ProfileTable,
-    rows: Tensor,
-    chosen: Tensor,
-    limits: Tensor,
-    paid: Paid,
-    *,
+    decisions: Decisions,
     rewards: RewardTable,
     counted: Cells,
     over: Tensor | None = None,
 ) -> DeadlineOutcomes:
-    """Look up what choices get under deadlines, see `priced_outcomes`.
+    """Look up what decisions get under deadlines, see `priced_outcomes`.
 
     Args:
         over: bool [N, C], the answers that cost more than a limit; None for none.
     """
-    cells = rows.unsqueeze(1), chosen
-    looked_up = priced_outcomes(table, rows, chosen, limits, paid, rewards=rewards, counted=counted)
-    measured_ms = table.measurements_ms[cells] + added_by(table, cells, paid, limits)[..., None]
+    priced = priced_outcomes(table, decisions, rewards, counted)
+    measured_ms = table.measurements_ms[decisions.cells] + decisions.added_ms(table)[..., None]
     # a cell may have been measured several times
-    on_time = share_on_time(measured_ms, limits)
-    possible = counted.mask[rows]
+    on_time = share_on_time(measured_ms, decisions.limits)
+    possible = counted.mask[decisions.rows]
     if over is not None:
-        on_time = on_time * ~over[cells]
-        possible = possible & ~over[rows]
-    fastest_ms = unread_ms(table, rows).masked_fill(~possible, torch.inf).amin(1)
-    shared = dict(vars(looked_up)) | {"utility": looked_up.accuracy * on_time}
-    return DeadlineOutcomes(**shared, on_time=on_time, feasible=fastest_ms.unsqueeze(1) <= limits)
-
-
-def added_by(
-    table: ProfileTable, cells: tuple[Tensor, Tensor], paid: Paid, limits: Tensor
-) -> Tensor:
-    """Return what a policy's decisions add to the latencies of cells, ms, float [n, B]; less than
-    nothing where they save the first look."""
-    added_ms = torch.as_tensor(paid.cost_ms).to(limits).expand(cells[1].shape)
-    if table.first_look_ms is None or paid.reads is None:
-        return added_ms
-    return added_ms - table.first_look_ms[cells] * ~paid.reads
+        on_time = on_time * ~over[decisions.cells]
+        possible = possible & ~over[decisions.rows]
+    fastest_ms = unread_ms(table, decisions.rows).masked_fill(~possible, torch.inf).amin(1)
+    shared = dict(vars(priced)) | {"utility": priced.accuracy * on_time}
+    feasible = fastest_ms.unsqueeze(1) <= decisions.limits
+    return DeadlineOutcomes(**shared, on_time=on_time, feasible=feasible)

@@ -1,104 +1,80 @@
-"""What counts, by the kind of budget: what may be chosen, and what a decision gets.
+"""What counts, by the kind of budget: what may be chosen, what decisions get, what is trained.
 
-A rule is chosen once, from the settings of the budget (`rule_of`), and asked from then on.
+A rule is chosen once, from the settings of the budget (`rule_of`), and asked from then on. Nothing
+else needs to know which one it is.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import ClassVar, Protocol, TypeVar
+from types import MappingProxyType
+from typing import Any, ClassVar, Protocol, Self
 
 import torch
 from torch import Tensor
 
 from knobwise.common.checks import one_of
+from knobwise.envs.bandit.budgets import (
+    STRATEGIES,
+    AnswerValues,
+    Strategy,
+    default_budgets,
+    judged_values,
+    value_range,
+)
 from knobwise.envs.bandit.outcomes import (
-    FREE,
     DeadlineOutcomes,
+    Decisions,
     Outcomes,
-    Paid,
     deadline_outcomes,
     priced_outcomes,
 )
-from knobwise.envs.bandit.reward import RewardTable
-from knobwise.envs.bandit.settings import REWARDS, BudgetConfig
+from knobwise.envs.bandit.reward import RewardTable, expected_utility
+from knobwise.envs.bandit.settings import REWARDS, BudgetConfig, RewardConfig
 from knobwise.envs.tables.beliefs import Beliefs
 from knobwise.envs.tables.cells import Cells, CountedCells
 from knobwise.envs.tables.profile_table import ProfileTable
 
-Some = TypeVar("Some", bound=Outcomes)
+
+class Expected(Protocol):
+    """What is expected of every configuration, [*, C] each."""
+
+    @property
+    def latency_ms(self) -> Tensor: ...
+
+    def meets(self, budgets_ms: Tensor, /) -> Tensor:
+        """Return P(latency ≤ budget): budgets [*] → [*, C]."""
+        ...
 
 
-class Rule(Protocol):
-    """What counts under a kind of budget."""
+class Rule(ABC):
+    """What counts under a kind of budget. A *limit* is what a request comes with, in ms."""
 
     name: ClassVar[str]
     """As in `budget.constraint`."""
-
-    @property
-    def limits(self) -> Mapping[str, float]:
-        """Limits on further costs, by name."""
-        ...
-
-    @property
-    def probability(self) -> float:
-        """With which a choice is to keep each of them."""
-        ...
-
-    def over(self, table: ProfileTable) -> Tensor | None:
-        """Return which cells cost more than a limit, bool [N, C]; None without limits."""
-        ...
-
-    def counted(self, table: ProfileTable, allowed: Tensor | None = None) -> Cells:
-        """Return what counts of a table's cells.
-
-        Args:
-            allowed: bool [N, C], what may be chosen; None for all that the table has.
-        """
-        ...
-
-    def outcomes(
-        self,
-        table: ProfileTable,
-        rows: Tensor,
-        chosen: Tensor,
-        limits: Tensor,
-        paid: Paid = FREE,
-        *,
-        rewards: RewardTable | None = None,
-        counted: Cells | None = None,
-        beliefs: Beliefs | None = None,
-    ) -> Outcomes:
-        """Look up what choices int64 [n, B] get.
-
-        Args:
-            table: the values of all cells that may be chosen.
-            rows: int64 [n].
-            limits: float [B], in ms: deadlines, or under a mean budget values of a right answer.
-            paid: what whoever chose pays.
-            rewards: of these cells; defaults to those of training.
-            counted: what counts of the table; None for all that it has.
-            beliefs: where some of the values are predictions, which are to be checked: outcomes are
-                then estimates, see `Beliefs.estimate`.
-        """
-        ...
-
-
-@dataclass(frozen=True)
-class Deadline:
-    """Every request has its own budget, beside which further costs may be limited: an answer that
-    costs more than a limit is late, and in training as good as a wrong one."""
-
-    name: ClassVar[str] = "deadline"
-    limits: Mapping[str, float] = field(default_factory=dict)
-    """By the name of the cost."""
+    limit_key: ClassVar[str]
+    """The key of a request's limit."""
+    late: ClassVar[bool] = False
+    """Whether answers can be late. Then networks may predict whether they are, learn to follow the
+    drift of a machine, and choose the fastest where nothing is in time."""
+    limits: Mapping[str, float] = MappingProxyType({})
+    """Limits on further costs, by name."""
     probability: float = BudgetConfig.limit_probability
     """With which a choice is to keep each of them."""
 
+    @classmethod
+    @abstractmethod
+    def of(cls, budget: BudgetConfig) -> Self:
+        """Return the rule with these settings."""
+
+    # -- what counts -------------------------------------------------------------------------------
+
     def over(self, table: ProfileTable) -> Tensor | None:
-        """See `Rule`; an unknown cost is not above a limit."""
+        """Return which cells cost more than a limit on further costs, bool [N, C], where an unknown
+        cost does not; None without such limits."""
         if not self.limits:
             return None
         over = torch.zeros_like(table.mask)
@@ -107,7 +83,11 @@ class Deadline:
         return over
 
     def counted(self, table: ProfileTable, allowed: Tensor | None = None) -> Cells:
-        """See `Rule`."""
+        """Return what counts of a table's cells: an answer above a limit as a wrong one.
+
+        Args:
+            allowed: bool [N, C], what may be chosen; None for all that the table has.
+        """
         over = self.over(table)
         if over is None and allowed is None:
             return table
@@ -127,83 +107,199 @@ class Deadline:
     def outcomes(
         self,
         table: ProfileTable,
-        rows: Tensor,
-        chosen: Tensor,
-        limits: Tensor,
-        paid: Paid = FREE,
-        *,
-        rewards: RewardTable | None = None,
-        counted: Cells | None = None,
-        beliefs: Beliefs | None = None,
-    ) -> DeadlineOutcomes:
-        """See `Rule`."""
-
-        def look_up(version: ProfileTable) -> DeadlineOutcomes:
-            of_version = counted if version is table else None
-            of_version = of_version or self.counted(version)
-            return deadline_outcomes(
-                version,
-                rows,
-                chosen,
-                limits,
-                paid,
-                rewards=_rewards_of(version, of_version, rewards, self, version is table),
-                counted=of_version,
-                over=self.over(version),
-            )
-
-        # whether some configuration is fast enough is known from measured and predicted times alone
-        names = ("accuracy", "latency_ms", "utility", "on_time", "reward")
-        return _estimated(look_up, table, (rows.unsqueeze(1), chosen), beliefs, names)
-
-
-@dataclass(frozen=True)
-class MeanBudget:
-    """The average over the requests must not exceed the budget; a limit is the value of a right
-    answer, 1/price, in ms."""
-
-    name: ClassVar[str] = "mean"
-    limits: ClassVar[Mapping[str, float]] = {}
-    probability: ClassVar[float] = BudgetConfig.limit_probability
-
-    def over(self, table: ProfileTable) -> Tensor | None:
-        """See `Rule`: there are no limits on further costs."""
-        return None
-
-    def counted(self, table: ProfileTable, allowed: Tensor | None = None) -> Cells:
-        """See `Rule`: all that the table has."""
-        return table
-
-    def outcomes(
-        self,
-        table: ProfileTable,
-        rows: Tensor,
-        chosen: Tensor,
-        limits: Tensor,
-        paid: Paid = FREE,
+        decisions: Decisions,
         *,
         rewards: RewardTable | None = None,
         counted: Cells | None = None,
         beliefs: Beliefs | None = None,
     ) -> Outcomes:
-        """See `Rule`."""
+        """Look up what decisions get.
 
+        Args:
+            table: the values of all cells that may be chosen.
+            rewards: of these cells; defaults to those of training.
+            counted: what counts of the table; None for all that it has.
+            beliefs: where some of the values are predictions, which are to be checked: outcomes are
+                then estimates, see `Beliefs.estimate`.
+        """
+
+        @functools.cache
         def look_up(version: ProfileTable) -> Outcomes:
-            of_version = _rewards_of(version, version, rewards, self, version is table)
-            return priced_outcomes(
-                version, rows, chosen, limits, paid, rewards=of_version, counted=version
-            )
+            cells = counted if version is table and counted is not None else self.counted(version)
+            of_version = rewards
+            if of_version is None or version is not table:
+                config = REWARDS[self.name] if rewards is None else rewards.config
+                of_version = RewardTable(version, config, cells=cells)
+            return self.look_up(version, decisions, of_version, cells)
 
-        names = ("accuracy", "latency_ms", "utility", "reward")
-        return _estimated(look_up, table, (rows.unsqueeze(1), chosen), beliefs, names)
+        judged = look_up(table)
+        if beliefs is None:
+            return judged
+        estimates = {}
+        for name in judged.ESTIMATED:
+            values_in = functools.partial(_field_in, look_up, name)
+            estimates[name] = beliefs.estimate(decisions.cells, values_in)
+        return replace(judged, **estimates)
+
+    @abstractmethod
+    def look_up(
+        self, table: ProfileTable, decisions: Decisions, rewards: RewardTable, counted: Cells
+    ) -> Outcomes:
+        """Look up what decisions get in one table, see `outcomes`."""
+
+    # -- what is trained and expected --------------------------------------------------------------
+
+    @classmethod
+    @abstractmethod
+    def strategy(cls, budget: BudgetConfig) -> type[Strategy]:
+        """Return how training draws limits."""
+
+    @classmethod
+    @abstractmethod
+    def limits_seen(cls, latencies_ms: Tensor) -> Tensor:
+        """Return the limits that a network's encoding of them is standardised by, float [m], of the
+        latencies of its samples, float [n]."""
+
+    @classmethod
+    @abstractmethod
+    def judged_limits(cls, table: ProfileTable, cells: Cells, budgets_ms: Tensor | None) -> Tensor:
+        """Return the limits of validation, float [B].
+
+        Args:
+            cells: what counts of the table.
+            budgets_ms: those that are wanted, float [B], if any.
+        """
+
+    @classmethod
+    def charged(cls, reward: RewardConfig | None) -> RewardConfig | None:
+        """Return the reward of training, of a wanted one; None for the default."""
+        return reward
+
+    @classmethod
+    def deadlines(cls, limits: Tensor) -> Tensor:
+        """Return the limits that predictors of latencies learn to keep, float [≤ B]."""
+        return limits
+
+    @classmethod
+    @abstractmethod
+    def expected(cls, accuracy: Tensor, expected: Expected, limits: Tensor) -> Tensor:
+        """Return what decisions are expected to be worth: accuracies [*, C] and limits [*] →
+        [*, C]."""
+
+    @classmethod
+    @abstractmethod
+    def worth(cls, cells: Any, limits: Tensor) -> Tensor:
+        """Return what decisions were worth, as float [B, n, C], of cells of n samples under limits
+        float [B, 1, 1]."""
+
+
+@dataclass(frozen=True)
+class Deadline(Rule):
+    """Every request has its own budget, beside which further costs may be limited: an answer that
+    costs more than a limit is late, and in training as good as a wrong one."""
+
+    name: ClassVar[str] = "deadline"
+    limit_key: ClassVar[str] = "budget_ms"
+    late: ClassVar[bool] = True
+    limits: Mapping[str, float] = field(default_factory=dict)
+    probability: float = BudgetConfig.limit_probability
+
+    @classmethod
+    def of(cls, budget: BudgetConfig) -> Self:
+        return cls(dict(budget.limits or {}), budget.limit_probability)
+
+    def look_up(
+        self, table: ProfileTable, decisions: Decisions, rewards: RewardTable, counted: Cells
+    ) -> DeadlineOutcomes:
+        return deadline_outcomes(table, decisions, rewards, counted, self.over(table))
+
+    @classmethod
+    def strategy(cls, budget: BudgetConfig) -> type[Strategy]:
+        one_of("budget.strategy", budget.strategy, STRATEGIES)
+        return STRATEGIES[budget.strategy]
+
+    @classmethod
+    def limits_seen(cls, latencies_ms: Tensor) -> Tensor:
+        """See `Rule`: the latencies themselves."""
+        return latencies_ms
+
+    @classmethod
+    def judged_limits(cls, table: ProfileTable, cells: Cells, budgets_ms: Tensor | None) -> Tensor:
+        """See `Rule`: the wanted budgets, or the default ones."""
+        return default_budgets(table) if budgets_ms is None else budgets_ms
+
+    @classmethod
+    def expected(cls, accuracy: Tensor, expected: Expected, limits: Tensor) -> Tensor:
+        """See `Rule`: the expected utility Â·P(latency ≤ b)."""
+        return accuracy * expected.meets(limits)
+
+    @classmethod
+    def worth(cls, cells: Any, limits: Tensor) -> Tensor:
+        """See `Rule`: the utility."""
+        return expected_utility(cells.accuracy, cells.measurements_ms, limits)
+
+
+@dataclass(frozen=True)
+class MeanBudget(Rule):
+    """The average over the requests must not exceed the budget. A limit is the value of a right
+    answer, 1/price: the ms that it may cost."""
+
+    name: ClassVar[str] = "mean"
+    limit_key: ClassVar[str] = "worth_ms"
+
+    @classmethod
+    def of(cls, budget: BudgetConfig) -> Self:
+        return cls()
+
+    def look_up(
+        self, table: ProfileTable, decisions: Decisions, rewards: RewardTable, counted: Cells
+    ) -> Outcomes:
+        return priced_outcomes(table, decisions, rewards, counted)
+
+    @classmethod
+    def strategy(cls, budget: BudgetConfig) -> type[Strategy]:
+        one_of("budget.strategy", budget.strategy, STRATEGIES)
+        return AnswerValues
+
+    @classmethod
+    def limits_seen(cls, latencies_ms: Tensor) -> Tensor:
+        """See `Rule`: the least and the greatest value, [2]."""
+        return value_range(latencies_ms)
+
+    @classmethod
+    def judged_limits(cls, table: ProfileTable, cells: Cells, budgets_ms: Tensor | None) -> Tensor:
+        """See `Rule`: values of a right answer."""
+        return judged_values(cells)
+
+    @classmethod
+    def charged(cls, reward: RewardConfig | None) -> RewardConfig | None:
+        """See `Rule`: a mean budget has a reward of its own."""
+        return REWARDS[cls.name]
+
+    @classmethod
+    def deadlines(cls, limits: Tensor) -> Tensor:
+        """See `Rule`: none."""
+        return limits[:0]
+
+    @classmethod
+    def expected(cls, accuracy: Tensor, expected: Expected, limits: Tensor) -> Tensor:
+        """See `Rule`: Â − L̂/w, with w the ms that a right answer may cost."""
+        return accuracy - expected.latency_ms / limits.unsqueeze(-1)
+
+    @classmethod
+    def worth(cls, cells: Any, limits: Tensor) -> Tensor:
+        """See `Rule`: accuracy − latency/w."""
+        return torch.nan_to_num(cells.accuracy - cells.latency_ms / limits)
+
+
+RULES: dict[str, type[Rule]] = {rule.name: rule for rule in (Deadline, MeanBudget)}
+"""By the words of `budget.constraint`."""
 
 
 def rule_of(budget: BudgetConfig) -> Rule:
     """Return the rule that the settings of a budget ask for. Raises InputError: there is none."""
-    one_of("budget.constraint", budget.constraint, REWARDS)
-    if budget.constraint == MeanBudget.name:
-        return MeanBudget()
-    return Deadline(dict(budget.limits or {}), budget.limit_probability)
+    one_of("budget.constraint", budget.constraint, RULES)
+    return RULES[budget.constraint].of(budget)
 
 
 def share_over(cost: Tensor, limit: float) -> Tensor:
@@ -213,30 +309,7 @@ def share_over(cost: Tensor, limit: float) -> Tensor:
     return over.float().where(~cost.isnan(), torch.nan)
 
 
-def _rewards_of(
-    version: ProfileTable, counted: Cells, rewards: RewardTable | None, rule: Rule, same: bool
-) -> RewardTable:
-    """Return rewards for a version of a table: those at hand if they are the same cells'."""
-    if rewards is not None and same:
-        return rewards
-    config = REWARDS[rule.name] if rewards is None else rewards.config
-    return RewardTable(version, config, cells=counted)
-
-
-def _estimated(
-    look_up: Callable[[ProfileTable], Some],
-    table: ProfileTable,
-    cells: tuple[Tensor, Tensor],
-    beliefs: Beliefs | None,
-    names: tuple[str, ...],
-) -> Some:
-    """Return outcomes as a table has them, or with beliefs estimates of these."""
-    judged = look_up(table)
-    if beliefs is None:
-        return judged
-    look_up = functools.cache(look_up)
-
-    def estimate(name: str) -> Tensor:
-        return beliefs.estimate(cells, lambda version: getattr(look_up(version), name))
-
-    return replace(judged, **{name: estimate(name) for name in names})
+def _field_in(look_up: Any, name: str, version: ProfileTable) -> Tensor:
+    """Return a field of the outcomes that a version of the table gives."""
+    values: Tensor = getattr(look_up(version), name)
+    return values

@@ -16,8 +16,9 @@ from torch import Tensor
 from torchrl.data import Binary, Categorical, Composite, MultiCategorical, TensorSpec, Unbounded
 
 from knobwise.common.errors import InputError
-from knobwise.envs.bandit.contexts import LIMIT_KEYS, ContextSampler
+from knobwise.envs.bandit.contexts import ContextSampler
 from knobwise.envs.bandit.replay import Replay
+from knobwise.envs.bandit.rules import rule_of
 from knobwise.envs.bandit.settings import BudgetConfig, RewardConfig
 from knobwise.envs.bandit.single_step import SingleStepEnv, batch_shape, one_axis
 from knobwise.envs.tables.cells import Cells
@@ -106,7 +107,7 @@ class ConfigBandit(SingleStepEnv):
         self.table = table
         self.cells: Cells = table if cells is None else cells
         self.contexts = ContextSampler(table, budget, rows, seed, balance, cells)
-        self.limit_key = LIMIT_KEYS[budget.constraint]
+        self.limit_key = rule_of(budget).limit_key
         self.observe_features = observe_features
         self.full_information = full_information
         self.replay = Replay(table, budget, reward, device=device, cells=cells, **options)
@@ -155,7 +156,7 @@ class ConfigBandit(SingleStepEnv):
 
     def _about(self) -> str:
         budget = self.contexts.budgets.config
-        limits = budget.strategy if budget.constraint == "deadline" else budget.constraint
+        limits = budget.strategy if rule_of(budget).late else budget.constraint
         size = f"{self.table.num_samples} samples × {self.table.num_configurations} configurations"
         return f"{self.table.name!r}: {size}, budget {limits}, reward {self.rewards.config.kind}"
 

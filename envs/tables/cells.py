@@ -3,56 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, TypeVar
 
 from torch import Tensor
 
-
-class Cells(Protocol):
-    """The outcomes of N samples under C configurations: those of a table, or those that count under
-    a rule. What does not count is NaN, and False in the mask."""
-
-    @property
-    def accuracy(self) -> Tensor:
-        """float32 [N, C]."""
-        ...
-
-    @property
-    def latency_ms(self) -> Tensor:
-        """float32 [N, C]."""
-        ...
-
-    @property
-    def repeats_ms(self) -> Tensor | None:
-        """float32 [N, C, R], or None for one measurement of each cell."""
-        ...
-
-    @property
-    def measurements_ms(self) -> Tensor:
-        """float32 [N, C, R]."""
-        ...
-
-    @property
-    def first_look_ms(self) -> Tensor | None:
-        """float32 [N, C], the part of the latencies that reading a request adds."""
-        ...
-
-    @property
-    def mask(self) -> Tensor:
-        """bool [N, C]."""
-        ...
-
-
-C = TypeVar("C", bound=Cells)
+from knobwise.envs.tables.profile_table import ProfileTable
 
 
 @dataclass(frozen=True, eq=False)
 class CountedCells:
-    """What counts of a table under a rule, see `Cells`."""
+    """What counts of a table under a rule, in the fields of `ProfileTable`."""
 
     accuracy: Tensor
-    """How right an answer counts as, which may be less than it is."""
+    """How right an answer counts as, which may be less than it is; NaN where `mask` is False."""
     latency_ms: Tensor
+    """Likewise."""
     mask: Tensor
     """True where a sample may have the configuration."""
     repeats_ms: Tensor | None = None
@@ -60,7 +25,13 @@ class CountedCells:
 
     @property
     def measurements_ms(self) -> Tensor:
+        """See `ProfileTable.measurements_ms`."""
         return self.latency_ms.unsqueeze(-1) if self.repeats_ms is None else self.repeats_ms
+
+
+Cells = ProfileTable | CountedCells
+"""Outcomes to learn from: of all that was measured, or of what counts."""
+C = TypeVar("C", bound=Cells)
 
 
 def unread_ms(cells: Cells, rows: Any = ...) -> Tensor:
@@ -77,9 +48,4 @@ def unread(cells: C) -> C:
     repeats_ms = cells.repeats_ms
     if repeats_ms is not None:
         repeats_ms = repeats_ms - cells.first_look_ms.unsqueeze(-1)
-    changed: dict[str, Any] = {
-        "latency_ms": cells.latency_ms - cells.first_look_ms,
-        "repeats_ms": repeats_ms,
-        "first_look_ms": None,
-    }
-    return cast("C", replace(cast("Any", cells), **changed))
+    return replace(cells, latency_ms=unread_ms(cells), repeats_ms=repeats_ms, first_look_ms=None)

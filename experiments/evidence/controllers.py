@@ -14,8 +14,9 @@ from knobwise.agents.calibration.deployed_controller import DeployedController
 from knobwise.agents.calibration.mean_policies import MixingPolicy
 from knobwise.agents.evaluation.own_cost import OwnCost, own_costs
 from knobwise.agents.evaluation.policy import Baseline
+from knobwise.agents.problem import Problem
 from knobwise.agents.training.checkpoint import Loaded
-from knobwise.envs.bandit.reward import expected_utility
+from knobwise.envs.bandit.reward import RewardTable, expected_utility
 from knobwise.envs.demonstrations.beam_table import BeamTable
 from knobwise.envs.tables.cells import Cells
 from knobwise.envs.tables.cost_words import unit_in
@@ -46,10 +47,16 @@ from knobwise.experiments.evidence.task import Metric, Task, with_costs
 P = TypeVar("P")
 LEARNED = "controller"
 EVALUATORS: dict[str, type[Deadlines] | type[MeanBudgets]] = {
-    "deadline": Deadlines,
-    "mean": MeanBudgets,
+    kind.task.name: kind for kind in (Deadlines, MeanBudgets)
 }
-"""What a budget limits → its evaluator."""
+"""By the name of the rule, which is that of the task."""
+
+
+def evaluator_of(
+    problem: Problem, budgets_ms: Tensor, rewards: RewardTable | None = None
+) -> Deadlines | MeanBudgets:
+    """Return what judges policies on a problem, at budgets [B]; for `rewards` see `OnTable`."""
+    return EVALUATORS[problem.rule.name](problem, budgets_ms, rewards)
 
 
 def evaluate_controllers(
@@ -78,7 +85,7 @@ def evaluate_controllers(
     timed = own_costs(deciders, evaluator.table, evaluator.rows, evaluator.budgets_ms)
     for seed, cost in zip(seeds, timed, strict=True):
         costs[seed] = cost._replace(charged_ms=cost.charged_ms * charge)
-    learned = {LEARNED: _by_seed(seeds, map(evaluator.deployed, controllers))}
+    learned = {LEARNED: _by_seed(seeds, map(evaluator.ways.deployed, controllers))}
     policies: Policies = {**learned, **alone(baselines)}
     charged = {LEARNED: costs}
     if evaluator.task.charged:

@@ -7,32 +7,22 @@ same samples.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 import polars as pl
 import torch
 from torch import Tensor
 
-from knobwise.agents.calibration.deployed_controller import DeployedController
 from knobwise.agents.calibration.mean_policies import (
-    BestSingle,
     MixingPolicy,
-    OracleAtMean,
     StaticMix,
     best_single_at,
-    make_priced_baselines,
     outcomes_of,
 )
-from knobwise.agents.calibration.prices import mean_budgets, oracle_at_mean, static_hull
-from knobwise.agents.evaluation.baselines import LookupTable, averages
+from knobwise.agents.calibration.prices import oracle_at_mean, static_hull
+from knobwise.agents.evaluation.baselines import averages
 from knobwise.agents.evaluation.limits import further_costs
-from knobwise.agents.evaluation.policy import Policy
 from knobwise.agents.problem import Problem
-from knobwise.agents.teacher.experts import Experts
-from knobwise.common.errors import InputError
 from knobwise.envs.bandit.reward import RewardTable
-from knobwise.envs.tables.profile_table import ProfileTable
 from knobwise.experiments.evidence.decisions import Columns, array_of
 from knobwise.experiments.evidence.evaluate import OnTable, Policies
 from knobwise.experiments.evidence.schema import ConfigurationRow, RunResults
@@ -134,50 +124,8 @@ class MeanBudgets(OnTable):
     def __init__(
         self, problem: Problem, budgets_ms: Tensor, rewards: RewardTable | None = None
     ) -> None:
-        super().__init__(problem, budgets_ms)
+        super().__init__(problem, budgets_ms, rewards)
         self.reference = Reference(problem)
-
-    @staticmethod
-    def budgets(problem: Problem, wanted: Sequence[float] | None) -> Tensor:
-        """Return the budgets to judge at, float64 [B], see `mean_budgets`."""
-        return mean_budgets(problem.facts, problem.split.fitted, wanted)
-
-    @classmethod
-    def budgets_for(
-        cls, controller: DeployedController, problem: Problem, wanted: Sequence[float] | None
-    ) -> Tensor:
-        """Return the budgets that a controller was calibrated for.
-
-        Raises:
-            InputError: another one is wanted.
-        """
-        mean = controller.decider.mean
-        assert mean is not None
-        try:
-            mean.groups(np.array(wanted or mean.budgets_ms))
-        except ValueError as error:
-            raise InputError(f"budgets_ms: {error}") from error
-        return torch.from_numpy(mean.budgets_ms)
-
-    @staticmethod
-    def check_trained(controller: DeployedController) -> None:
-        """Raise InputError for a controller that does not know the prices of its budgets yet."""
-        if not controller.calibration.mean:
-            raise InputError("its prices were not calibrated yet; let its training end")
-
-    @staticmethod
-    def deadlines(budgets_ms: Tensor) -> Tensor:
-        """Return no budgets: under a mean budget predictors learn without a deadline."""
-        return budgets_ms[:0]
-
-    @staticmethod
-    def check(table: ProfileTable, splits: int) -> None:
-        """Raise InputError for several splits, and for a first look to pay for."""
-        if table.first_look_ms is not None or splits > 1:
-            raise InputError(
-                "budget=mean: has one split, so leave out split.folds and split.repeats, and "
-                f"no first stage to pay for, as {table.name!r} has if it names first_look_ms"
-            )
 
     def outcomes(self, policy: MixingPolicy, cost_ms: Tensor | float = 0.0) -> Columns:
         """See `Evaluator`."""
@@ -235,31 +183,3 @@ class MeanBudgets(OnTable):
                 by_budget = dict(zip(self.conditions, prices[row["policy"]], strict=True))
                 row["price"] = by_budget[row["budget_ms"]]
                 row["worth_ms"] = 1 / row["price"] if row["price"] else None
-
-    def baselines(self, experts: Experts, seed: int) -> list[MixingPolicy]:
-        """Return every simple way to decide, see `Deadlines.baselines`."""
-        priced = make_priced_baselines(self.problem, self.budgets_ms, experts)
-        first, second, last = self.references()
-        return [first, second, *priced, last]
-
-    def references(self) -> list[MixingPolicy]:
-        """Make static mix and best single configuration, fitted on all but the test samples, and
-        the oracle at mean budgets."""
-        mean_accuracy = self.reference.mean_accuracy
-        mean_cost = self.reference.mean_cost
-        return [
-            StaticMix(mean_accuracy, mean_cost, self.budgets_ms),
-            BestSingle(mean_accuracy, mean_cost, self.budgets_ms),
-            OracleAtMean(self.budgets_ms),
-        ]
-
-    def deployed(self, controller: DeployedController) -> MixingPolicy:
-        """Give the policy that decides for a controller under its calibrated mean budgets, mix
-        included."""
-        return controller.under_mean_budgets()
-
-    def explained_by(self, controller: DeployedController) -> tuple[Tensor, Policy, Tensor | None]:
-        """See `Deadlines.explained_by`."""
-        prices = 1 / torch.from_numpy(controller.calibration.mean["worths"])
-        lookup = LookupTable(self.problem.cells, self.problem.split.fitted, 0.0)
-        return self.budgets_ms, lookup, prices

@@ -36,7 +36,7 @@ from knobwise.agents.teacher.outcomes import Prediction, pick
 from knobwise.agents.teacher.weights import HeldOutScores, weights_of_folds
 from knobwise.common.progress import progress
 from knobwise.envs.bandit.budgets import MIN_LATENCY_MS, SPARSE
-from knobwise.envs.bandit.outcomes import Paid
+from knobwise.envs.bandit.outcomes import Decisions
 from knobwise.envs.bandit.reward import expected_utility
 from knobwise.envs.tables.cells import unread
 from knobwise.envs.tables.profile_table import ProfileTable, median_of
@@ -251,15 +251,15 @@ def utilities_out_of_fold(
         policy = fit_static(known or problem.cells, rows[fit])
         static[hold] = choices_of(policy, {}, budgets_ms.numpy(), mask[hold].numpy())
     reads = torch.zeros(len(budgets_ms), dtype=torch.bool)
-    paid = Paid(reads=reads)
-    of_static = problem.outcomes(rows, static, budgets_ms, paid, checked=False).utility
+    by_static = Decisions(rows, static, budgets_ms, reads=reads)
+    of_static = problem.outcomes(by_static, checked=False).utility
     features_ms = problem.facts.features_ms
     _, scores = quick_stack(experts, budgets_ms - features_ms)
     # among equal scores the fastest on average
     slow = measured.latency_ms.nanmean(0)
     chosen = torch.stack([pick(score, slow, mask) for score in scores], 1)
-    paid = Paid(features_ms)
-    outcomes = problem.outcomes(rows, chosen, budgets_ms, paid, checked=False)
+    decisions = Decisions(rows, chosen, budgets_ms, features_ms)
+    outcomes = problem.outcomes(decisions, checked=False)
     return outcomes.utility.double().numpy(), of_static.double().numpy()
 
 

@@ -55,7 +55,7 @@ from torch import Tensor
 import knobwise
 from knobwise.agents.calibration.calibrate import calibrate_controller
 from knobwise.agents.calibration.deployed_controller import DeployedController
-from knobwise.agents.calibration.training import trainer_of
+from knobwise.agents.calibration.training import distillation_trainer
 from knobwise.agents.controller.features import FeatureNormaliser
 from knobwise.agents.controller.settings import hidden_for
 from knobwise.agents.evaluation.baselines import fit_static
@@ -194,7 +194,7 @@ class Imitation:
         budget_us = 1e3 * float(budgets_ms.min())
         hidden = hidden_for(inputs, table.num_configurations, POLICY.utility_head, budget_us)
         lr = factor * OPTIMISER.pretrain_lr
-        trainer = trainer_of(
+        trainer = distillation_trainer(
             problem,
             policy=replace(POLICY, hidden=hidden),
             loss=LossConfig(kl_to_ref_coeff=1.0),

@@ -19,9 +19,10 @@ from knobwise.agents.calibration.deployed_controller import DeployedController
 from knobwise.agents.calibration.mean_policies import MixingPolicy
 from knobwise.agents.calibration.training import (
     best_is_of_grpo,
+    distillation_trainer,
     gained_by_sample,
-    trainer_of,
 )
+from knobwise.agents.calibration.ways import WAYS
 from knobwise.agents.controller.features import FeatureNormaliser
 from knobwise.agents.controller.settings import hidden_for
 from knobwise.agents.deployed.text import TextEncoder
@@ -43,9 +44,9 @@ from knobwise.envs.tables.profile_table import ProfileTable
 from knobwise.envs.tables.splits import FOLDS
 from knobwise.envs.tables.units import MS
 from knobwise.experiments.evidence.controllers import (
-    EVALUATORS,
     controller_results,
     evaluate_controllers,
+    evaluator_of,
     gain_on_held_out,
     held_out_choices,
     validation_scores,
@@ -115,10 +116,10 @@ class ControllerExperiment(Experiment):
         if config.policy.experts or config.baselines:
             kept = sampled(len(self.fitted), table.num_configurations)
             self.sampled["experts"] = [len(kept), len(self.fitted)]
-        self.evaluator = EVALUATORS[config.budget.constraint]
-        self.evaluator.check(table, max(config.split.folds, config.split.repeats))
+        ways = WAYS[self.problem.rule.name]
+        ways.check(table, max(config.split.folds, config.split.repeats))
         # the budgets to judge at, float [B]
-        self.budgets_ms = self.evaluator.budgets(self.problem, config.budgets_ms)
+        self.budgets_ms = ways.budgets(self.problem, config.budgets_ms)
         if config.budgets_ms is None:
             self.notes += [in_words(note, table.unit) for note in few_budgets(self.budgets_ms)]
         # config.yaml says how wide the layers became
@@ -163,7 +164,7 @@ class ControllerExperiment(Experiment):
         experts: Callable[[], Experts] | None = fitted_experts
         if config.policy.project:  # experts read all features
             experts = None
-        return trainer_of(
+        return distillation_trainer(
             self.problem,
             seed=seed,
             budgets_ms=self.budgets_ms,
@@ -231,7 +232,7 @@ class ControllerExperiment(Experiment):
         """The experts that the seeds and the baselines share. Folds and trees are those of the
         first seed of the split."""
         policy = self.config.policy
-        budgets_ms = self.evaluator.deadlines(self.budgets_ms)
+        budgets_ms = self.problem.rule.deadlines(self.budgets_ms)
         families = tuple(FAMILIES) if self.config.baselines else policy.experts
         folds = policy.fold_networks if policy.teacher else FOLDS
         return Experts.fit(
@@ -279,7 +280,7 @@ class ControllerExperiment(Experiment):
             results["warnings"] = self.warnings
             questions = read_questions(self.config.profile)
             with threadpool_limits(self.config.threads):
-                evaluator = self.evaluator(self.problem, self.budgets_ms)
+                evaluator = evaluator_of(self.problem, self.budgets_ms)
                 budgets_ms, static, prices = evaluator.explained_by(kept)
                 explained = Explained(self.problem, test, kept, budgets_ms, static, prices=prices)
                 results["explanation"] = explain_policy(explained, questions)
@@ -291,7 +292,7 @@ class ControllerExperiment(Experiment):
                 frames.append(judged.with_columns(split=pl.lit(other.number, pl.Int64)))
             decisions = pl.concat(frames)
             tests = torch.cat([part.split.test for part in (self, *self.others)])
-            whole = self.evaluator(self.problem.judged_on(tests), self.budgets_ms)
+            whole = evaluator_of(self.problem.judged_on(tests), self.budgets_ms)
             means = controller_results(whole, decisions, self.config.seeds)
             split = self.config.split
             # folds share one seed
@@ -314,7 +315,7 @@ class ControllerExperiment(Experiment):
         before = [before_grpo(loaded) for loaded in best]
         # the column of rewards is free of the decision's own cost
         free_rewards = self.trainers[0].setup.held_out.free_rewards
-        evaluator = self.evaluator(self.problem, self.budgets_ms, free_rewards)
+        evaluator = evaluator_of(self.problem, self.budgets_ms, free_rewards)
         experts = self.experts if config.baselines else None
         with threadpool_limits(config.threads):
             results, decisions = evaluate_beside_baselines(
@@ -361,11 +362,11 @@ def evaluate_beside_baselines(
         fold_seed: seed of the folds of the baselines.
     """
     table = evaluator.table
-    baselines: Sequence[Baseline] | Sequence[MixingPolicy] = evaluator.references()
+    baselines: Sequence[Baseline] | Sequence[MixingPolicy] = evaluator.references
     estimate: Attainable | None = None
     if config.baselines:
         if experts is None:
-            budgets_ms = evaluator.deadlines(evaluator.budgets_ms)
+            budgets_ms = evaluator.problem.rule.deadlines(evaluator.budgets_ms)
             fitted = evaluator.problem.split.fitted
             experts = Experts.fit(table, fitted, budgets_ms, tuple(FAMILIES), fold_seed)
         if evaluator.task.charged and table.features:

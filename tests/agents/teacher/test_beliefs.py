@@ -17,6 +17,7 @@ from knobwise.agents.evaluation.evaluation import evaluate_policy
 from knobwise.agents.problem import Problem
 from knobwise.agents.teacher.beliefs import fit_beliefs
 from knobwise.envs.bandit.budgets import default_budgets
+from knobwise.envs.bandit.outcomes import Decisions
 from knobwise.envs.bandit.rules import MeanBudget
 from knobwise.experiments.evidence.mean_budgets import MeanBudgets
 from knobwise.profiling.design.cell_design import balanced_cells, with_cells
@@ -92,7 +93,8 @@ def test_estimates_by_hand():
     # a whole table gives what it holds
     whole, _ = sparse()
     problem = believed(whole, whole.split())
-    outcomes = problem.outcomes(rows, chosen.unsqueeze(1), torch.tensor([5.0]))
+    decisions = Decisions(rows, chosen.unsqueeze(1), torch.tensor([5.0]))
+    outcomes = problem.outcomes(decisions)
     identical(outcomes.accuracy, whole.accuracy[:, :1])
 
 

@@ -14,9 +14,10 @@ from knobwise.agents.controller.settings import PolicyConfig
 from knobwise.agents.evaluation.baselines import fit_static
 from knobwise.agents.problem import Problem
 from knobwise.envs.bandit.budgets import default_budgets
+from knobwise.envs.bandit.rules import RULES
 from knobwise.envs.tables.profile_table import Split
 from knobwise.experiments.evidence import explanation
-from knobwise.experiments.evidence.controllers import EVALUATORS
+from knobwise.experiments.evidence.controllers import evaluator_of
 from knobwise.experiments.evidence.explanation import (
     Explained,
     best_and_worst,
@@ -216,8 +217,8 @@ def test_every_kind_of_controller_is_explained_by_its_own_decisions(kind, monkey
     constraint = "mean" if kind == "mean" else "deadline"
     agent = deployed(table, POLICIES[kind], budgets, constraint)
     monkeypatch.setattr(explanation, "MAX_SAMPLES", 15)
-    problem = Problem(table, Split(rows[:40], rows[:0], rows[40:]))
-    evaluator = EVALUATORS[constraint](problem, budgets)
+    problem = Problem(table, Split(rows[:40], rows[:0], rows[40:]), RULES[constraint]())
+    evaluator = evaluator_of(problem, budgets)
     part = Explained(problem, rows[40:], agent, *evaluator.explained_by(agent))
     assert len(part.rows) == len(part.rows.unique()) == 15
     at = part.rows[:, None], part.chosen

@@ -233,7 +233,7 @@ def at_means(budgets, values_ms, seeds, **guard):
     )
     problem = Problem(by_hand(), Split(FITTED, FITTED[:0], TEST), MeanBudget())
     evaluator = MeanBudgets(problem, budgets)
-    about = evaluator, [learned] * len(seeds), seeds, evaluator.references()
+    about = evaluator, [learned] * len(seeds), seeds, evaluator.references
     return evaluate_controllers(*about, charge=False)[0]
 
 
@@ -357,7 +357,7 @@ def test_a_run_under_mean_budgets_that_was_stopped_before_its_prices_goes_on(
 ):
     words = [*MEAN, "seeds=[0]", "name=x"]
     with monkeypatch.context() as patch:
-        calibrated = "knobwise.agents.calibration.calibrate.calibrated_values"
+        calibrated = "knobwise.agents.calibration.plans.calibrated_values"
         patch.setattr(calibrated, Mock(side_effect=KeyboardInterrupt))
         assert main(words) == 130
     evaluate = ["evaluate", *TABLE, "checkpoint=runs/mean_budget/x/checkpoints/seed0/best.pt"]

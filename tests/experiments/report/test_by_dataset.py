@@ -66,7 +66,7 @@ def judged_at_means():
     other.name = "knn"
     problem = Problem(table, Split(rows, rows[:0], rows), MeanBudget())
     evaluator = MeanBudgets(problem, budgets)
-    first, second, last = evaluator.references()
+    first, second, last = evaluator.references
     baselines = [first, second, other, last]
     results, _ = evaluate_controllers(evaluator, [learned] * 2, [0, 1], baselines, charge=False)
     return results | {"guard": [], "chosen": []}
