@@ -8,10 +8,11 @@ better by more than chance.
 The margin is found by conformal risk control (Angelopoulos, Bates, Fisch, Lei and Schuster 2024,
 "Conformal Risk Control", ICLR, section 2): λ̂ = inf{λ : n/(n+1)·R̂(λ) + 1/(n+1) ≤ 1 − level}, where
 R̂ is the share of missed budgets among the n feasible requests (some profiled configuration meets
-the budget), and λ rises as the margin narrows. The guarantee is a mean over the draw of calibration
-samples and of a new one. A narrower margin can make a choice miss that met before, so R̂(λ) is
-replaced by its maximum over all margins from λ down to the *cautious* one, at which the fewest
-budgets are missed; the guarantee is then asymptotic in n, not exact.
+the budget, and all limits on further costs: an answer above one is late), and λ rises as the margin
+narrows. The guarantee is a mean over the draw of calibration samples and of a new one. A narrower
+margin can make a choice miss that met before, so R̂(λ) is replaced by its maximum over all margins
+from λ down to the *cautious* one, at which the fewest budgets are missed; the guarantee is then
+asymptotic in n, not exact.
 
 Static may miss the level too. If it does and the policy at its margin keeps it, the policy only has
 to be no worse on average.
@@ -118,6 +119,7 @@ def calibrate(
     quickest_ms = unread_ms(problem.cells, rows)
     clusters = cluster_numbers(problem.facts, rows)
     beliefs = problem.beliefs
+    over = problem.rule.over(problem.values)
     rulings = []
     for budget, by_static in zip(budgets_ms, static_choice.T, strict=True):
         left = max(float(budget) - cost_ms, MIN_LATENCY_MS)
@@ -132,7 +134,10 @@ def calibrate(
         else:
             on_time, utilities = beliefs.estimate(cells, look_up)
         # only requests that some configuration answers in time count for the level
-        feasible = (quickest_ms <= budget).any(1)
+        possible = quickest_ms <= budget
+        if over is not None:
+            possible &= ~over[rows]
+        feasible = possible.any(1)
         count = int(feasible.sum())
         # an estimate may be below 0
         misses = (count - on_time[feasible].sum(0)).clamp(0, count)
@@ -168,11 +173,10 @@ def _outcomes(
     if table.first_look_ms is not None:
         latency_ms[:, -1] -= table.first_look_ms[cells][:, -1:]
     on_time = share_on_time(latency_ms, budget_ms)
-    utility = table.accuracy[cells].double() * on_time
     over = rule.over(table)
     if over is not None:
-        utility = utility * ~over[cells]
-    return torch.stack([on_time, utility])
+        on_time = on_time * ~over[cells]
+    return torch.stack([on_time, table.accuracy[cells].double() * on_time])
 
 
 def _calibrated(

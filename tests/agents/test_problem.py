@@ -7,6 +7,7 @@ import pytest
 import torch
 from helpers import close, identical, table_of
 
+from knobwise.agents.calibration.guard import calibrate
 from knobwise.agents.calibration.mean_policies import outcomes_of
 from knobwise.agents.problem import Problem
 from knobwise.envs.bandit.outcomes import Decisions
@@ -110,3 +111,24 @@ def test_outcomes_under_a_mean_budget_by_hand(holes, reads, accuracy, latency_ms
     if holes:
         both = outcomes_of(problem, ROWS, CHOSEN, checked=False)
         close(torch.cat(both, 1).T, torch.tensor([[1, 0.5, 0.75], [4, 4, 6]]).double())
+
+
+@pytest.mark.parametrize(
+    ("limit", "holes", "feasible", "kept"),
+    [
+        # the second configuration takes 6 ms, or 4 as predicted, of 7 ms
+        (None, False, 3, 1.0),
+        (None, True, 3, 1.0),
+        # 3 USD are too much, and the first one would have done; as is everything above half a USD
+        (2.0, False, 3, 0.0),
+        (0.5, False, 0, None),
+        # predicted is 1 USD; the third sample, of which 3 USD were measured, has nothing cheaper
+        (2.0, True, 2, 1.0),
+    ],
+)
+def test_a_guard_counts_answers_above_a_limit_as_late_by_hand(limit, holes, feasible, kept):
+    problem = problem_under(Deadline({"usd": limit} if limit else {}), holes)
+    second = torch.ones(3, dtype=torch.int64)
+    budgets_ms = torch.tensor([7.0])
+    (row,) = calibrate(problem, ROWS, budgets_ms, second.unsqueeze(1), lambda _: second, 0.5)
+    assert (row["feasible"], row["satisfaction_deployed"]) == (feasible, kept)
