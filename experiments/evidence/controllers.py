@@ -143,7 +143,7 @@ def controller_results(
         "budgets_ms": evaluator.conditions,
         "rows": policy_rows(task, compared(decisions, evaluator.compared)),
         "configurations": configurations_of(
-            table, evaluator.rows, evaluator.utility_budgets, problem.cells
+            problem.values, evaluator.rows, evaluator.utility_budgets, problem.cells
         ),
         "knob_usage": usage(decisions, (LEARNED, task.low, task.high), settings, knobs),
     }
@@ -232,11 +232,13 @@ def configurations_of(
         cells: what counts of the table; None for all that it has.
     """
     counted: Cells = table if cells is None else cells
-    columns = {"accuracy": counted.accuracy[rows], "latency_ms": counted.latency_ms[rows]}
+    # how right an answer is does not depend on what it costs
+    accuracy = table.accuracy[rows].where(counted.mask[rows], torch.nan)
+    columns = {"accuracy": accuracy, "latency_ms": counted.latency_ms[rows]}
     if budgets:
         # [n, C, B]; what was not profiled has no utility
         utility = expected_utility(
-            columns["accuracy"][..., None],
+            counted.accuracy[rows][..., None],
             counted.measurements_ms[rows][..., None, :],
             torch.tensor(budgets),
         ).mean(-1)

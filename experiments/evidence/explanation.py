@@ -84,6 +84,7 @@ class Explained:
         prices: Tensor | None = None,
     ) -> None:
         self.table = problem.facts
+        self.values = problem.values
         self.cells = problem.cells
         self.policy = policy
         self.budgets_ms = budgets_ms
@@ -461,7 +462,7 @@ def _decision(
         c = int(chosen[i, b])
         return {
             "configuration": table.configuration(c),
-            "accuracy": float(explained.cells.accuracy[row, c]),
+            "accuracy": float(explained.values.accuracy[row, c]),
             "latency_ms": float(explained.cells.latency_ms[row, c]),
         }
 

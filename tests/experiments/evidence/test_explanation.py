@@ -14,10 +14,10 @@ from knobwise.agents.controller.settings import PolicyConfig
 from knobwise.agents.evaluation.baselines import fit_static
 from knobwise.agents.problem import Problem
 from knobwise.envs.bandit.budgets import default_budgets
-from knobwise.envs.bandit.rules import RULES
+from knobwise.envs.bandit.rules import RULES, Deadline
 from knobwise.envs.tables.profile_table import Split
 from knobwise.experiments.evidence import explanation
-from knobwise.experiments.evidence.controllers import evaluator_of
+from knobwise.experiments.evidence.controllers import configurations_of, evaluator_of
 from knobwise.experiments.evidence.explanation import (
     Explained,
     best_and_worst,
@@ -193,6 +193,22 @@ def test_the_best_and_the_worst_decisions_are_those_that_gain_and_lose_most():
     assert worst["policy"]["accuracy"] == pytest.approx(0.2)
     static = {"configuration": table.configuration(0), "accuracy": 1.0, "latency_ms": 2.0}
     assert worst["static"] == static
+
+
+def test_an_answer_above_a_limit_gains_nothing_and_is_as_right_as_it_is():
+    """The second configuration is right, and too dear where x is 0."""
+    costs = {"usd": torch.tensor([[1.0, 3.0], [1.0, 1.0]])}
+    table = table_of([[0.5, 1.0]] * 2, [[2.0, 3.0]] * 2, torch.tensor([[0.0], [1.0]]), costs=costs)
+    problem = replace(Problem.of(table), rule=Deadline({"usd": 2.0}))
+    rule = Ruled(lambda features, limits, mask: np.ones(len(mask), int))
+    static = Ruled(lambda features, limits, mask: np.zeros(len(mask), int))
+    lists = best_and_worst(Explained(problem, torch.arange(2), rule, BUDGETS[:1], static), {})
+    (best,), (worst,) = lists["best"], lists["worst"]
+    assert (best["gain"], best["policy"]["accuracy"]) == (0.5, 1.0)
+    assert (worst["gain"], worst["policy"]["accuracy"]) == (-0.5, 1.0)
+    # so are the means of configurations, beside their utility
+    means = configurations_of(problem.values, torch.arange(2), [5.0], problem.cells)
+    assert [(row["accuracy"], row["utility"]) for row in means] == [(0.5, 0.5), (1.0, 0.5)]
 
 
 # -- real policies ---------------------------------------------------------------------------------
