@@ -46,7 +46,7 @@ class Problem:
     have values."""
 
     @classmethod
-    def of(
+    def from_table(
         cls,
         about: ProfileTable | Problem,
         split: Split | None = None,

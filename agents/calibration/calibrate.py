@@ -68,7 +68,7 @@ def cells_to_judge(controller: DeployedController, table: ProfileTable, test: Te
     rows = torch.from_numpy(calibration.judged["rows"]).unsqueeze(1)
     for name in ("chosen", "static"):
         cells[rows, torch.from_numpy(calibration.judged[name])] = True
-    features, _ = requests_of(Problem.of(table), test)
+    features, _ = requests_of(Problem.from_table(table), test)
     budgets_ms = np.array([row["budget_ms"] for row in calibration.guard])
     left_ms = np.maximum(budgets_ms - calibration.judged["cost_ms"], MIN_LATENCY_MS)
     allowed = np.ones((len(test), table.num_configurations), bool)

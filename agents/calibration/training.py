@@ -60,7 +60,7 @@ def distillation_trainer(
     with seeded(seed, device):
         distiller = Distiller(experts)
         setup = ControllerSetup(
-            Problem.of(table, split, settings.get("budget")),
+            Problem.from_table(table, split, settings.get("budget")),
             ControllerSettings(**settings),
             seed=seed,
             device=device,

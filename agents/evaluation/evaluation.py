@@ -41,7 +41,7 @@ def evaluate_policy(
     """
     if not torch.as_tensor(cost_ms).isfinite().all():
         raise InputError(f"cost_ms={cost_ms}: must be finite")
-    problem = Problem.of(table)
+    problem = Problem.from_table(table)
     left = (budgets_ms.double() - cost_ms).clamp_min(MIN_LATENCY_MS).numpy()
     # the policy decides for the time that its own cost leaves
     features, mask = requests_of(problem, rows)

@@ -47,7 +47,8 @@ class HeldOutScores(NamedTuple):
         the actual utility; see `Controller` for `constraint`."""
         scores = [prediction.score(limits.unsqueeze(1), constraint) for prediction in predictions]
         by_limit = limits[:, None, None]  # [B, 1, 1], beside outcomes [n, C]
-        return cls(scores, RULES[constraint].worth(measured, by_limit), measured.mask)
+        cells = measured.accuracy, measured.measurements_ms, measured.latency_ms
+        return cls(scores, RULES[constraint].worth(*cells, by_limit), measured.mask)
 
     def take(self, positions: Tensor) -> HeldOutScores:
         """Return the part for some of the samples, int64 [m]."""

@@ -268,7 +268,7 @@ def controller_trainer(
         settings: see `ControllerSettings`.
         seed, device, folder, log: see `Trainer`.
     """
-    problem = Problem.of(table, split, settings.get("budget"))
+    problem = Problem.from_table(table, split, settings.get("budget"))
     with seeded(seed, device):
         setup = ControllerSetup(problem, ControllerSettings(**settings), seed=seed, device=device)
         stages = [RCE(setup), grpo_stage(setup)]

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import functools
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import Any, ClassVar, Protocol, Self
+from typing import ClassVar, Protocol, Self
 
 import torch
 from torch import Tensor
@@ -67,7 +67,7 @@ class Rule(ABC):
 
     @classmethod
     @abstractmethod
-    def of(cls, budget: BudgetConfig) -> Self:
+    def from_settings(cls, budget: BudgetConfig) -> Self:
         """Return the rule with these settings."""
 
     # -- what counts -------------------------------------------------------------------------------
@@ -137,7 +137,7 @@ class Rule(ABC):
             return judged
         estimates = {}
         for name in judged.ESTIMATED:
-            values_in = functools.partial(_field_in, look_up, name)
+            values_in = functools.partial(_field_in, name, look_up)
             estimates[name] = beliefs.estimate(decisions.cells, values_in)
         return replace(judged, **estimates)
 
@@ -188,9 +188,16 @@ class Rule(ABC):
 
     @classmethod
     @abstractmethod
-    def worth(cls, cells: Any, limits: Tensor) -> Tensor:
-        """Return what decisions were worth, as float [B, n, C], of cells of n samples under limits
-        float [B, 1, 1]."""
+    def worth(
+        cls, accuracy: Tensor, measurements_ms: Tensor, median_ms: Tensor, limits: Tensor
+    ) -> Tensor:
+        """Return what decisions were worth, float [B, n, C], NaN counting as nothing.
+
+        Args:
+            accuracy, median_ms: [n, C].
+            measurements_ms: [n, C, R].
+            limits: [B, 1, 1].
+        """
 
 
 @dataclass(frozen=True)
@@ -205,7 +212,7 @@ class Deadline(Rule):
     probability: float = BudgetConfig.limit_probability
 
     @classmethod
-    def of(cls, budget: BudgetConfig) -> Self:
+    def from_settings(cls, budget: BudgetConfig) -> Self:
         return cls(dict(budget.limits or {}), budget.limit_probability)
 
     def look_up(
@@ -234,9 +241,11 @@ class Deadline(Rule):
         return accuracy * expected.meets(limits)
 
     @classmethod
-    def worth(cls, cells: Any, limits: Tensor) -> Tensor:
+    def worth(
+        cls, accuracy: Tensor, measurements_ms: Tensor, median_ms: Tensor, limits: Tensor
+    ) -> Tensor:
         """See `Rule`: the utility."""
-        return expected_utility(cells.accuracy, cells.measurements_ms, limits)
+        return expected_utility(accuracy, measurements_ms, limits)
 
 
 @dataclass(frozen=True)
@@ -248,7 +257,7 @@ class MeanBudget(Rule):
     limit_key: ClassVar[str] = "worth_ms"
 
     @classmethod
-    def of(cls, budget: BudgetConfig) -> Self:
+    def from_settings(cls, budget: BudgetConfig) -> Self:
         return cls()
 
     def look_up(
@@ -287,9 +296,11 @@ class MeanBudget(Rule):
         return accuracy - expected.latency_ms / limits.unsqueeze(-1)
 
     @classmethod
-    def worth(cls, cells: Any, limits: Tensor) -> Tensor:
+    def worth(
+        cls, accuracy: Tensor, measurements_ms: Tensor, median_ms: Tensor, limits: Tensor
+    ) -> Tensor:
         """See `Rule`: accuracy − latency/w."""
-        return torch.nan_to_num(cells.accuracy - cells.latency_ms / limits)
+        return (accuracy - median_ms / limits).nan_to_num()
 
 
 RULES: dict[str, type[Rule]] = {rule.name: rule for rule in (Deadline, MeanBudget)}
@@ -299,7 +310,7 @@ RULES: dict[str, type[Rule]] = {rule.name: rule for rule in (Deadline, MeanBudge
 def rule_of(budget: BudgetConfig) -> Rule:
     """Return the rule that the settings of a budget ask for. Raises InputError: there is none."""
     one_of("budget.constraint", budget.constraint, RULES)
-    return RULES[budget.constraint].of(budget)
+    return RULES[budget.constraint].from_settings(budget)
 
 
 def share_over(cost: Tensor, limit: float) -> Tensor:
@@ -309,7 +320,9 @@ def share_over(cost: Tensor, limit: float) -> Tensor:
     return over.float().where(~cost.isnan(), torch.nan)
 
 
-def _field_in(look_up: Any, name: str, version: ProfileTable) -> Tensor:
+def _field_in(
+    name: str, look_up: Callable[[ProfileTable], Outcomes], version: ProfileTable
+) -> Tensor:
     """Return a field of the outcomes that a version of the table gives."""
     values: Tensor = getattr(look_up(version), name)
     return values

@@ -114,7 +114,7 @@ def _other_choices(policy: KnobPolicy, table: ProfileTable, budget_ms: float) ->
     rows = torch.arange(table.num_samples)
     static: Policy | None = policy.agent.decider.static
     if static is None:
-        static = WAYS[policy.agent.constraint].static(Problem.of(table))
+        static = WAYS[policy.agent.constraint].static(Problem.from_table(table))
     (choice,) = static.choose(
         {}, np.array([budget_ms]), np.ones((1, table.num_configurations), bool)
     )

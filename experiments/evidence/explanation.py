@@ -26,10 +26,10 @@ from knobwise.experiments.evidence.schema import (
     Difficulty,
     DifficultyGroup,
     Importance,
-    Rule,
     Side,
     SingleDecision,
     Tree,
+    TreeRule,
     WhyExplained,
 )
 from knobwise.experiments.evidence.statistics import (
@@ -392,7 +392,7 @@ def _rules(
     table: ProfileTable,
     node: int,
     when: dict[tuple[str, str], float],
-) -> list[Rule]:
+) -> list[TreeRule]:
     """Return the rules of the leaves below a node of a fitted tree, from left to right.
 
     Args:
@@ -403,7 +403,7 @@ def _rules(
     if inner.children_left[node] >= 0:
         feature = names[inner.feature[node]]
         value = float(inner.threshold[node])
-        rules: list[Rule] = []
+        rules: list[TreeRule] = []
         for sign, children in (("≤", inner.children_left), (">", inner.children_right)):
             # a deeper bound on the same feature is the tighter one and replaces the other
             below = {**when, (feature, sign): value}
@@ -416,7 +416,7 @@ def _rules(
     then = {}
     for knob, known, share in zip(table.knobs, classes, shares, strict=True):
         then[knob.name] = knob.values[int(known[share.argmax()])]
-    rule: Rule = {
+    rule: TreeRule = {
         "when": [(*key, value) for key, value in when.items()],
         "then": then,
         "share": float(inner.n_node_samples[node] / inner.n_node_samples[0]),

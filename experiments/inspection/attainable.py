@@ -101,7 +101,7 @@ def learning_curve(table: ProfileTable, budgets_ms: Tensor) -> list[CurvePoint]:
         return []
     points: list[CurvePoint] = []
     attained: list[np.ndarray] = []
-    problem = Problem.of(table)
+    problem = Problem.from_table(table)
     designs = _smaller_designs(table)
     if table.mask.double().mean() < SPARSE:
         problem = replace(problem, beliefs=fit_beliefs(table, problem.split))
@@ -187,7 +187,7 @@ def attainable_by(
     """
     if len(experts.measured.folds) < 2:
         return None
-    problem = Problem.of(table)
+    problem = Problem.from_table(table)
     policy, static = utilities_out_of_fold(problem, experts, budgets_ms)
     kept, learned = _guarded(policy - static, experts.measured.folds)
     mean, ci95 = _interval(kept, problem.facts, experts)

@@ -46,13 +46,13 @@ def problem_under(rule, holes):
     """With holes a measured cell stands for two, so that the estimate is twice what was measured
     less what was predicted; and elsewhere it is what was predicted."""
     if not holes:
-        return replace(Problem.of(WHOLE), rule=rule)
+        return replace(Problem.from_table(WHOLE), rule=rule)
     nothing = measured_or(*[torch.tensor(torch.nan)] * 3)
     measured = replace(WHOLE, mask=MASK, first_look_ms=LOOK * MASK, **nothing)
     predicted = PREDICTED.accuracy, PREDICTED.latency_ms, PREDICTED.costs["usd"]
     filled = replace(WHOLE, **measured_or(*predicted))
     beliefs = Beliefs(measured, filled, PREDICTED, weight=2.0 * MASK)
-    return replace(Problem.of(measured), rule=rule, beliefs=beliefs)
+    return replace(Problem.from_table(measured), rule=rule, beliefs=beliefs)
 
 
 @pytest.mark.parametrize(

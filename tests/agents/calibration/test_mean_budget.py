@@ -116,7 +116,7 @@ def test_the_expected_outcome_of_a_mixture():
     # half 0 and 1; three quarters 1, else 2
     mix = StaticMix.fit(table, torch.tensor([0, 1]), torch.tensor([15.0, 25.0]))
     assert mix.share.tolist() == [0.5, 0.25]
-    accuracy, cost = mix.expected(Problem.of(table), torch.arange(5))
+    accuracy, cost = mix.expected(Problem.from_table(table), torch.arange(5))
     assert accuracy.tolist() == [[0.5, 0.625], [0.5, 1], [1, 0.5], [0.5, 0.4375], [0.5, 0.5]]
     assert cost.tolist() == [[10, 15], [20, 35], [8, 9], [16, 23], [64, 64]]
 

@@ -66,7 +66,7 @@ def test_the_most_accurate_price_within_each_mean_budget_is_found():
         return torch.tensor([chosen for least, chosen in steps if value >= least][-1])
 
     budgets_ms = torch.tensor([3.0, 6.9, 7.0, 9.9, 10.0, 50.0])
-    values_ms, choices = calibrated_values(decide, Problem.of(table), rows, budgets_ms)
+    values_ms, choices = calibrated_values(decide, Problem.from_table(table), rows, budgets_ms)
     ends = value_range(table.latency_ms.flatten()).tolist()
     np.testing.assert_allclose(tried, np.geomspace(*ends, VALUES), rtol=1e-5)
     # means: 4 ms and .375; 7 ms and .75; 10 ms and .875; 30 ms and .75
@@ -78,7 +78,7 @@ def test_where_it_was_not_shown_to_be_better_the_mixture_is_expected_to_decide()
     table = small_table(60)
     rows, budgets_ms = torch.arange(60), torch.tensor([6.0, 9.0])
     mix = StaticMix.fit(table, rows, budgets_ms)
-    problem = Problem.of(table)
+    problem = Problem.from_table(table)
 
     def decide(features, group, mask):
         return np.full(len(mask), 3 + group)
@@ -108,7 +108,9 @@ def test_prices_are_those_that_keep_the_budgets_on_what_was_held_out(features, c
         [trainer.setup.held_out_log_probs(value).argmax(1) for value in values_ms], 1
     )
     assert table.mask[rows].gather(1, chosen).all()
-    accuracy, spent = (values.mean(0) for values in outcomes_of(Problem.of(table), rows, chosen))
+    accuracy, spent = (
+        values.mean(0) for values in outcomes_of(Problem.from_table(table), rows, chosen)
+    )
     guard = pl.DataFrame(agent.calibration.guard)
     assert guard["latency_ms_mean"].to_list() == pytest.approx((spent + cost_ms).tolist())
     assert guard["accuracy_policy"].to_list() == pytest.approx(accuracy.tolist())
@@ -118,7 +120,7 @@ def test_prices_are_those_that_keep_the_budgets_on_what_was_held_out(features, c
     # what decides is the network of all samples at that value
     x = agent.controller.normaliser(table.features, 120)
     greedy = agent.controller(x, values_ms[1].expand(120), table.mask).argmax(1)
-    decided = agent.under_mean_budgets().decided(Problem.of(table), torch.arange(120))
+    decided = agent.under_mean_budgets().decided(Problem.from_table(table), torch.arange(120))
     assert torch.equal(decided[:, 1], greedy)
 
 

@@ -62,7 +62,7 @@ def chosen(policy, budgets_ms, allowed=(0, 1, 2)):
 
 def asked(policy, table, rows, budget_ms):
     """What it chooses for these rows of a table under one budget."""
-    features, mask = requests_of(Problem.of(table), rows)
+    features, mask = requests_of(Problem.from_table(table), rows)
     return policy.choose(features, np.full(len(rows), budget_ms), mask)
 
 
@@ -200,7 +200,7 @@ def test_never_outside_the_mask_and_deterministic():
     table = small_table(80, seed=1, holes=0.5)
     policies = fitted_to(table)
     rows = table.split().test
-    features, profiled = requests_of(Problem.of(table), rows)
+    features, profiled = requests_of(Problem.from_table(table), rows)
     generator = np.random.default_rng(0)
     for _ in range(9):
         mask = profiled & (generator.random((len(rows), 12)) < 0.5)
@@ -340,7 +340,7 @@ def test_a_guard_counts_the_look_and_falls_back_without_it():
         [
             row["utility_static"]
             for row in calibrate(
-                Problem.of(each), rows, budgets, choices, lambda _: choices[:, 0], 0.95
+                Problem.from_table(each), rows, budgets, choices, lambda _: choices[:, 0], 0.95
             )
         ]
         for each in (paid, table)

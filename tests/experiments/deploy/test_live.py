@@ -218,7 +218,9 @@ def by_hand(slower):
 
 def judged(stream, record, speed=1.0):
     table, controller = small()
-    return live_results(Problem.of(table), stream, list(CHOICES), record, controller, speed)[0]
+    return live_results(
+        Problem.from_table(table), stream, list(CHOICES), record, controller, speed
+    )[0]
 
 
 def test_what_is_served_as_the_profile_says_agrees_with_its_replay():

@@ -37,7 +37,7 @@ def explained(table, choose, budgets=BUDGETS):
     """Explain a policy that is a function of the block x and of budgets."""
     rows = torch.arange(table.num_samples)
     rule = Ruled(lambda features, limits, mask: choose(features["x"], limits).astype(int))
-    return Explained(Problem.of(table), rows, rule, budgets, fit_static(table, rows))
+    return Explained(Problem.from_table(table), rows, rule, budgets, fit_static(table, rows))
 
 
 # -- difficulty ------------------------------------------------------------------------------------
@@ -199,7 +199,7 @@ def test_an_answer_above_a_limit_gains_nothing_and_is_as_right_as_it_is():
     """The second configuration is right, and too dear where x is 0."""
     costs = {"usd": torch.tensor([[1.0, 3.0], [1.0, 1.0]])}
     table = table_of([[0.5, 1.0]] * 2, [[2.0, 3.0]] * 2, torch.tensor([[0.0], [1.0]]), costs=costs)
-    problem = replace(Problem.of(table), rule=Deadline({"usd": 2.0}))
+    problem = replace(Problem.from_table(table), rule=Deadline({"usd": 2.0}))
     rule = Ruled(lambda features, limits, mask: np.ones(len(mask), int))
     static = Ruled(lambda features, limits, mask: np.zeros(len(mask), int))
     lists = best_and_worst(Explained(problem, torch.arange(2), rule, BUDGETS[:1], static), {})
