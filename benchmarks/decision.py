@@ -36,7 +36,7 @@ from knobwise.agents.controller.controller import Controller
 from knobwise.agents.controller.features import FeatureNormaliser
 from knobwise.agents.controller.settings import PolicyConfig, hidden_for
 from knobwise.agents.evaluation.baselines import fit_static
-from knobwise.agents.evaluation.texts import encoders_of, with_texts_encoded
+from knobwise.agents.evaluation.texts import encoded_by, fit_encoders
 from knobwise.envs import builtin_profile
 from knobwise.envs.bandit.budgets import default_budgets
 from knobwise.envs.tables.profile_table import ProfileTable
@@ -130,9 +130,8 @@ def on_texts(words: int) -> tuple[Way, Callable[[], dict[str, Way]]]:
     """Return the decision on a text of so many words; and scikit-learn's hash of one alone."""
     texts = texts_of(words)
     table = replace(TABLE, features={}, texts={"prompt": texts})
-    table = with_texts_encoded(table, table.split())
-    agent = deployed_on(table)
-    encoders = encoders_of(table)
+    encoders = fit_encoders(table, table.split())
+    agent = deployed_on(encoded_by(table, encoders))
     agent.calibration.texts = {name: {**each.arrays} for name, each in encoders.items()}
     requests = [{"prompt": text} for text in texts]
     vectoriser = HashingVectorizer(analyzer="char_wb", ngram_range=(3, 3))

@@ -28,6 +28,7 @@ from knobwise.common.checks import at_least
 from knobwise.common.errors import InputError
 from knobwise.common.progress import progress
 from knobwise.envs.bandit.budgets import log_ms
+from knobwise.envs.tables.cells import unread_ms
 from knobwise.envs.tables.profile_table import ProfileTable
 from knobwise.envs.tables.units import check_time
 from knobwise.profiling.measuring.adaptive_model import (
@@ -395,7 +396,7 @@ class AdaptiveModel(FirstStages):
                 (answer,) = self._answers([stage], self.configurations[choice])
                 took.append(answer.total_ms)
                 tick(len(took), "")
-        profiled_ms = table.without_first_look.latency_ms[cell].double()
+        profiled_ms = unread_ms(table, cell).double()
         ratios = log_ms(profiled_ms.new_tensor(took)) - log_ms(profiled_ms)
         return choices[warm_up:], ratios[warm_up:].tolist()
 

@@ -11,6 +11,7 @@ from torch.nn.functional import one_hot
 
 from knobwise.agents import Controller, OptimiserConfig, PolicyConfig, distillation_trainer
 from knobwise.agents.calibration.calibrate import calibrate_controller
+from knobwise.agents.problem import Problem
 from knobwise.common.errors import InputError
 from knobwise.envs import BeamTable, BudgetConfig, ProfileTable, default_budgets
 from knobwise.envs.demonstrations.settings import FIELDS
@@ -311,13 +312,14 @@ BRIEF = OptimiserConfig(
 
 
 def trainer_on(table, policy=WITH_TEACHER, constraint="deadline", **settings):
-    """A training of a second, which has not begun."""
+    """A training of a second on a table, or a problem, which has not begun."""
     options = {
         "policy": policy,
         "optimiser": BRIEF,
         "budget": BudgetConfig(constraint=constraint),
     } | settings
-    return distillation_trainer(table, table.split(), **options)
+    split = None if isinstance(table, Problem) else table.split()
+    return distillation_trainer(table, split, **options)
 
 
 def trained(table, policy=WITH_TEACHER, constraint="deadline", **settings):

@@ -67,7 +67,7 @@ from knobwise.agents import (
 )
 from knobwise.agents.training.checkpoint import save_checkpoint
 from knobwise.envs import BeamTable, ConfigBandit
-from knobwise.envs.bandit.budgets import BudgetSampler
+from knobwise.envs.bandit.contexts import BudgetSampler
 from knobwise.envs.demonstrations.reward import demonstration_reward
 from knobwise.envs.demonstrations.settings import METHODS
 from knobwise.envs.readers.exp_files import write_exp5_exp6

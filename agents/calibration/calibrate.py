@@ -4,8 +4,6 @@ fitted on."""
 from __future__ import annotations
 
 import copy
-import functools
-from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -13,24 +11,16 @@ import torch
 from torch import Tensor
 
 from knobwise.agents.calibration.deployed_controller import Arrays, Calibration, DeployedController
-from knobwise.agents.calibration.guard import Decide, calibrate, cluster_numbers
-from knobwise.agents.calibration.mean_policies import (
-    StaticMix,
-    calibrated_values,
-    compared,
-    outcomes_of,
-)
+from knobwise.agents.calibration.guard import Decide, calibrate
+from knobwise.agents.calibration.ways import WAYS
 from knobwise.agents.controller.features import FeatureNormaliser
 from knobwise.agents.deployed.calibrated import Static
-from knobwise.agents.evaluation.baselines import fit_static
 from knobwise.agents.evaluation.limits import fit_bounds
 from knobwise.agents.evaluation.policy import Array, Policy, choices_of, requests_of
-from knobwise.agents.evaluation.texts import encoders_of
-from knobwise.agents.teacher.completed import CompletedTable, as_if_measured, measured_of
+from knobwise.agents.problem import Problem
 from knobwise.agents.teacher.regressors import ridge
 from knobwise.agents.training.controllers import ControllerSetup
 from knobwise.envs.bandit.budgets import MIN_LATENCY_MS, log_moments
-from knobwise.envs.bandit.settings import BudgetConfig
 from knobwise.envs.tables.profile_table import ProfileTable
 
 MAX_LATENCIES = 1 << 18
@@ -47,66 +37,23 @@ def calibrate_controller(setup: ControllerSetup, budgets_ms: Tensor) -> Deployed
         budgets_ms: float [B], the budgets that the guard is calibrated for; under a mean budget
             those that prices are found for.
     """
+    problem = setup.problem
     controller = copy.deepcopy(setup.controller).cpu()
     teacher = setup.distiller.fitted.teacher if setup.distiller else None
     calibration = Calibration(
-        latency=fit_latency_model(measured_of(setup.table), setup.fitted, controller.normaliser),
-        texts={name: {**encoder.arrays} for name, encoder in encoders_of(setup.table).items()},
+        latency=fit_latency_model(setup.facts, setup.fitted, controller.normaliser),
+        texts={name: {**encoder.arrays} for name, encoder in problem.encoders.items()},
     )
-    probability = BudgetConfig.limit_probability
-    if setup.table.limits is not None:
-        probability = setup.table.limits.probability
-        calibration.limits = {"values": setup.table.limits.values, "probability": probability}
-    if setup.table.costs:
-        measured = measured_of(setup.table)
-        calibration.costs = fit_bounds(measured, setup.fitted, controller.normaliser, probability)
-        calibration.cost_names = [*measured.costs]
-    if setup.priced:
-        _calibrate_mean_budgets(calibration, setup, budgets_ms)
-    elif setup.policy.guard and setup.judged_by == "utility":
-        _calibrate_guard(calibration, setup, budgets_ms)
+    probability = problem.rule.probability
+    if problem.rule.limits:
+        calibration.limits = {"values": dict(problem.rule.limits), "probability": probability}
+    if setup.facts.costs:
+        calibration.costs = fit_bounds(
+            setup.facts, setup.fitted, controller.normaliser, probability
+        )
+        calibration.cost_names = [*setup.facts.costs]
+    WAYS[problem.rule.name].plan(calibration, setup, budgets_ms)
     return DeployedController(controller, teacher, calibration).eval()
-
-
-def _calibrate_guard(calibration: Calibration, setup: ControllerSetup, budgets_ms: Tensor) -> None:
-    """Calibrate the guards on held-out samples, and keep the static policy that they fall back
-    to."""
-    table = setup.table
-    # the static policy that chooses for a fold is fitted on the others
-    statics = [fit_static(table, rows) for rows in setup.folds[0]]
-    static_choice = _choices(setup, statics, budgets_ms)
-
-    def decide(limit_ms: float) -> Tensor:
-        return setup.held_out_log_probs(torch.tensor(limit_ms)).argmax(-1).cpu()
-
-    def teacher_decides(limit_ms: float) -> Tensor:
-        return _choices(setup, setup.distiller.fitted.of_folds, torch.tensor([limit_ms]))[:, 0]
-
-    calibrated = functools.partial(
-        calibrate,
-        table=table,
-        rows=setup.held_out.rows,
-        budgets_ms=budgets_ms,
-        static_choice=static_choice,
-        level=setup.policy.level,
-    )
-    # once with the cost of a decision charged, once as if it were free
-    calibration.guard = calibrated(decide=decide, cost_ms=setup.cost_ms)
-    calibration.guard_if_free = calibrated(decide=decide)
-    if isinstance(table, CompletedTable):
-        validation = torch.isin(setup.held_out.rows, setup.split.validation)
-        left_ms = (budgets_ms - setup.cost_ms).clamp_min(MIN_LATENCY_MS)
-        margins = torch.tensor([row["margin"] for row in calibration.guard])
-        chosen = torch.stack([decide(float(limit)) for limit in margins * left_ms], 1)
-        calibration.judged = {
-            "rows": setup.held_out.rows[validation].numpy(),
-            "chosen": chosen[validation].numpy(),
-            "static": static_choice[validation].numpy(),
-            "cost_ms": np.array(setup.cost_ms),
-        }
-    if setup.distiller:
-        calibration.guard_of_teacher = calibrated(decide=teacher_decides, margins=(1.0,))
-    calibration.static = fit_static(table, setup.fitted).arrays()
 
 
 def cells_to_judge(controller: DeployedController, table: ProfileTable, test: Tensor) -> Tensor:
@@ -121,7 +68,7 @@ def cells_to_judge(controller: DeployedController, table: ProfileTable, test: Te
     rows = torch.from_numpy(calibration.judged["rows"]).unsqueeze(1)
     for name in ("chosen", "static"):
         cells[rows, torch.from_numpy(calibration.judged[name])] = True
-    features, _ = requests_of(table, test)
+    features, _ = requests_of(Problem.from_table(table), test)
     budgets_ms = np.array([row["budget_ms"] for row in calibration.guard])
     left_ms = np.maximum(budgets_ms - calibration.judged["cost_ms"], MIN_LATENCY_MS)
     allowed = np.ones((len(test), table.num_configurations), bool)
@@ -134,11 +81,11 @@ def cells_to_judge(controller: DeployedController, table: ProfileTable, test: Te
     return cells
 
 
-def calibrated_again(controller: DeployedController, table: ProfileTable) -> DeployedController:
+def calibrated_again(controller: DeployedController, problem: Problem) -> DeployedController:
     """Return a controller whose guard was calibrated once more on the choices that it is about.
 
     Args:
-        table: the profile in which they have been measured, completed.
+        problem: of the profile in which they have been measured.
     """
     judged = controller.calibration.judged
     rows = torch.from_numpy(judged["rows"])
@@ -147,7 +94,7 @@ def calibrated_again(controller: DeployedController, table: ProfileTable) -> Dep
     for number, row in enumerate(controller.calibration.guard):
         chosen = torch.from_numpy(judged["chosen"][:, number])
         guard += calibrate(
-            table,
+            problem,
             rows,
             budgets_ms=torch.tensor([row["budget_ms"]]),
             static_choice=torch.from_numpy(judged["static"][:, [number]]),
@@ -162,15 +109,6 @@ def calibrated_again(controller: DeployedController, table: ProfileTable) -> Dep
 
 def _always(chosen: Tensor) -> Decide:
     return lambda limit_ms: chosen
-
-
-def _choices(setup: ControllerSetup, policies: Sequence[Policy], limits: Tensor) -> Tensor:
-    """Return what the policy of each fold chooses for the samples held out of it, int64 [n, B]."""
-    choices = []
-    for policy, rows in zip(policies, setup.folds[1], strict=True):
-        features, mask = requests_of(setup.table, rows)
-        choices.append(choices_of(policy, features, limits.double().numpy(), mask))
-    return torch.cat(choices)
 
 
 def fit_latency_model(table: ProfileTable, rows: Tensor, normaliser: FeatureNormaliser) -> Arrays:
@@ -197,41 +135,3 @@ def fit_latency_model(table: ProfileTable, rows: Tensor, normaliser: FeatureNorm
     count = table.mask[rows].sum(0).clamp_min(1)
     arrays["spread"] = (squares.sum(0) / count).sqrt().clamp_min(1e-3)
     return {name: np.asarray(values, np.float32) for name, values in arrays.items()}
-
-
-def _calibrate_mean_budgets(
-    calibration: Calibration, setup: ControllerSetup, budgets_ms: Tensor
-) -> None:
-    """Find the price for each mean budget, and the budgets where the static mix is better."""
-    table = setup.table
-    rows = setup.held_out.rows
-    cost_ms = setup.cost_ms
-
-    def decide(value_ms: Tensor) -> Tensor:
-        return setup.held_out_log_probs(value_ms.float()).argmax(-1).cpu()
-
-    # predicted times tell well enough what keeps a budget; only checks tell whether a gain is real
-    known = as_if_measured(table)
-    values_ms, chosen = calibrated_values(decide, known, rows, budgets_ms - cost_ms)
-    mean: Arrays = {"budgets_ms": budgets_ms.double().numpy(), "worths": values_ms.numpy()}
-    mean["deployed"] = np.ones(len(values_ms), bool)
-    if setup.policy.guard:
-        # the mix for held-out samples is fitted on the others
-        mixed = []
-        for fit, hold in zip(*setup.folds, strict=True):
-            mixed.append(StaticMix.of_table(table, fit, budgets_ms).expected(table, hold)[0])
-        accuracy, _ = outcomes_of(table, rows, chosen)
-        _, latency_ms = outcomes_of(known, rows, chosen)
-        calibration.guard = compared(
-            accuracy,
-            latency_ms + cost_ms,
-            torch.cat(mixed),
-            budgets_ms,
-            unit=table.unit,
-            clusters=cluster_numbers(table, rows),
-        )
-        mean["deployed"] = np.array([row["deployed"] for row in calibration.guard])
-        # the mix that is deployed is fitted on all samples
-        mix = StaticMix.of_table(table, setup.fitted, budgets_ms)
-        mean |= {f"mix.{name}": values for name, values in mix.arrays().items()}
-    calibration.mean = mean

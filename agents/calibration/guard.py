@@ -8,10 +8,11 @@ better by more than chance.
 The margin is found by conformal risk control (Angelopoulos, Bates, Fisch, Lei and Schuster 2024,
 "Conformal Risk Control", ICLR, section 2): λ̂ = inf{λ : n/(n+1)·R̂(λ) + 1/(n+1) ≤ 1 − level}, where
 R̂ is the share of missed budgets among the n feasible requests (some profiled configuration meets
-the budget), and λ rises as the margin narrows. The guarantee is a mean over the draw of calibration
-samples and of a new one. A narrower margin can make a choice miss that met before, so R̂(λ) is
-replaced by its maximum over all margins from λ down to the *cautious* one, at which the fewest
-budgets are missed; the guarantee is then asymptotic in n, not exact.
+the budget, and all limits on further costs: an answer above one is late), and λ rises as the margin
+narrows. The guarantee is a mean over the draw of calibration samples and of a new one. A narrower
+margin can make a choice miss that met before, so R̂(λ) is replaced by its maximum over all margins
+from λ down to the *cautious* one, at which the fewest budgets are missed; the guarantee is then
+asymptotic in n, not exact.
 
 Static may miss the level too. If it does and the policy at its margin keeps it, the policy only has
 to be no worse on average.
@@ -34,10 +35,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from knobwise.agents.teacher.completed import CompletedTable, effective_cells, estimated
+from knobwise.agents.problem import Problem
 from knobwise.common.paired import is_better, standard_error
 from knobwise.envs.bandit.budgets import MIN_LATENCY_MS
 from knobwise.envs.bandit.reward import share_on_time
+from knobwise.envs.bandit.rules import Rule
+from knobwise.envs.tables.beliefs import effective_cells
+from knobwise.envs.tables.cells import unread_ms
 from knobwise.envs.tables.profile_table import ProfileTable
 
 CONFIDENCE = 0.8
@@ -88,7 +92,7 @@ class GuardRow(TypedDict):
 
 
 def calibrate(
-    table: ProfileTable,
+    problem: Problem,
     rows: Tensor,
     budgets_ms: Tensor,
     static_choice: Tensor,
@@ -112,25 +116,35 @@ def calibrate(
     Returns:
         A row for each budget.
     """
-    quickest_ms = table.without_first_look.latency_ms[rows]
-    clusters = cluster_numbers(table, rows)
+    quickest_ms = unread_ms(problem.cells, rows)
+    clusters = cluster_numbers(problem.facts, rows)
+    beliefs = problem.beliefs
+    over = problem.rule.over(problem.values)
     rulings = []
     for budget, by_static in zip(budgets_ms, static_choice.T, strict=True):
         left = max(float(budget) - cost_ms, MIN_LATENCY_MS)
         choices = [decide(margin * left) for margin in margins]
         # [n, M + 1]: the margins, then static
         cells = rows.unsqueeze(1), torch.stack([*choices, by_static], 1)
-        look_up = functools.partial(_outcomes, cells=cells, budget_ms=budget, cost_ms=cost_ms)
-        on_time, utilities = estimated(table, cells, look_up)
+        look_up = functools.partial(
+            _outcomes, rule=problem.rule, cells=cells, budget_ms=budget, cost_ms=cost_ms
+        )
+        if beliefs is None:
+            on_time, utilities = look_up(problem.values)
+        else:
+            on_time, utilities = beliefs.estimate(cells, look_up)
         # only requests that some configuration answers in time count for the level
-        feasible = (quickest_ms <= budget).any(1)
+        possible = quickest_ms <= budget
+        if over is not None:
+            possible &= ~over[rows]
+        feasible = possible.any(1)
         count = int(feasible.sum())
         # an estimate may be below 0
         misses = (count - on_time[feasible].sum(0)).clamp(0, count)
         row = _calibrated(float(budget), utilities, misses, count, level, margins, clusters)
-        if isinstance(table, CompletedTable):
+        if beliefs is not None:
             chosen = choices[margins.index(row["margin"])]
-            row["effective_cells"] = effective_cells(table.weight[rows, chosen])
+            row["effective_cells"] = effective_cells(beliefs.weight[rows, chosen])
             row["reason"] += f"; estimated from {row['effective_cells']:.0f} measured choices"
         rulings.append(row)
     return rulings
@@ -145,7 +159,11 @@ def cluster_numbers(table: ProfileTable, rows: Tensor) -> Tensor:
 
 
 def _outcomes(
-    table: ProfileTable, cells: tuple[Tensor, Tensor], budget_ms: Tensor, cost_ms: float
+    table: ProfileTable,
+    rule: Rule,
+    cells: tuple[Tensor, Tensor],
+    budget_ms: Tensor,
+    cost_ms: float,
 ) -> Tensor:
     """Return the share of measurements on time, and the utility, at each margin and, last, with
     static: float64 [2, n, M + 1]."""
@@ -155,6 +173,9 @@ def _outcomes(
     if table.first_look_ms is not None:
         latency_ms[:, -1] -= table.first_look_ms[cells][:, -1:]
     on_time = share_on_time(latency_ms, budget_ms)
+    over = rule.over(table)
+    if over is not None:
+        on_time = on_time * ~over[cells]
     return torch.stack([on_time, table.accuracy[cells].double() * on_time])
 
 

@@ -19,13 +19,14 @@ from knobwise.agents.calibration.prices import (
 )
 from knobwise.agents.evaluation.baselines import PredictThenChoose, averages
 from knobwise.agents.evaluation.policy import Array, requests_of
-from knobwise.agents.teacher.completed import estimated, measured_of
+from knobwise.agents.problem import Problem
 from knobwise.agents.teacher.experts import Experts, FittedExpert
 from knobwise.agents.teacher.outcomes import pick
 from knobwise.agents.teacher.regressors import FAMILIES
 from knobwise.common.paired import is_better, standard_error
 from knobwise.envs.bandit.budgets import value_range
-from knobwise.envs.tables.profile_table import ProfileTable, Split
+from knobwise.envs.tables.cells import Cells
+from knobwise.envs.tables.profile_table import ProfileTable
 
 VALUES = 400
 """Prices that are tried for a policy whose predictions are not known."""
@@ -50,11 +51,13 @@ class Mixture(NamedTuple):
         nothing to draw."""
         return cls(chosen, chosen, torch.full(chosen.shape, torch.nan, dtype=torch.float64))
 
-    def expected(self, table: ProfileTable, rows: Tensor) -> tuple[Tensor, Tensor]:
+    def expected(
+        self, problem: Problem, rows: Tensor, checked: bool = True
+    ) -> tuple[Tensor, Tensor]:
         """Return expected accuracy and latency (ms) of samples int64 [n], float64 [n, B] each,
-        without the noise of draws."""
-        first_accuracy, first_ms = outcomes_of(table, rows, self.first)
-        second_accuracy, second_ms = outcomes_of(table, rows, self.second)
+        without the noise of draws; for `checked` see `outcomes_of`."""
+        first_accuracy, first_ms = outcomes_of(problem, rows, self.first, checked)
+        second_accuracy, second_ms = outcomes_of(problem, rows, self.second, checked)
         share = self.share.nan_to_num(0.0)
         accuracy = torch.lerp(first_accuracy, second_accuracy, share)
         return accuracy, torch.lerp(first_ms, second_ms, share)
@@ -75,8 +78,8 @@ class MixingPolicy(Protocol):
 
     name: str
 
-    def mixture(self, table: ProfileTable, rows: Tensor) -> Mixture:
-        """Decide for samples int64 [n] of a table, under each of its budgets."""
+    def mixture(self, problem: Problem, rows: Tensor) -> Mixture:
+        """Decide for samples int64 [n], under each of its budgets."""
         ...
 
 
@@ -135,10 +138,10 @@ class StaticMix:
         self.share = share.where(low < high, 0.0)
 
     @classmethod
-    def of_table(cls, table: ProfileTable, rows: Tensor, budgets: Tensor) -> StaticMix:
+    def fit(cls, cells: Cells, rows: Tensor, budgets: Tensor) -> StaticMix:
         """Fit the mix on mean accuracy and mean latency of the rows, int64 [n], for budgets [B] in
         ms."""
-        mean_accuracy, mean_cost = averages(table, rows)
+        mean_accuracy, mean_cost = averages(cells, rows)
         return cls(mean_accuracy, mean_cost, budgets)
 
     def arrays(self) -> dict[str, Array]:
@@ -161,16 +164,16 @@ class StaticMix:
         first = self.first.where(has_first, self.second.where(has_second, instead))
         return first, self.second.where(has_second, first)
 
-    def mixture(self, table: ProfileTable, rows: Tensor) -> Mixture:
+    def mixture(self, problem: Problem, rows: Tensor) -> Mixture:
         """Give samples int64 [n] the two configurations of each budget, and the share of the
         costlier, [n, B] each; what was not profiled for a sample is replaced, see `both`."""
-        first, second = self.both(table.mask[rows])
+        first, second = self.both(problem.mask[rows])
         return Mixture(first, second, self.share.expand(first.shape))
 
-    def expected(self, table: ProfileTable, rows: Tensor) -> tuple[Tensor, Tensor]:
+    def expected(self, problem: Problem, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Compute accuracy and latency in ms that samples int64 [n] get on average over draws,
         float64 [n, B] each."""
-        return self.mixture(table, rows).expected(table, rows)
+        return self.mixture(problem, rows).expected(problem, rows)
 
 
 @dataclass
@@ -182,10 +185,10 @@ class BestSingle:
     budgets_ms: Tensor
     name = "best_single"
 
-    def mixture(self, table: ProfileTable, rows: Tensor) -> Mixture:
+    def mixture(self, problem: Problem, rows: Tensor) -> Mixture:
         """Give samples int64 [n] the one configuration of each budget, [n, B], without draws."""
         chosen = best_single_at(
-            self.mean_accuracy, self.mean_cost, self.budgets_ms, table.mask[rows]
+            self.mean_accuracy, self.mean_cost, self.budgets_ms, problem.mask[rows]
         )
         return Mixture.single(chosen)
 
@@ -198,23 +201,33 @@ class OracleAtMean:
     name = "oracle"
     hindsight = True
 
-    def mixture(self, table: ProfileTable, rows: Tensor) -> Mixture:
+    def mixture(self, problem: Problem, rows: Tensor) -> Mixture:
         """Choose for samples int64 [n] by their true outcomes, [n, B], without draws."""
+        cells = problem.cells
         chosen = oracle_at_mean(
-            table.accuracy[rows], table.latency_ms[rows], table.mask[rows], self.budgets_ms
+            cells.accuracy[rows], cells.latency_ms[rows], cells.mask[rows], self.budgets_ms
         )
         return Mixture.single(chosen)
 
 
-def outcomes_of(table: ProfileTable, rows: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor]:
+def outcomes_of(
+    problem: Problem, rows: Tensor, chosen: Tensor, checked: bool = True
+) -> tuple[Tensor, Tensor]:
     """Return accuracy and latency (ms) of choices int64 [n, B] for samples int64 [n], float64
-    [n, B] each; in a completed table doubly robust estimates, see `estimated`."""
+    [n, B] each.
+
+    Args:
+        checked: whether predictions are checked by what was measured, see `Beliefs.estimate`.
+    """
     cells = rows.unsqueeze(1), chosen
 
     def look_up(version: ProfileTable) -> Tensor:
         return torch.stack([version.accuracy[cells], version.latency_ms[cells]]).double()
 
-    accuracy, latency_ms = estimated(table, cells, look_up)
+    if problem.beliefs is None or not checked:
+        accuracy, latency_ms = look_up(problem.values)
+    else:
+        accuracy, latency_ms = problem.beliefs.estimate(cells, look_up)
     return accuracy, latency_ms
 
 
@@ -239,21 +252,21 @@ class MeanBudgetPolicy:
     deployed: Tensor = EVERYWHERE
     mix: StaticMix | None = None
 
-    def decided(self, table: ProfileTable, rows: Tensor) -> Tensor:
+    def decided(self, problem: Problem, rows: Tensor) -> Tensor:
         """Return the policy's own configurations for each sample at each calibrated budget, without
         the mix: int64 [n, B]."""
-        features, mask = requests_of(table, rows)
+        features, mask = requests_of(problem, rows)
         groups = range(len(self.budgets_ms))
         columns = [torch.from_numpy(self.decide(features, group, mask)) for group in groups]
         return torch.stack(columns, 1)
 
-    def mixture(self, table: ProfileTable, rows: Tensor) -> Mixture:
+    def mixture(self, problem: Problem, rows: Tensor) -> Mixture:
         """Return what samples int64 [n] get: the policy's own choice, or where it is not deployed
         that of the mix."""
-        single = Mixture.single(self.decided(table, rows))
+        single = Mixture.single(self.decided(problem, rows))
         if self.mix is None:
             return single
-        mixed = self.mix.mixture(table, rows)
+        mixed = self.mix.mixture(problem, rows)
         return Mixture(
             first=single.first.where(self.deployed, mixed.first),
             second=single.second.where(self.deployed, mixed.second),
@@ -262,7 +275,7 @@ class MeanBudgetPolicy:
 
 
 def calibrated_values(
-    decide: Callable[[Tensor], Tensor], table: ProfileTable, rows: Tensor, budgets_ms: Tensor
+    decide: Callable[[Tensor], Tensor], problem: Problem, rows: Tensor, budgets_ms: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Find the price of time at which a policy is most accurate within each mean budget, among
     `VALUES` of them. A value is 1/price: the ms that a right answer may cost.
@@ -277,10 +290,13 @@ def calibrated_values(
         values float64 [B], and the choices at them, int64 [n, B]. For a budget that no value keeps,
         the value with the lowest mean latency.
     """
-    low, high = value_range(table.latency_ms[rows][table.mask[rows]]).double().log()
+    # predicted times tell well enough what keeps a budget; only checks tell whether a gain is real
+    cells = problem.cells
+    low, high = value_range(cells.latency_ms[rows][cells.mask[rows]]).double().log()
     tried = torch.linspace(float(low), float(high), VALUES, dtype=torch.float64).exp()
     choices = torch.stack([decide(value) for value in tried], 1)
-    accuracy, cost = (values.mean(0) for values in outcomes_of(table, rows, choices))
+    expected = outcomes_of(problem, rows, choices, checked=False)
+    accuracy, cost = (values.mean(0) for values in expected)
     keeps = cost <= budgets_ms.double().unsqueeze(1) * (1 + 1e-12)
     # [B, values] → [B]
     best = accuracy.where(keeps, -torch.inf).argmax(1)
@@ -340,10 +356,7 @@ def compared(
 
 
 def make_priced_baselines(
-    table: ProfileTable,
-    split: Split,
-    budgets_ms: Tensor,
-    experts: Experts | None = None,
+    problem: Problem, budgets_ms: Tensor, experts: Experts | None = None
 ) -> list[MeanBudgetPolicy]:
     """Return the baselines that read the request, for mean budgets [B].
 
@@ -352,16 +365,16 @@ def make_priced_baselines(
     Args:
         experts: see `make_baselines`; None fits them with seed 0.
     """
-    rows = split.fitted
-    experts = experts or Experts.fit(measured_of(table), rows, budgets_ms[:0], tuple(FAMILIES), 0)
+    rows = problem.split.fitted
+    experts = experts or Experts.fit(problem.facts, rows, budgets_ms[:0], tuple(FAMILIES), 0)
     measured, normaliser, fitted = experts
-    latency_ms = table.latency_ms[measured.rows]
-    allowed = table.mask[measured.rows]
+    latency_ms = problem.cells.latency_ms[measured.rows]
+    allowed = problem.mask[measured.rows]
 
     def priced(name: str, family: FittedExpert) -> MeanBudgetPolicy:
         accuracy = None
         if name == "latency_only":
-            accuracy = averages(table, rows)[0].float()
+            accuracy = averages(problem.cells, rows)[0].float()
         predictor = PredictThenChoose(name, family.expert, normaliser, accuracy)
         held_out = predictor.counted(family.out_of_fold)
         prices = calibrate_prices(

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from knobwise.agents.calibration.deployed_controller import DeployedController
+from knobwise.agents.problem import Problem
 from knobwise.agents.teacher.distiller import Distiller
 from knobwise.agents.teacher.experts import Experts
 from knobwise.agents.teacher.stages import Distillation, regression_stages
@@ -28,8 +29,8 @@ if TYPE_CHECKING:
 
 
 def distillation_trainer(
-    table: ProfileTable,
-    split: Split,
+    table: ProfileTable | Problem,
+    split: Split | None = None,
     *,
     experts: Callable[[], Experts] | None = None,
     seed: int = 0,
@@ -44,7 +45,8 @@ def distillation_trainer(
     Args:
         experts: returns the teacher's experts, fitted on the training and validation samples; None
             fits them here.
-        table, split: see `ControllerSetup`.
+        table: the profile; or the problem, where some cells are predicted or further costs limited.
+        split: of a profile, see `ControllerSetup`; a problem has its own.
         settings: see `ControllerSettings`.
         seed, device, folder, log: see `Trainer`.
     """
@@ -58,8 +60,7 @@ def distillation_trainer(
     with seeded(seed, device):
         distiller = Distiller(experts)
         setup = ControllerSetup(
-            table,
-            split,
+            Problem.from_table(table, split, settings.get("budget")),
             ControllerSettings(**settings),
             seed=seed,
             device=device,

@@ -83,6 +83,7 @@ class _TableEncoder(nn.Module):
         all_networks: bool,
         offsets: Tensor | None = None,
         noise: Tensor | None = None,
+        mask: Tensor | None = None,
     ) -> None:
         super().__init__()
         self.controller = controller
@@ -97,8 +98,9 @@ class _TableEncoder(nn.Module):
         features = controller.normaliser(blocks, table.num_samples)
         self.register_buffer("all_features", features, persistent=False)
         self.register_buffer("noise", noise, persistent=False)
-        self.register_buffer("mask", table.mask.to(device), persistent=False)
-        self.complete = bool(table.mask.all())
+        mask = table.mask if mask is None else mask
+        self.register_buffer("mask", mask.to(device), persistent=False)
+        self.complete = bool(mask.all())
 
     def forward(self, row: Tensor, limit: Tensor) -> Tensor:
         """Look features up by `row` [*], and compute log-probs of all configurations under limits
@@ -202,10 +204,13 @@ def collect(
 
 
 def make_critic(
-    controller: Controller, table: ProfileTable, noise: Tensor | None = None
+    controller: Controller,
+    table: ProfileTable,
+    noise: Tensor | None = None,
+    mask: Tensor | None = None,
 ) -> TensorDictModule:
     """Return a value network that reads `row` and the limit, as the actor does, with the same
-    noise, and writes `state_value` [*, 1].
+    noise and mask, and writes `state_value` [*, 1].
 
     It has layers of its own, which begin as a copy of the controller's.
     """
@@ -214,7 +219,7 @@ def make_critic(
     config = controller.config
     critic.network.head = ValueHead(config.networks_trained, config.hidden)
     critic.network.utility = None
-    rows = _TableEncoder(critic, table, all_networks=True, noise=noise)
+    rows = _TableEncoder(critic, table, all_networks=True, noise=noise, mask=mask)
     keys = ["row", controller.limit_key]
     return TensorDictModule(rows, in_keys=keys, out_keys=["state_value"])
 
@@ -229,6 +234,7 @@ def make_actor(
     all_networks: bool = False,
     offsets: Tensor | None = None,
     noise: Tensor | None = None,
+    mask: Tensor | None = None,
 ) -> Actor:
     """Return a controller as a TensorDict policy that writes `log_probs`, `action` and
     `action_log_prob`.
@@ -258,6 +264,7 @@ def make_actor(
             it draws, there is their sum too, `action_log_prob`.
         all_networks: contexts belong to the networks in turn, as in training.
         offsets, noise: of copies of the samples, in training.
+        mask: bool [N, C], what may be chosen in a table; None for what was profiled there.
 
     Raises:
         InputError: an agent that is not a controller, `separate` where an action is a
@@ -273,7 +280,7 @@ def make_actor(
         encoder: nn.Module = _FeatureEncoder(controller)
         keys = [limit, *controller.normaliser.sizes, "mask"]
     else:
-        encoder = _TableEncoder(controller, table, all_networks, offsets, noise)
+        encoder = _TableEncoder(controller, table, all_networks, offsets, noise, mask)
         keys = ["row", limit]
     # requests → log-probs → actions
     encode = TensorDictModule(encoder, in_keys=keys, out_keys=["log_probs"])

@@ -20,8 +20,9 @@ from knobwise.agents.controller.distributions import actions_by_name
 from knobwise.agents.controller.features import FeatureNormaliser
 from knobwise.agents.controller.networks import KnobNetwork, drift_inputs
 from knobwise.agents.controller.settings import OUTSIDE_THE_NETWORK, PolicyConfig
-from knobwise.envs.bandit.budgets import BudgetEncoding, limits_seen, subsample
-from knobwise.envs.bandit.contexts import LIMIT_KEYS
+from knobwise.envs.bandit.budgets import BudgetEncoding, subsample
+from knobwise.envs.bandit.rules import RULES
+from knobwise.envs.tables.cells import Cells
 from knobwise.envs.tables.profile_table import ActionIndex, Knob, ProfileTable
 from knobwise.envs.tables.units import MS
 
@@ -62,8 +63,7 @@ class Controller(nn.Module):
         self.register_buffer("configurations", configurations)
         self.index = ActionIndex(configurations)
         self.normaliser = normaliser
-        if constraint == "mean":
-            # nothing is late under a mean budget
+        if not RULES[constraint].late:
             config = replace(config, utility_head=False)
         self.config = config
         self.network = KnobNetwork(normaliser.width, configurations, encoding, config)
@@ -71,15 +71,24 @@ class Controller(nn.Module):
 
     @classmethod
     def for_table(
-        cls, table: ProfileTable, rows: Tensor, config: PolicyConfig, constraint: str = "deadline"
+        cls,
+        table: ProfileTable,
+        rows: Tensor,
+        config: PolicyConfig,
+        constraint: str = "deadline",
+        cells: Cells | None = None,
     ) -> Controller:
         """Return a fresh controller for a table.
 
-        Statistics of features and limits are taken from these rows (int64 [n]) alone.
+        Statistics of features and limits are taken from these rows (int64 [n]) alone; those of
+        limits from `cells`, if what counts is not what the table has.
         """
         # statistics of many rows are as good as those of all
         rows = subsample(rows)
-        encoding = BudgetEncoding(limits_seen(table, rows, constraint), config.budget_width)
+        counted: Cells = table if cells is None else cells
+        latencies_ms = counted.latency_ms[rows][counted.mask[rows]]
+        limits = RULES[constraint].limits_seen(latencies_ms)
+        encoding = BudgetEncoding(limits, config.budget_width)
         normaliser = FeatureNormaliser.fit(table, rows, config.project, config.dataset_input)
         return cls(
             table.knobs,
@@ -94,7 +103,7 @@ class Controller(nn.Module):
     @property
     def limit_key(self) -> str:
         """The key of a request's limit."""
-        return LIMIT_KEYS[self.constraint]
+        return RULES[self.constraint].limit_key
 
     def forward(
         self,

@@ -20,26 +20,26 @@ from knobwise.agents.controller.features import FeatureNormaliser
 from knobwise.agents.deployed.arrays import Arrays, pick
 from knobwise.agents.deployed.calibrated import Static
 from knobwise.agents.evaluation.policy import Array, Baseline
-from knobwise.agents.teacher.completed import measured_of
+from knobwise.agents.problem import Problem
 from knobwise.agents.teacher.experts import Expert, Experts
 from knobwise.agents.teacher.outcomes import Prediction
 from knobwise.agents.teacher.regressors import FAMILIES
 from knobwise.envs.bandit.reward import expected_utility
 from knobwise.envs.readers.joint import rows_by_dataset
-from knobwise.envs.tables.profile_table import ProfileTable, Split
+from knobwise.envs.tables.cells import Cells, unread
 
 # -- without features ------------------------------------------------------------------------------
 
 
-def averages(table: ProfileTable, rows: Tensor) -> tuple[Tensor, Tensor]:
+def averages(cells: Cells, rows: Tensor) -> tuple[Tensor, Tensor]:
     """Return mean accuracy and mean latency (ms) of each configuration, float64 [C] each.
 
     A configuration never profiled in these rows counts as always wrong and as slow as the slowest
     of the others.
     """
-    accuracy = table.accuracy[rows].double().nanmean(0)
-    latency = table.latency_ms[rows].double().nanmean(0)
-    seen = table.mask[rows].any(0)
+    accuracy = cells.accuracy[rows].double().nanmean(0)
+    latency = cells.latency_ms[rows].double().nanmean(0)
+    seen = cells.mask[rows].any(0)
     return accuracy.where(seen, 0.0), latency.where(seen, latency[seen].amax())
 
 
@@ -98,14 +98,14 @@ class FittedStatic(Static):
         )
 
 
-def fit_static(table: ProfileTable, rows: Tensor) -> FittedStatic:
+def fit_static(cells: Cells, rows: Tensor) -> FittedStatic:
     """Return budget-aware static fitted on `rows` (int64 [n]); first-stage time is not charged,
     since static needs no features."""
-    table = table.without_first_look
+    cells = unread(cells)
     return FittedStatic.fit(
-        accuracy=table.accuracy[rows].numpy(),
-        latency_ms=table.latency_ms[rows].numpy(),
-        measurements_ms=table.measurements_ms[rows].numpy(),
+        accuracy=cells.accuracy[rows].numpy(),
+        latency_ms=cells.latency_ms[rows].numpy(),
+        measurements_ms=cells.measurements_ms[rows].numpy(),
     )
 
 
@@ -114,8 +114,8 @@ class BestStatic:
 
     name = "best_static"
 
-    def __init__(self, table: ProfileTable, rows: Tensor, budgets_ms: Tensor) -> None:
-        static = fit_static(table, rows)
+    def __init__(self, cells: Cells, rows: Tensor, budgets_ms: Tensor) -> None:
+        static = fit_static(cells, rows)
         self._scores = static.mean_utility(budgets_ms.numpy()).mean(0)
         self._latency_ms = static.latency_ms
 
@@ -132,8 +132,8 @@ class LookupTable:
 
     name = "lookup_table"
 
-    def __init__(self, table: ProfileTable, rows: Tensor, tolerance: float = 0.05) -> None:
-        accuracy, latency_ms = averages(table.without_first_look, rows)
+    def __init__(self, cells: Cells, rows: Tensor, tolerance: float = 0.05) -> None:
+        accuracy, latency_ms = averages(unread(cells), rows)
         self._accuracy = accuracy.numpy()
         self._latency_ms = latency_ms.numpy()
         self._tolerance = tolerance
@@ -204,11 +204,11 @@ class Oracle:
     name = "oracle"
     hindsight = True
 
-    def __init__(self, table: ProfileTable, rows: Tensor) -> None:
-        table = table.without_first_look
-        self._accuracy = table.accuracy[rows]
-        self._latency_ms = table.latency_ms[rows].nan_to_num(torch.inf).numpy()
-        self._measurements_ms = table.measurements_ms[rows]
+    def __init__(self, cells: Cells, rows: Tensor) -> None:
+        cells = unread(cells)
+        self._accuracy = cells.accuracy[rows]
+        self._latency_ms = cells.latency_ms[rows].nan_to_num(torch.inf).numpy()
+        self._measurements_ms = cells.measurements_ms[rows]
 
     def choose(self, features: Arrays, budgets_ms: Array, mask: Array | None = None) -> Array:
         # [n, C]: mean utilities of the actual measurements; what was not profiled is never taken
@@ -218,11 +218,7 @@ class Oracle:
 
 
 def make_baselines(
-    table: ProfileTable,
-    split: Split,
-    seed: int,
-    budgets_ms: Tensor,
-    experts: Experts | None = None,
+    problem: Problem, seed: int, budgets_ms: Tensor, experts: Experts | None = None
 ) -> list[Baseline]:
     """Return the baselines for deadlines, fitted on all but the test rows; the oracle knows these.
 
@@ -238,21 +234,22 @@ def make_baselines(
         budgets_ms: float [b], the budgets that they will be judged on.
         experts: of all families, fitted on the same rows for the same budgets; None fits them.
     """
-    rows = split.fitted
+    rows = problem.split.fitted
+    cells = problem.cells
     if experts is None:
-        experts = Experts.fit(measured_of(table), rows, budgets_ms, tuple(FAMILIES), seed)
+        experts = Experts.fit(problem.facts, rows, budgets_ms, tuple(FAMILIES), seed)
     _, normaliser, fitted = experts
     # the experts were fitted once, for the baselines and for teachers
     named = {family.expert.name: family.expert for family in fitted}
-    mean_accuracy = averages(table, rows)[0].float()
+    mean_accuracy = averages(cells, rows)[0].float()
     return [
-        fit_static(table, rows),
-        BestStatic(table, rows, budgets_ms),
-        LookupTable(table, rows),
+        fit_static(cells, rows),
+        BestStatic(cells, rows, budgets_ms),
+        LookupTable(cells, rows),
         PredictThenChoose("latency_only", named["ridge"], normaliser, mean_accuracy),
         *(PredictThenChoose(name, expert, normaliser) for name, expert in named.items()),
         Random(seed),
-        Oracle(table, split.test),
+        Oracle(cells, problem.split.test),
     ]
 
 
@@ -262,18 +259,19 @@ class StaticPerDataset:
     It shows what it brings to recognise the data set without looking at the request. A data set
     without samples to fit on gets static fitted on all rows.
 
-    Like the oracle it can only choose for exactly the rows `test` (int64 [n]), in their order.
+    Like the oracle it can only choose for exactly the test samples, in their order.
     """
 
     name = "static_per_dataset"
 
-    def __init__(self, table: ProfileTable, fitted: Tensor, test: Tensor) -> None:
+    def __init__(self, problem: Problem) -> None:
+        table, fitted = problem.facts, problem.split.fitted
         # static of each data set, and the places of its test samples
         parts = rows_by_dataset(table, fitted)
         self._parts: list[tuple[Array, Static]] = []
-        for name, positions in rows_by_dataset(table, test).items():
+        for name, positions in rows_by_dataset(table, problem.split.test).items():
             rows = fitted[parts.get(name, slice(None))]
-            self._parts.append((positions.numpy(), fit_static(table, rows)))
+            self._parts.append((positions.numpy(), fit_static(problem.cells, rows)))
 
     def choose(self, features: Arrays, budgets_ms: Array, mask: Array | None = None) -> Array:
         chosen = np.empty(len(budgets_ms), np.int64)

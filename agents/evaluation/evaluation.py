@@ -2,26 +2,21 @@
 
 from __future__ import annotations
 
-import functools
-from dataclasses import replace
-
 import torch
 from torch import Tensor
 
 from knobwise.agents.evaluation.policy import Policy, choices_of, reads_features, requests_of
-from knobwise.agents.teacher.completed import CompletedTable, estimated
+from knobwise.agents.problem import Problem
 from knobwise.common.errors import InputError
 from knobwise.envs.bandit.budgets import MIN_LATENCY_MS
-from knobwise.envs.bandit.cost_limits import judged_by_limits
-from knobwise.envs.bandit.outcomes import DeadlineOutcomes, outcomes_of
+from knobwise.envs.bandit.outcomes import DeadlineOutcomes, Decisions
 from knobwise.envs.bandit.reward import RewardTable
-from knobwise.envs.bandit.settings import TRAINING_REWARD
 from knobwise.envs.tables.profile_table import ProfileTable
 
 
 def evaluate_policy(
     policy: Policy,
-    table: ProfileTable,
+    table: ProfileTable | Problem,
     rows: Tensor,
     budgets_ms: Tensor,
     rewards: RewardTable | None = None,
@@ -30,10 +25,11 @@ def evaluate_policy(
 ) -> DeadlineOutcomes:
     """Let a policy decide for every sample under every deadline, and look up the outcomes.
 
-    The policy sees the features, each deadline minus its own `cost_ms`, and the mask of profiled
-    configurations. What costs more than a limit of the table is late.
+    The policy sees the features, each deadline minus its own `cost_ms`, and the mask of what it may
+    choose.
 
     Args:
+        table: the profile; or the problem, where some cells are predicted or further costs limited.
         rows: int64 [n].
         budgets_ms: float [B].
         rewards: defaults to those of training.
@@ -45,20 +41,21 @@ def evaluate_policy(
     """
     if not torch.as_tensor(cost_ms).isfinite().all():
         raise InputError(f"cost_ms={cost_ms}: must be finite")
+    problem = Problem.from_table(table)
     left = (budgets_ms.double() - cost_ms).clamp_min(MIN_LATENCY_MS).numpy()
     # the policy decides for the time that its own cost leaves
-    features, mask = requests_of(table, rows)
+    features, mask = requests_of(problem, rows)
     chosen = choices_of(policy, features, left, mask)
-    _refuse_unmeasured(policy, chosen, table.mask[rows])
+    _refuse_unmeasured(policy, chosen, problem.mask[rows])
     reads = torch.from_numpy(reads_features(policy, left))
-    if isinstance(table, CompletedTable) and not getattr(policy, "hindsight", False):
-        return _estimated_outcomes(
-            table, rows, chosen, budgets_ms, rewards=rewards, cost_ms=cost_ms, reads=reads
-        )
-    outcomes = outcomes_of(
-        table, rows, chosen, budgets_ms, rewards=rewards, cost_ms=cost_ms, reads=reads
+    outcomes = problem.outcomes(
+        Decisions(rows, chosen, budgets_ms, cost_ms, reads),
+        rewards=rewards,
+        # who knew the outcomes chose by the predictions
+        checked=not getattr(policy, "hindsight", False),
     )
-    return judged_by_limits(outcomes, table, rows, budgets_ms)
+    assert isinstance(outcomes, DeadlineOutcomes)
+    return outcomes
 
 
 def _refuse_unmeasured(policy: Policy, chosen: Tensor, mask: Tensor) -> None:
@@ -71,39 +68,3 @@ def _refuse_unmeasured(policy: Policy, chosen: Tensor, mask: Tensor) -> None:
             "configurations that were not measured for their sample; `mask`, its third argument, "
             "says which were"
         )
-
-
-def _estimated_outcomes(
-    table: CompletedTable,
-    rows: Tensor,
-    chosen: Tensor,
-    budgets_ms: Tensor,
-    *,
-    rewards: RewardTable | None,
-    cost_ms: Tensor | float,
-    reads: Tensor,
-) -> DeadlineOutcomes:
-    """Estimate the outcomes of choices some of which nobody measured, see `estimated`."""
-    config = TRAINING_REWARD if rewards is None else rewards.config
-
-    @functools.cache
-    def outcomes_in(version: ProfileTable) -> DeadlineOutcomes:
-        outcomes = outcomes_of(
-            version,
-            rows,
-            chosen,
-            budgets_ms,
-            rewards=RewardTable(version, config),
-            cost_ms=cost_ms,
-            reads=reads,
-        )
-        return judged_by_limits(outcomes, version, rows, budgets_ms)
-
-    def estimate(name: str) -> Tensor:
-        cells = rows.unsqueeze(1), chosen
-        return estimated(table, cells, lambda version: getattr(outcomes_in(version), name))
-
-    names = ("accuracy", "latency_ms", "utility", "on_time", "reward")
-    estimates = {name: estimate(name) for name in names}
-    # whether some configuration is fast enough is known from measured and predicted times alone
-    return replace(outcomes_in(table), **estimates)

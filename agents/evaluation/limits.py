@@ -6,19 +6,17 @@ its features: the logarithm of each cost by ridge regression, plus the quantile 
 such predictions for other samples. An answer that costs more than a limit counts as late, whoever
 chose it.
 
-All of this is in the table that policies learn from and are judged by, so nothing else knows of
-limits: what a sample may not have is masked, as if it had not been profiled, and an answer above a
-limit is as good as a wrong one.
+What a sample may have is `Problem.allowed`; what an answer above a limit counts as is said by
+`knobwise.envs.bandit.rules.Deadline`.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from functools import partial
 from numbers import Real
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -27,12 +25,11 @@ from torch import Tensor
 from knobwise.agents.controller.features import FeatureNormaliser
 from knobwise.agents.deployed.arrays import Array
 from knobwise.agents.deployed.calibrated import CostBounds
-from knobwise.agents.teacher.completed import CompletedTable, completed, estimated, measured_of
+from knobwise.agents.problem import Problem
 from knobwise.agents.teacher.regressors import ridge
-from knobwise.common.checks import one_of
 from knobwise.common.errors import InputError
 from knobwise.envs.bandit.budgets import subsample
-from knobwise.envs.bandit.cost_limits import over_limits, share_over
+from knobwise.envs.bandit.rules import Rule, rule_of, share_over
 from knobwise.envs.bandit.settings import BudgetConfig
 from knobwise.envs.tables.profile_table import ProfileTable, Split
 from knobwise.envs.tables.splits import folds_of
@@ -51,76 +48,34 @@ NEVER = 700.0
 """The margin of a configuration whose cost was never measured."""
 
 
-class Limits(NamedTuple):
-    """The limits that a table is judged by, `ProfileTable.limits`."""
-
-    values: dict[str, float]
-    """By the name of the cost."""
-    probability: float
-    """With which a choice is to keep each of them."""
-    table: ProfileTable
-    """The table without limits."""
-
-
-def budget_with(limits: Mapping[str, Any]) -> BudgetConfig:
-    """Return a budget with the limits of a training, as `Calibration.limits` has them."""
+def budget_with(constraint: str, limits: Mapping[str, Any]) -> BudgetConfig:
+    """Return the budget of a training, with its limits as `Calibration.limits` has them."""
     if not limits:
-        return BudgetConfig()
-    return BudgetConfig(limits=limits["values"], limit_probability=limits["probability"])
+        return BudgetConfig(constraint=constraint)
+    return BudgetConfig(
+        constraint=constraint, limits=limits["values"], limit_probability=limits["probability"]
+    )
 
 
-def table_for(
-    unprofiled: str, table: ProfileTable, split: Split, budget: BudgetConfig | None = None
-) -> ProfileTable:
-    """Return the table that policies learn from and are judged by: completed, or under `forbid` as
-    it is, where what was not measured may not be chosen; with the limits of the budget, if any.
+def allowed_cells(
+    values: ProfileTable, facts: ProfileTable, split: Split, rule: Rule
+) -> Tensor | None:
+    """Return which cells samples may have within limits, by what is expected of them, bool [N, C];
+    None without limits.
 
-    Raises:
-        InputError: `unprofiled` is another word, or see `check_limits`.
+    Args:
+        values: the table with values in all cells that may be chosen otherwise.
+        facts: what was measured.
     """
-    one_of("unprofiled", unprofiled, ("predict", "forbid"))
-    if budget is not None:
-        check_limits(table, budget)
-    if unprofiled != "forbid":
-        table = completed(table, split)
-    if budget is None or not budget.limits:
-        return table
-    return _limited(table, split, Limits(dict(budget.limits), budget.limit_probability, table))
-
-
-def _limited(table: ProfileTable, split: Split, limits: Limits) -> ProfileTable:
-    """Return a table within limits, by what is expected of its samples."""
+    if not rule.limits:
+        return None
     # the same features as the controller's, so that the same may be chosen
-    normaliser = FeatureNormaliser.fit(table, subsample(split.fitted))
-    measured = measured_of(table)
-    arrays = fit_bounds(measured, split.fitted, normaliser, limits.probability)
-    bounds = CostBounds(arrays, [*measured.costs])
-    x = normaliser.of_rows(table, torch.arange(table.num_samples)).numpy()
-    allowed, _ = bounds.allowed(x, bounds.log_limits(limits.values), table.mask.numpy())
-    return within_limits(table, torch.from_numpy(allowed), limits)
-
-
-def within_limits(table: ProfileTable, allowed: Tensor, limits: Limits) -> ProfileTable:
-    """Return a table of the cells that may be chosen, bool [N, C], in which an answer above a limit
-    is wrong."""
-    changed: dict[str, Any] = {"mask": allowed}
-    for name in ("accuracy", "latency_ms", "repeats_ms", "first_look_ms"):
-        values: Tensor | None = getattr(table, name)
-        if values is not None:
-            kept = allowed.unsqueeze(-1) if values.ndim == 3 else allowed
-            missing = 0.0 if name == "first_look_ms" else torch.nan
-            changed[name] = values.where(kept, missing)
-    changed["accuracy"] = changed["accuracy"].masked_fill(over_limits(table, limits) & allowed, 0.0)
-    if isinstance(table, CompletedTable):
-        # what estimates are made of: they are about cells inside the mask alone
-        for name in ("measured", "predicted"):
-            version: ProfileTable = getattr(table, name)
-            accuracy = version.accuracy.masked_fill(
-                over_limits(version, limits) & version.mask, 0.0
-            )
-            of_version = limits._replace(table=version)
-            changed[name] = replace(version, accuracy=accuracy, limits=of_version)
-    return replace(table, limits=limits, **changed)
+    normaliser = FeatureNormaliser.fit(facts, subsample(split.fitted))
+    arrays = fit_bounds(facts, split.fitted, normaliser, rule.probability)
+    bounds = CostBounds(arrays, [*facts.costs])
+    x = normaliser.of_rows(facts, torch.arange(facts.num_samples)).numpy()
+    allowed, _ = bounds.allowed(x, bounds.log_limits(dict(rule.limits)), values.mask.numpy())
+    return torch.from_numpy(allowed)
 
 
 def fit_bounds(
@@ -207,7 +162,7 @@ def check_limits(table: ProfileTable, budget: BudgetConfig) -> None:
         number = isinstance(limit, Real) and not isinstance(limit, bool)
         if not (number and 0 < limit < math.inf):
             raise InputError(f"budget.limits: {name}={limit}: must be a positive number")
-    if budget.limits and budget.constraint != "deadline":
+    if budget.limits and not rule_of(budget).late:
         raise InputError(
             f"budget.limits: are for deadlines; budget={budget.constraint} has none, so leave them "
             "out"
@@ -219,31 +174,34 @@ def check_limits(table: ProfileTable, budget: BudgetConfig) -> None:
 
 
 def further_costs(
-    table: ProfileTable, rows: Tensor, chosen: Tensor, hindsight: bool = False
+    problem: Problem, rows: Tensor, chosen: Tensor, checked: bool = True
 ) -> dict[str, Tensor]:
     """Return the further costs of choices int64 [n, B] for rows int64 [n], by column.
 
     Args:
-        hindsight: the outcomes were known to whoever chose, so that they need no estimates.
+        checked: see `Problem.outcomes`.
 
     Returns:
         `cost_usd` and, with a limit on it, `over_usd`, the share above it: float [n, B], NaN where
         unknown.
     """
     cells = rows.unsqueeze(1), chosen
+    beliefs = problem.beliefs if checked else None
 
     def look_up(values_in: Callable[[ProfileTable], Tensor]) -> Tensor:
-        return values_in(table) if hindsight else estimated(table, cells, values_in)
+        if beliefs is None:
+            return values_in(problem.values)
+        return beliefs.estimate(cells, values_in)
 
-    def cost_in(version: ProfileTable, name: str) -> Tensor:
-        return version.costs[name][cells]
+    def cost_in(table: ProfileTable, name: str) -> Tensor:
+        return table.costs[name][cells]
 
-    def over_in(version: ProfileTable, name: str) -> Tensor:
-        return share_over(cost_in(version, name), version.limits.values[name])
+    def over_in(table: ProfileTable, name: str) -> Tensor:
+        return share_over(cost_in(table, name), problem.rule.limits[name])
 
     columns = {}
-    for name in table.costs:
+    for name in problem.facts.costs:
         columns[f"cost_{name}"] = look_up(partial(cost_in, name=name))
-        if table.limits is not None and name in table.limits.values:
+        if name in problem.rule.limits:
             columns[f"over_{name}"] = look_up(partial(over_in, name=name))
     return columns

@@ -23,7 +23,6 @@ from torch import Tensor, nn
 
 from knobwise.agents.deployed.controller import NumpyController
 from knobwise.agents.deployed.text import LONGEST
-from knobwise.agents.evaluation.texts import as_read
 from knobwise.envs.tables.profile_table import ProfileTable
 from knobwise.envs.tables.units import MS
 
@@ -99,7 +98,7 @@ def _round(decider: Decider, table: ProfileTable, rows: Tensor, budgets_ms: Tens
     The budgets take turns in random order."""
     limits = budgets_ms.tolist()
     rng = np.random.default_rng(0)
-    texts = as_read(table).texts
+    texts = table.texts
     samples = []
     for row in _timed_rows(texts, rows).tolist():
         samples.append({name: block[row].numpy() for name, block in table.features.items()})
@@ -150,7 +149,7 @@ def expected_cost_ms(table: ProfileTable) -> float:
     if table.unit != MS:
         return 0.0
     cost_us = EXPECTED_US
-    for values in as_read(table).texts.values():
+    for values in table.texts.values():
         # of a long one both ends
         read = [min(len(value), 2 * LONGEST) for value in values]
         cost_us += TEXT_US + CHARACTER_US * sum(read) / len(read)

@@ -12,8 +12,8 @@ from torch import Tensor
 from knobwise.agents.deployed.arrays import Array as Array
 from knobwise.agents.deployed.arrays import Arrays
 from knobwise.agents.deployed.calibrated import Guard
+from knobwise.agents.problem import Problem
 from knobwise.common.errors import InputError
-from knobwise.envs.tables.profile_table import ProfileTable
 
 
 class Policy(Protocol):
@@ -70,10 +70,10 @@ def reads_features(policy: Any, limits: Array) -> Array:
     return np.full(len(limits), getattr(policy, "informed", False))
 
 
-def requests_of(table: ProfileTable, rows: Tensor) -> tuple[dict[str, Array], Array]:
+def requests_of(problem: Problem, rows: Tensor) -> tuple[dict[str, Array], Array]:
     """Return the feature blocks [n, d] by name and the mask bool [n, C] of samples int64 [n]."""
-    features = {name: block[rows].numpy() for name, block in table.features.items()}
-    return features, table.mask[rows].numpy()
+    features = {name: block.numpy() for name, block in problem.facts.blocks(rows).items()}
+    return features, problem.mask[rows].numpy()
 
 
 def choices_of(policy: Policy, features: Arrays, limits: Array, mask: Array) -> Tensor:

@@ -1,4 +1,4 @@
-"""Tables whose texts are encoded as feature blocks, and the fit of what encodes them.
+"""The fit of what encodes texts as feature blocks.
 
 Readers keep texts as they are, since they do not know the split. What turns them into numbers is
 fitted on training samples, and goes along with the controller that reads these numbers.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -24,7 +24,6 @@ from knobwise.agents.deployed.text import (
     known_shares,
     parts_of,
 )
-from knobwise.agents.teacher.completed import measured_of
 from knobwise.common.checks import one_of
 from knobwise.common.errors import InputError
 from knobwise.envs.bandit.budgets import log_measured, subsample
@@ -50,51 +49,32 @@ FAR_LONGER = 2.0
 """So is one that is so many times as long as the longest text to fit on."""
 
 
-@dataclass(frozen=True, eq=False, repr=False)
-class EncodedTable(ProfileTable):
-    """A profile whose texts became feature blocks of the same names."""
-
-    as_read: ProfileTable = field(kw_only=True)
-    """The profile with its texts."""
-    encoders: Mapping[str, TextEncoder] = field(kw_only=True)
-    """What encoded them, by name."""
-
-    @property
-    def digest(self) -> str:
-        """That of the profile as it was read."""
-        return self.as_read.digest
-
-
-def with_texts_encoded(
-    table: ProfileTable,
-    split: Split,
-    messages: str = "last",
-    encoders: Mapping[str, TextEncoder] | None = None,
-) -> ProfileTable:
-    """Return a table whose texts are feature blocks; itself if it has none.
+def fit_encoders(
+    table: ProfileTable, split: Split, messages: str = "last"
+) -> dict[str, TextEncoder]:
+    """Fit what encodes the texts of a table, by name; {} if it has none.
 
     Args:
         split: encoders are fitted on its training samples, and as wide as is best for its
             validation samples.
         messages: what is read of a chat, see `knobwise.agents.deployed.text.MESSAGES`.
-        encoders: those of a checkpoint, which are fitted no more.
 
     Raises:
-        InputError: a text has the name of a feature block, or no encoder; `messages` is another
-            word.
+        InputError: `messages` is another word.
     """
     one_of("chat", messages, MESSAGES)
-    if encoders is None:
-        encoders = {}
-        for name, texts in table.texts.items():
-            encoders[name] = TextEncoder(fitted_arrays(texts, table, split, messages))
-    return encoded_by(table, encoders)
+    encoders = {}
+    for name, texts in table.texts.items():
+        encoders[name] = TextEncoder(fitted_arrays(texts, table, split, messages))
+    return encoders
 
 
 def encoded_by(table: ProfileTable, encoders: Mapping[str, TextEncoder]) -> ProfileTable:
-    """Return a table whose texts are encoded by these; itself if it has none. What has no encoder
-    is left out. Raises InputError as `with_texts_encoded`."""
-    if not table.texts:
+    """Return a table with a feature block for each text that has an encoder; itself if none has.
+
+    Raises InputError: there is no such text, or it has the name of a feature block.
+    """
+    if not (table.texts and encoders):
         return table
     blocks = {}
     for name, encoder in encoders.items():
@@ -104,25 +84,12 @@ def encoded_by(table: ProfileTable, encoders: Mapping[str, TextEncoder]) -> Prof
                 "rename the one or the other"
             )
         blocks[name] = torch.from_numpy(encoded_texts(encoder, table.texts[name]))
-    changed = {f.name: getattr(table, f.name) for f in fields(ProfileTable)}
-    changed |= {"features": table.features | blocks, "texts": {}}
-    return EncodedTable(**changed, as_read=table, encoders=dict(encoders))
+    return replace(table, features=table.features | blocks)
 
 
 def encoded_texts(encoder: TextEncoder, texts: Iterable[Any]) -> Array:
     """Return the numbers of n texts, float32 [n, width], each as if it were alone."""
     return np.stack([encoder(text) for text in texts])
-
-
-def encoders_of(table: ProfileTable) -> Mapping[str, TextEncoder]:
-    """Return what encoded the texts of a table, by name; {} if it had none."""
-    return getattr(measured_of(table), "encoders", {})
-
-
-def as_read(table: ProfileTable) -> ProfileTable:
-    """Return a table with its texts as they were read, and as it was measured."""
-    table = measured_of(table)
-    return getattr(table, "as_read", table)
 
 
 def fitted_arrays(

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 import torch
 from tensordict import TensorDict
 
-from knobwise.agents.teacher.completed import measured_of
 from knobwise.agents.teacher.distillation import distillation_targets
 from knobwise.agents.teacher.experts import Experts
 from knobwise.agents.teacher.teacher import FittedTeacher, Teacher, fit_teacher
@@ -41,12 +40,12 @@ class Distiller:
         masks = torch.stack([torch.isin(setup.fitted, rows) for rows in setup.folds[0]])
         normaliser = setup.controller.normaliser
         self.teacher = Teacher.for_table(
-            measured_of(setup.table),
+            setup.facts,
             setup.fitted,
             setup.policy,
             normaliser,
             masks,
-            setup.constraint,
+            setup.rule.name,
         )
         return self.teacher
 
@@ -61,7 +60,7 @@ class Distiller:
         if self._experts is not None and setup.start_sums is None:
             experts = self._experts()
         return fit_teacher(
-            measured_of(setup.table),
+            setup.facts,
             setup.fitted,
             teacher,
             setup.policy,
@@ -78,7 +77,7 @@ class Distiller:
         draws = settings.pretrain_iterations * settings.epochs * settings.contexts
         return distillation_targets(
             self.fitted,
-            setup.table,
+            setup.facts,
             judged=setup.limits,
             draws=draws,
             seed=setup.seed,

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from knobwise.agents.deployed import arrays
 from knobwise.envs.bandit.budgets import log_ms
+from knobwise.envs.bandit.rules import RULES
 
 HOPELESS = 0.01
 """Where no configuration is more likely than this to be on time, the fastest is chosen."""
@@ -45,9 +46,7 @@ class Prediction(NamedTuple):
         answer may cost, and the score is Â − L̂/w.
         """
         accuracy = self.accuracy.clamp(1e-3, 1.0)
-        if constraint == "deadline":
-            return accuracy * self.meets(limits)
-        return accuracy - self.latency_ms / limits.unsqueeze(-1)
+        return RULES[constraint].expected(accuracy, self, limits)
 
 
 def pick(scores: Tensor, latency_ms: Tensor, mask: Tensor | None) -> Tensor:

@@ -13,7 +13,6 @@ from torch import Tensor
 from torch.nn import functional
 from torchrl.data import ReplayBuffer
 
-from knobwise.agents.teacher.completed import measured_of
 from knobwise.agents.training.controller_stages import ControllerStage
 from knobwise.agents.training.controllers import ControllerSetup
 from knobwise.agents.training.stage import Validation
@@ -67,9 +66,8 @@ class Regression(ControllerStage):
         if with_bins is not None:
             self.name = "regression with bins"
         device = setup.rows.all_features.device
-        measured = measured_of(setup.table)
-        self.accuracy = measured.accuracy.to(device)
-        self.log_latency, self.variance = log_moments(measured.measurements_ms.to(device))
+        self.accuracy = setup.facts.accuracy.to(device)
+        self.log_latency, self.variance = log_moments(setup.facts.measurements_ms.to(device))
 
     def start(self, trainer: Trainer) -> None:
         if self.with_bins is not None:
@@ -87,7 +85,7 @@ class Regression(ControllerStage):
         negative log-likelihood of their ln ms."""
         row = minibatch["row"][:, : self.teacher.networks].T  # [M, n]
         predicted = self.teacher.network(self.setup.rows.features_of(row))
-        row = row % self.setup.table.num_samples  # row i + k·N is a copy of sample i
+        row = row % self.setup.facts.num_samples  # row i + k·N is a copy of sample i
         wrong, off = regression_losses(
             predicted,
             accuracy=functional.embedding(row, self.accuracy),
@@ -107,8 +105,8 @@ class Regression(ControllerStage):
         setup = self.setup
         rows = setup.held_out.by_network[:, : self.teacher.networks].T
         predicted = self.teacher.network(setup.rows.all_features[rows]).predicted()
-        scores = setup.policy.sharpness * predicted.score(limit.to(setup.device), setup.constraint)
-        mask = setup.table.mask[rows].to(setup.device)
+        scores = setup.policy.sharpness * predicted.score(limit.to(setup.device), setup.rule.name)
+        mask = setup.problem.mask[rows].to(setup.device)
         scores = scores.masked_fill(~mask, -torch.inf).transpose(0, 1)  # [longest, M, C]
         return scores[setup.held_out.positions].log_softmax(-1)
 

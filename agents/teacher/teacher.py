@@ -26,6 +26,7 @@ from knobwise.agents.teacher.network import WIDEST, OutcomeNetwork
 from knobwise.agents.teacher.outcomes import HOPELESS, Prediction, pick
 from knobwise.agents.teacher.weights import HeldOutScores, stack_weights, weights_of_folds
 from knobwise.envs.bandit.budgets import subsample
+from knobwise.envs.bandit.rules import RULES
 from knobwise.envs.tables.profile_table import ProfileTable
 
 LEARNED = ("latency_offset", "latency_variance", "accuracy_logits")
@@ -65,7 +66,7 @@ class MemberPredictions(NamedTuple):
         Where no configuration inside the mask is likely to be on time, a faster one scores higher.
         """
         score = self.mean(self.members.score(limits, self.constraint))
-        if self.constraint != "deadline":
+        if not RULES[self.constraint].late:
             return score
         likely = self.mean(self.members.meets(limits))
         if mask is not None:
@@ -335,7 +336,7 @@ def fit_teacher(
     normaliser = network.normaliser
     families = config.experts if normaliser.width else ()
     if experts is None:
-        budgets_ms = limits if constraint == "deadline" else limits[:0]
+        budgets_ms = RULES[constraint].deadlines(limits)
         experts = Experts.fit(
             table,
             rows,

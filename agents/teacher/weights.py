@@ -13,7 +13,7 @@ from torch import Tensor
 from knobwise.agents.teacher.experts import MeasuredRows
 from knobwise.agents.teacher.outcomes import Prediction
 from knobwise.common.paired import is_better
-from knobwise.envs.bandit.reward import expected_utility
+from knobwise.envs.bandit.rules import RULES
 from knobwise.envs.tables.splits import Fold
 
 ROUNDS = 15
@@ -47,10 +47,8 @@ class HeldOutScores(NamedTuple):
         the actual utility; see `Controller` for `constraint`."""
         scores = [prediction.score(limits.unsqueeze(1), constraint) for prediction in predictions]
         by_limit = limits[:, None, None]  # [B, 1, 1], beside outcomes [n, C]
-        utility = (measured.accuracy - measured.latency_ms / by_limit).nan_to_num()
-        if constraint == "deadline":
-            utility = expected_utility(measured.accuracy, measured.measurements_ms, by_limit)
-        return cls(scores, utility, measured.mask)
+        cells = measured.accuracy, measured.measurements_ms, measured.latency_ms
+        return cls(scores, RULES[constraint].worth(*cells, by_limit), measured.mask)
 
     def take(self, positions: Tensor) -> HeldOutScores:
         """Return the part for some of the samples, int64 [m]."""

@@ -11,6 +11,8 @@ from torch import Tensor
 
 from knobwise.agents.controller.controller import Controller
 from knobwise.agents.controller.settings import PolicyConfig
+from knobwise.agents.problem import Problem
+from knobwise.envs.tables.cells import Cells
 from knobwise.envs.tables.drift import copies_of
 from knobwise.envs.tables.profile_table import ProfileTable
 
@@ -23,6 +25,8 @@ class Copies(NamedTuple):
 
     table: ProfileTable
     """The samples, then their copies; the profile itself if there are none."""
+    cells: Cells
+    """What counts of it."""
     offsets: Tensor | None
     """Float [rows, C], how the machines drift, in ln ms; None without drift."""
     noise: Tensor | None
@@ -34,17 +38,17 @@ class Copies(NamedTuple):
 
 
 def copies_for_training(
-    table: ProfileTable, controller: Controller, policy: PolicyConfig, seed: int
+    problem: Problem, controller: Controller, policy: PolicyConfig, seed: int
 ) -> Copies:
     """Return the samples with the copies that `policy.drift` and `policy.augment` ask for."""
     drift = 0.0
-    if controller.constraint == "deadline" and len(controller.network.values):
+    if problem.rule.late and len(controller.network.values):
         drift = policy.drift
     noisy = policy.augment > 0 and controller.normaliser.width > 0
-    copied, offsets = copies_of(table, drift, noisy, seed)
-    if not noisy or copied is table:
-        return Copies(copied, offsets, None, drift, 0.0)
+    copied, cells, offsets = copies_of(problem.values, drift, noisy, seed, problem.cells)
+    if not noisy or copied is problem.values:
+        return Copies(copied, cells, offsets, None, drift, 0.0)
     count = min(copied.num_samples, MAX_NOISE // controller.normaliser.width)
     generator = torch.Generator().manual_seed(seed)
     noise = controller.normaliser.noise(policy.augment, max(count, 1), generator)
-    return Copies(copied, offsets, noise, drift, policy.augment)
+    return Copies(copied, cells, offsets, noise, drift, policy.augment)

@@ -9,9 +9,7 @@ from torch import Tensor
 
 from knobwise.agents.controller.settings import PolicyConfig
 from knobwise.agents.training.settings import OptimiserConfig
-from knobwise.envs.bandit.budgets import default_budgets, judged_values
-from knobwise.envs.bandit.settings import REWARDS, BalanceConfig, BudgetConfig, RewardConfig
-from knobwise.envs.tables.profile_table import ProfileTable
+from knobwise.envs.bandit.settings import BalanceConfig, BudgetConfig, RewardConfig
 from knobwise.losses.settings import LossConfig
 
 
@@ -43,20 +41,3 @@ class ControllerSettings:
     cost_ms: float = 0.0
     init_from: str | Path | None = None
     fold_seed: int | None = None
-
-    @property
-    def charged_reward(self) -> RewardConfig | None:
-        """The reward of training: under a mean budget `priced`; None for the default."""
-        return REWARDS[self.budget.constraint] if self.priced else self.reward
-
-    @property
-    def priced(self) -> bool:
-        """True under a mean budget."""
-        return self.budget.constraint == "mean"
-
-    def limits(self, table: ProfileTable) -> Tensor:
-        """Return the limits of validation, float [B]: budgets in ms, or values of a right answer
-        under a mean budget."""
-        if self.priced:
-            return judged_values(table)
-        return default_budgets(table) if self.budgets_ms is None else self.budgets_ms

@@ -15,7 +15,6 @@ from torchrl.objectives import ClipPPOLoss
 from knobwise.agents.controller.actor import collect
 from knobwise.agents.controller.controller import Controller
 from knobwise.agents.training.stage import Stage
-from knobwise.envs.bandit.cost_limits import answers_of
 from knobwise.envs.bandit.outcomes import moments
 from knobwise.losses import ExactGRPOLoss, GRPOLoss, RCELoss
 from knobwise.losses.functional import STD_FLOOR, even_weight, reward_spread
@@ -66,13 +65,17 @@ class ControllerStage(Stage):
         rows = data["row"].unsqueeze(1)
         latency = self.setup.env.table.latency_ms[rows, data["configuration"]]
         # a copy on a slower machine gets the answers of its sample
-        table = self.setup.table
-        accuracy, over = answers_of(table, (rows % table.num_samples, data["configuration"]))
+        values = self.setup.problem.values
+        cells = rows % values.num_samples, data["configuration"]
+        accuracy = values.accuracy[cells]
         metrics = moments(
             {"Reward": data["next", "reward"], "Accuracy": accuracy, "Latency": latency}
         )
-        if not self.setup.priced:
-            late = (latency > data["budget_ms"].unsqueeze(1)) | over
+        if self.setup.rule.late:
+            late = latency > data["budget_ms"].unsqueeze(1)
+            over = self.setup.over
+            if over is not None:
+                late |= over[cells]
             metrics["Budget_Violation_Rate"] = float(late.float().mean())
         return metrics
 

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from knobwise.agents.controller.actor import make_actor, make_critic
 from knobwise.agents.controller.controller import Controller
+from knobwise.agents.problem import Problem
 from knobwise.agents.training.augmentation import copies_for_training
 from knobwise.agents.training.checkpoint import Loaded, load_checkpoint, started_from
 from knobwise.agents.training.controller_settings import ControllerSettings
@@ -28,7 +29,6 @@ from knobwise.agents.training.samples import samples_of_training
 from knobwise.agents.training.seeding import seeded, weight_sums
 from knobwise.agents.training.state import Provenance
 from knobwise.agents.training.trainer import Trainer
-from knobwise.envs.bandit.contexts import LIMIT_KEYS
 from knobwise.envs.bandit.reward_kinds import KINDS
 from knobwise.envs.bandit.torchrl_env import ConfigBandit
 from knobwise.envs.tables.drift import rows_of_copies
@@ -45,9 +45,8 @@ class ControllerSetup:
     """Everything that a controller is trained with, but for its stages. To be made inside `seeded`.
 
     Args:
-        table: the profile.
-        split: fit on `train`, choose on `validation`, or both in folds (`policy.fold_networks`);
-            `test` is not used.
+        problem: what is learned. Its split says what to fit on, `train`, and to choose on,
+            `validation`, or both in folds (`policy.fold_networks`); `test` is not used.
         settings: what it is trained for, and how.
         seed: of the initialisation, the contexts and the draws.
         device: `cpu` or `cuda`.
@@ -69,35 +68,35 @@ class ControllerSetup:
 
     def __init__(
         self,
-        table: ProfileTable,
-        split: Split,
+        problem: Problem,
         settings: ControllerSettings,
         *,
         seed: int = 0,
         device: str = "cpu",
         distiller: Any = None,
     ) -> None:
-        self.table = table
-        self.split = split
+        self.problem = problem
+        self.facts = problem.facts
+        self.split = problem.split
         self.policy = settings.policy
         self.loss = settings.loss
         self.settings = settings.optimiser
-        self.constraint = settings.budget.constraint
+        self.rule = problem.rule
         self.cost_ms = settings.cost_ms
-        self.limits = settings.limits(table)
+        self.limits = self.rule.judged_limits(problem.values, problem.cells, settings.budgets_ms)
         self.seed = seed
         self.device = torch.device(device)
 
         # samples: what each network is fitted on, and judged on
         start = None if settings.init_from is None else load_checkpoint(settings.init_from)
-        samples = samples_of_training(table, split, settings, start, seed)
+        samples = samples_of_training(problem.facts, problem.split, settings, start, seed)
         self.folds = samples.folds
         self.fitted = samples.fitted
         self.fold_seed = samples.fold_seed
         self._seen_before = samples.seen_before
 
         # networks: those that learn, of the teacher too, and the reference
-        self.controller = first_controller(table, self.fitted, settings, start)
+        self.controller = first_controller(problem, self.fitted, settings, start)
         self.start_sums: list[float] | None = None
         if start is not None:
             self.start_sums = weight_sums(self.controller.state_dict())
@@ -108,21 +107,24 @@ class ControllerSetup:
         self.reference = copy.deepcopy(self.controller).requires_grad_(False)
 
         # the actor, which also sees copies of the samples: on slower machines, with noisy features
-        copies = copies_for_training(table, self.controller, self.policy, seed)
+        copies = copies_for_training(problem, self.controller, self.policy, seed)
         self.copied = copies.table
         self.drift = copies.drift
         self.augment = copies.augment
         self.actor = make_actor(
             self.controller,
-            table,
+            problem.facts,
             self.group_size,
             all_networks=True,
             offsets=copies.offsets,
             noise=copies.noise,
+            mask=problem.mask,
         ).to(self.device)
         self.critic: Any = None
         if self.loss.objective == "ppo":
-            self.critic = make_critic(self.controller, table, copies.noise).to(self.device)
+            self.critic = make_critic(
+                self.controller, problem.facts, copies.noise, problem.mask
+            ).to(self.device)
 
         # the environment: contexts for all networks in turn, each of its own rows
         self.env = ConfigBandit(
@@ -130,24 +132,24 @@ class ControllerSetup:
             batch_size=self.settings.contexts * self.networks,
             group_size=self.group_size,
             budget=settings.budget,
-            reward=settings.charged_reward,
+            reward=self.rule.charged(settings.reward),
             balance=settings.balance.by,
-            rows=[rows_of_copies(rows, table, copies.table) for rows in samples.by_network],
+            rows=[rows_of_copies(rows, problem.facts, copies.table) for rows in samples.by_network],
             seed=seed,
             unprofiled="error",
             action="configuration",
             observe_features=False,
             cost_ms=self.cost_ms,
+            cells=copies.cells,
             device=self.device,
         )
         self.held_out = HeldOut(
-            table,
+            problem,
             self.folds[1],
             self.networks,
             limits=self.limits,
             rewards=self.env.rewards,
             judged_by=self.judged_by,
-            priced=self.priced,
             cost_ms=self.cost_ms,
         )
 
@@ -155,16 +157,6 @@ class ControllerSetup:
     def networks(self) -> int:
         """M, the number of networks side by side."""
         return self.policy.networks_trained
-
-    @property
-    def priced(self) -> bool:
-        """True under a mean budget."""
-        return self.constraint == "mean"
-
-    @property
-    def limit_key(self) -> str:
-        """The key of a context's limit."""
-        return LIMIT_KEYS[self.constraint]
 
     @property
     def judged_by(self) -> str:
@@ -198,9 +190,14 @@ class ControllerSetup:
         return self.actor.module[0].module
 
     @functools.cached_property
+    def over(self) -> Tensor | None:
+        """bool [N, C], the answers that cost more than a limit; None without limits."""
+        return self.rule.over(self.problem.values)
+
+    @functools.cached_property
     def seen(self) -> list[str]:
         """Fingerprints of the samples fitted or chosen on, also by the checkpoint started from."""
-        fitted = self.table.fingerprints(self.split.fitted)
+        fitted = self.facts.fingerprints(self.split.fitted)
         return list(dict.fromkeys([*fitted, *self._seen_before]))
 
     def held_out_log_probs(self, limit: Tensor) -> Tensor:
@@ -212,30 +209,30 @@ class ControllerSetup:
         """Draw contexts that training draws again; return the rewards of their configurations,
         float [n·M, C], −∞ where not profiled, and the contexts."""
         sampler = self.env.contexts
-        count = min(SPREAD_CELLS // self.table.num_configurations // self.networks, 1024)
+        count = min(SPREAD_CELLS // self.facts.num_configurations // self.networks, 1024)
         rows, limits = sampler(max(count, 1) * self.networks)
         sampler.set_back(sampler.before)
-        inputs = {"row": rows, self.limit_key: limits}
+        inputs = {"row": rows, self.rule.limit_key: limits}
         contexts = TensorDict(inputs, [len(rows)], device=self.device)
-        rewards = self.env.rewards.all(contexts["row"], contexts[self.limit_key])
+        rewards = self.env.rewards.all(contexts["row"], contexts[self.rule.limit_key])
         return rewards.nan_to_num(-torch.inf), contexts
 
     def with_rewards(self, minibatch: TensorDictBase) -> TensorDictBase:
         """Return a minibatch with the rewards of all configurations, which are looked up, not
         stored."""
         row = minibatch["row"]
-        limit = minibatch[self.limit_key]
+        limit = minibatch[self.rule.limit_key]
         rewards = self.env.rewards.all(row.flatten(), limit.flatten(0, row.ndim - 1))
         return minibatch.copy().set("reward_per_configuration", rewards.view(*row.shape, -1))
 
 
 def first_controller(
-    table: ProfileTable, fitted: Tensor, settings: ControllerSettings, start: Loaded | None = None
+    problem: Problem, fitted: Tensor, settings: ControllerSettings, start: Loaded | None = None
 ) -> Controller:
     """Return the controller that training starts from: fresh, or with the weights of a checkpoint.
 
     Args:
-        table: the profile.
+        problem: what is learned.
         fitted: int64 [n], the rows that statistics of a fresh one are taken from.
         settings: the policy, the constraint, and where the checkpoint was.
         start: the checkpoint; None for fresh weights.
@@ -243,15 +240,17 @@ def first_controller(
     Raises:
         InputError: the checkpoint does not fit, see `started_from`.
     """
-    fresh = Controller.for_table(table, fitted, settings.policy, settings.budget.constraint)
+    fresh = Controller.for_table(
+        problem.facts, fitted, settings.policy, problem.rule.name, problem.cells
+    )
     if start is None:
         return fresh
     return started_from(str(settings.init_from), start, fresh)
 
 
 def controller_trainer(
-    table: ProfileTable,
-    split: Split,
+    table: ProfileTable | Problem,
+    split: Split | None = None,
     *,
     seed: int = 0,
     device: str = "cpu",
@@ -264,14 +263,14 @@ def controller_trainer(
     With a teacher (`policy.teacher`) it is `agents.calibration.training.distillation_trainer`.
 
     Args:
-        table, split: see `ControllerSetup`.
+        table: the profile, or the problem.
+        split: of a profile, see `ControllerSetup`; a problem has its own.
         settings: see `ControllerSettings`.
         seed, device, folder, log: see `Trainer`.
     """
+    problem = Problem.from_table(table, split, settings.get("budget"))
     with seeded(seed, device):
-        setup = ControllerSetup(
-            table, split, ControllerSettings(**settings), seed=seed, device=device
-        )
+        setup = ControllerSetup(problem, ControllerSettings(**settings), seed=seed, device=device)
         stages = [RCE(setup), grpo_stage(setup)]
         return make_trainer(setup, setup.controller, stages, folder, log)
 
@@ -292,7 +291,7 @@ def make_trainer(
         agent,
         stages,
         setup.env,
-        table=setup.table,
+        table=setup.facts,
         settings=setup.settings,
         shape=(setup.settings.contexts, setup.networks),
         reads=setup.actor.in_keys,
@@ -300,7 +299,7 @@ def make_trainer(
             setup.held_out.policies(setup.held_out_log_probs), logged
         ),
         judged_by=setup.judged_by,
-        identity=(setup.policy, setup.constraint, setup.start_sums),
+        identity=(setup.policy, setup.rule.name, setup.start_sums),
         trained_on="another profile, policy or starting checkpoint",
         provenance=provenance,
         setup=setup,

@@ -16,21 +16,17 @@ from torch.nn import functional
 from torch.nn.utils.rnn import pad_sequence
 
 from knobwise.agents.controller.actor import Actor
+from knobwise.agents.problem import Problem
 from knobwise.agents.training.stage import Validation
-from knobwise.envs.bandit.cost_limits import judged_by_limits
-from knobwise.envs.bandit.outcomes import DeadlineOutcomes, outcomes_of
+from knobwise.envs.bandit.outcomes import Decisions, Outcomes
 from knobwise.envs.bandit.reward import RewardTable
-from knobwise.envs.tables.profile_table import ProfileTable
-
-PRICED_METRICS = ("Reward", "Accuracy", "Latency", "Loss")
-"""What is logged of a validation under prices, where nothing is late."""
 
 
 class HeldOut:
     """The samples that were held out of each network, and what its greedy decisions on them get.
 
     Args:
-        table: the profile.
+        problem: what is learned.
         rows: the rows held out of each fold, int64 [n] each.
         networks: M.
         limits: float [B], the judged budgets in ms, or 1/price under mean budgets.
@@ -46,20 +42,18 @@ class HeldOut:
 
     def __init__(
         self,
-        table: ProfileTable,
+        problem: Problem,
         rows: Sequence[Tensor],
         networks: int,
         limits: Tensor,
         rewards: RewardTable,
         judged_by: str,
-        priced: bool = False,
         cost_ms: float = 0.0,
     ) -> None:
-        self.table = table
+        self.problem = problem
         self.limits = limits
         self.rewards = rewards
         self.judged_by = judged_by
-        self.priced = priced
         self.cost_ms = cost_ms
         self.rows = torch.cat([*rows])
         columns = pad_sequence([*rows], padding_value=-1)
@@ -68,7 +62,8 @@ class HeldOut:
         # the network of all samples is not judged: its column is a filler
         self.by_network = functional.pad(columns.clamp_min(0), (0, networks - len(rows)))
         # judging takes the cost of a decision off the budgets, so rewards do not charge it
-        self.free_rewards = RewardTable(table, rewards.config, rewards.accuracy.device)
+        device = rewards.accuracy.device
+        self.free_rewards = RewardTable(problem.values, rewards.config, device, cells=problem.cells)
 
     @torch.no_grad()
     def log_probs(self, actor: Actor, limit: Tensor) -> Tensor:
@@ -102,22 +97,16 @@ class HeldOut:
             # GRPO's objective without baseline, clip and KL
             expected = (policies.exp() * self._all_rewards).sum(-1).mean(1)
             metrics = judged.metrics() | {"Loss": -float(expected.mean())}
-        if self.priced:
-            metrics = {k: x for k, x in metrics.items() if k.split("_")[0] in PRICED_METRICS}
         return Validation(float(scores.mean()), metrics, scores.mean(1))
 
-    def _outcomes(self, policies: Tensor) -> DeadlineOutcomes:
-        """Look up the outcomes of greedy decisions by log-probs [B, n, C]."""
+    def _outcomes(self, policies: Tensor) -> Outcomes:
+        """Look up the outcomes of greedy decisions by log-probs [B, n, C]; predictions count."""
         chosen = policies.argmax(-1).T
-        outcomes = outcomes_of(
-            self.table,
-            self.rows,
-            chosen,
-            self.limits,
+        return self.problem.outcomes(
+            Decisions(self.rows, chosen, self.limits, self.cost_ms),
             rewards=self.free_rewards,
-            cost_ms=self.cost_ms,
+            checked=False,
         )
-        return judged_by_limits(outcomes, self.table, self.rows, self.limits)
 
     @functools.cached_property
     def _all_rewards(self) -> Tensor:

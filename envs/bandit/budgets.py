@@ -8,9 +8,9 @@ from abc import ABC, abstractmethod
 import torch
 from torch import Tensor, nn
 
-from knobwise.common.checks import one_of
 from knobwise.common.errors import InputError
-from knobwise.envs.bandit.settings import REWARDS, BudgetConfig
+from knobwise.envs.bandit.settings import BudgetConfig
+from knobwise.envs.tables.cells import Cells, unread_ms
 from knobwise.envs.tables.profile_table import ProfileTable
 from knobwise.envs.tables.time_outs import time_outs
 
@@ -85,7 +85,7 @@ def default_budgets(table: ProfileTable, rows: Tensor | None = None) -> Tensor:
         float32 [B].
     """
     which = ... if rows is None else rows
-    latency_ms = subsample(table.without_first_look.latency_ms[which])
+    latency_ms = subsample(unread_ms(table, which))
     mask = subsample(table.mask[which])
     sparse = mask.double().mean() < SPARSE
     quantiles = torch.tensor(DEFAULT_QUANTILES)
@@ -155,30 +155,20 @@ def value_range(latencies_ms: Tensor) -> Tensor:
     return torch.stack([low, 30 * high])
 
 
-def limits_seen(table: ProfileTable, rows: Tensor, constraint: str) -> Tensor:
-    """Return the limits that a network's encoding of them is standardised by.
-
-    They are the profiled latencies of these rows (int64), [n]; under a mean budget the least and
-    the greatest value, [2].
-    """
-    latencies_ms = table.latency_ms[rows][table.mask[rows]]
-    return latencies_ms if constraint == "deadline" else value_range(latencies_ms)
-
-
-def judged_values(table: ProfileTable) -> Tensor:
+def judged_values(cells: Cells) -> Tensor:
     """Return five values of a right answer, in ms, float32 [5], that validate mean budgets.
 
     They are evenly spaced in logarithm inside `value_range`.
     """
-    low, high = value_range(table.latency_ms[table.mask]).log().tolist()
+    low, high = value_range(cells.latency_ms[cells.mask]).log().tolist()
     return torch.linspace(low, high, 7)[1:-1].exp()
 
 
 class Strategy(ABC):
-    """A way to draw limits for samples of a table.
+    """A way to draw limits for samples.
 
     Args:
-        table: the profile.
+        cells: those of the samples.
         config: the settings; they may lack what the strategy needs.
         latencies_ms: float [n], the profiled latencies of the samples that training may use.
 
@@ -186,8 +176,8 @@ class Strategy(ABC):
         InputError: the strategy cannot use the numbers in the settings.
     """
 
-    def __init__(self, table: ProfileTable, config: BudgetConfig, latencies_ms: Tensor) -> None:
-        self.table = table
+    def __init__(self, cells: Cells, config: BudgetConfig, latencies_ms: Tensor) -> None:
+        self.cells = cells
         self.numbers = self.prepared(config, latencies_ms)
 
     @abstractmethod
@@ -247,8 +237,8 @@ class Relative(Fixed):
 
     def __call__(self, rows: Tensor, generator: torch.Generator | None) -> Tensor:
         factor = super().__call__(rows, generator)
-        cell = torch.multinomial(self.table.mask[rows].float(), 1, generator=generator)
-        return factor * self.table.latency_ms[rows].gather(1, cell).squeeze(1)
+        cell = torch.multinomial(self.cells.mask[rows].float(), 1, generator=generator)
+        return factor * self.cells.latency_ms[rows].gather(1, cell).squeeze(1)
 
 
 class AnswerValues(Strategy):
@@ -270,36 +260,6 @@ STRATEGIES: dict[str, type[Strategy]] = {
 }
 """By the words of `budget.strategy`. A new one is an entry here. The shorter `budget=NAME` of the
 command line needs a line in `experiments/settings/choices.py` beside it."""
-
-
-class BudgetSampler:
-    """Draw budgets for samples of a table.
-
-    Under `constraint="mean"` it draws values of a right answer instead.
-
-    Args:
-        table: the profile.
-        config: the settings.
-        rows: int64 [n], the samples that ranges and quantiles are taken from; None for all.
-
-    Raises:
-        InputError: the strategy is unknown, or cannot use the numbers in the settings.
-    """
-
-    def __init__(
-        self, table: ProfileTable, config: BudgetConfig, rows: Tensor | None = None
-    ) -> None:
-        self.config = config
-        one_of("budget.constraint", config.constraint, REWARDS)
-        one_of("budget.strategy", config.strategy, STRATEGIES)
-        rows = subsample(torch.arange(table.num_samples) if rows is None else rows)
-        latencies_ms = table.latency_ms[rows][table.mask[rows]]
-        strategy = AnswerValues if config.constraint == "mean" else STRATEGIES[config.strategy]
-        self._draw = strategy(table, config, latencies_ms)
-
-    def __call__(self, rows: Tensor, generator: torch.Generator | None = None) -> Tensor:
-        """Draw a positive budget in ms for each of these samples, int64 [n] → float32 [n]."""
-        return self._draw(rows, generator).clamp_min(MIN_LATENCY_MS)
 
 
 class BudgetEncoding(nn.Module):

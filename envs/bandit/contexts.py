@@ -15,13 +15,12 @@ from torch.nn.utils.rnn import pad_sequence
 
 from knobwise.common.checks import one_of
 from knobwise.common.errors import InputError
-from knobwise.envs.bandit.budgets import BudgetSampler
+from knobwise.envs.bandit.budgets import MIN_LATENCY_MS, subsample
 from knobwise.envs.bandit.reward_kinds import KINDS
+from knobwise.envs.bandit.rules import rule_of
 from knobwise.envs.bandit.settings import REWARDS, BudgetConfig, RewardConfig
+from knobwise.envs.tables.cells import Cells
 from knobwise.envs.tables.profile_table import ProfileTable
-
-LIMIT_KEYS = {"deadline": "budget_ms", "mean": "worth_ms"}
-"""The key of a request's limit, by the constraint of the budget."""
 
 
 def fresh_seed() -> int:
@@ -35,19 +34,20 @@ def fresh_seed() -> int:
     return drawn ^ (zlib.crc32(name.encode()) if multiprocessing.parent_process() else 0)
 
 
-def row_weights(table: ProfileTable, by: str, rows: Tensor) -> Tensor:
+def row_weights(table: ProfileTable, by: str, rows: Tensor, cells: Cells | None = None) -> Tensor:
     """Compute how often each sample is drawn, float64 [N].
 
     Args:
         table: the profile.
         by: which groups of samples are balanced, see `BalanceConfig`.
         rows: int64 [n], the samples to draw from; all others get 0.
+        cells: what counts of the table; None for all that it has.
 
     Raises:
         InputError: there is only one group.
     """
     if by == "configuration":
-        members = table.mask[rows].double()
+        members = (cells or table).mask[rows].double()
     else:
         types = table.question_types or ("unknown",) * table.num_samples
         names = np.array(table.dataset_names if by == "dataset" else types)
@@ -65,6 +65,32 @@ def row_weights(table: ProfileTable, by: str, rows: Tensor) -> Tensor:
     return weights
 
 
+class BudgetSampler:
+    """Draw budgets for samples.
+
+    Under `constraint="mean"` it draws values of a right answer instead.
+
+    Args:
+        cells: those of the samples.
+        config: the settings.
+        rows: int64 [n], the samples that ranges and quantiles are taken from; None for all.
+
+    Raises:
+        InputError: the strategy is unknown, or cannot use the numbers in the settings.
+    """
+
+    def __init__(self, cells: Cells, config: BudgetConfig, rows: Tensor | None = None) -> None:
+        self.config = config
+        rule = rule_of(config)
+        rows = subsample(torch.arange(len(cells.mask)) if rows is None else rows)
+        latencies_ms = cells.latency_ms[rows][cells.mask[rows]]
+        self._draw = rule.strategy(config)(cells, config, latencies_ms)
+
+    def __call__(self, rows: Tensor, generator: torch.Generator | None = None) -> Tensor:
+        """Draw a positive budget in ms for each of these samples, int64 [n] → float32 [n]."""
+        return self._draw(rows, generator).clamp_min(MIN_LATENCY_MS)
+
+
 class ContextSampler:
     """Draw contexts: rows, uniformly or balanced, and a budget for each.
 
@@ -77,6 +103,7 @@ class ContextSampler:
             drawn in turn, context i from list i mod M.
         seed: None for a fresh one, see `fresh_seed`.
         balance: which groups of samples are balanced, see `BalanceConfig`.
+        cells: what counts of the table; None for all that it has.
     """
 
     def __init__(
@@ -86,6 +113,7 @@ class ContextSampler:
         rows: Tensor | Sequence[Tensor] | Sequence[int] | None,
         seed: int | None,
         balance: str = "none",
+        cells: Cells | None = None,
     ) -> None:
         if rows is None:
             rows = torch.arange(table.num_samples)
@@ -102,10 +130,10 @@ class ContextSampler:
             raise InputError(
                 f"rows: must be from 0 to {table.num_samples - 1}, the table's samples"
             )
-        self.budgets = BudgetSampler(table, budget, together)
+        self.budgets = BudgetSampler(cells or table, budget, together)
         self.weights: Tensor | None = None
         if balance != "none":
-            weights = row_weights(table, balance, together)
+            weights = row_weights(table, balance, together, cells)
             self.weights = pad_sequence([weights[part] for part in lists], batch_first=True)
         self.generator = torch.Generator().manual_seed(fresh_seed() if seed is None else seed)
         self.before = self.generator.get_state()  # `set_back` to it draws the last contexts again
@@ -227,8 +255,7 @@ def reward_for(budget: BudgetConfig, reward: RewardConfig | str | None) -> Rewar
     Raises:
         InputError: the reward does not go with the constraint of the budget.
     """
-    one_of("budget.constraint", budget.constraint, REWARDS)
-    reward = reward or REWARDS[budget.constraint]
+    reward = reward or REWARDS[rule_of(budget).name]
     if isinstance(reward, str):
         one_of("reward.kind", reward, KINDS)
         reward = RewardConfig(kind=reward, **KINDS[reward].settings)

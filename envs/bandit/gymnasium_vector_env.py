@@ -19,9 +19,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from knobwise.common.errors import InputError
-from knobwise.envs.bandit.contexts import LIMIT_KEYS, ContextSampler, chosen_context
+from knobwise.envs.bandit.contexts import ContextSampler, chosen_context
 from knobwise.envs.bandit.replay import Replay
 from knobwise.envs.bandit.reward import RewardTable, share_on_time
+from knobwise.envs.bandit.rules import RULES, rule_of
 from knobwise.envs.bandit.settings import BudgetConfig, RewardConfig
 from knobwise.envs.tables.profile_table import ProfileTable
 
@@ -103,7 +104,7 @@ class ConfigBanditVectorEnv(VectorEnv[Observation, NDArray[Any], NDArray[Any]]):
             name: torch.where(block.isnan(), block.nanmedian(0).values.nan_to_num(), block)
             for name, block in table.features.items()
         }
-        self.limit_key = LIMIT_KEYS[budget.constraint]
+        self.limit_key = rule_of(budget).limit_key
         self.knob_keys = self._replay.knob_keys
         blocks: dict[str, spaces.Space[Any]] = {
             name: _box(block) for name, block in self._features.items()
@@ -349,7 +350,7 @@ def oracle(rewards: RewardTable, rows: Tensor, limits: Tensor) -> Tensor:
     if rewards.repeats_ms is not None:
         measured = rewards.repeats_ms.index_select(0, rows)
     limits = limits.unsqueeze(1)
-    if rewards.kind.constraint == "mean":
+    if not RULES[rewards.kind.constraint].late:
         gain = accuracy - measured.nanmean(-1).nan_to_num(torch.inf) / limits
     else:
         count = rewards.count

@@ -3,48 +3,92 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
 from knobwise.envs.bandit.budgets import MIN_LATENCY_MS
 from knobwise.envs.bandit.reward import RewardTable, share_on_time
-from knobwise.envs.bandit.settings import TRAINING_REWARD
+from knobwise.envs.tables.cells import Cells, unread, unread_ms
 from knobwise.envs.tables.profile_table import ProfileTable
+
+
+class Decisions(NamedTuple):
+    """Choices for n samples under B limits, and what they pay."""
+
+    rows: Tensor
+    """int64 [n], the samples."""
+    chosen: Tensor
+    """int64 [n, B], configurations."""
+    limits: Tensor
+    """float [B], in ms: deadlines, or under a mean budget values of a right answer."""
+    cost_ms: Tensor | float = 0.0
+    """float [B], the time of a decision with its features."""
+    reads: Tensor | None = None
+    """bool [B]; where it is False the choices read no features, and do not pay for a first look
+    (`ProfileTable.first_look_ms`). None: they always read."""
+
+    @property
+    def cells(self) -> tuple[Tensor, Tensor]:
+        """The cell of each choice: rows and configurations, which broadcast to [n, B]."""
+        return self.rows.unsqueeze(1), self.chosen
+
+    @property
+    def own_ms(self) -> Tensor:
+        """`cost_ms` of each choice, float [n, B]."""
+        return torch.as_tensor(self.cost_ms).to(self.limits).expand(self.chosen.shape)
+
+    def added_ms(self, table: ProfileTable) -> Tensor:
+        """Return what is added to the latencies of cells, float [n, B]; less than nothing where no
+        first look is paid."""
+        if table.first_look_ms is None or self.reads is None:
+            return self.own_ms
+        return self.own_ms - table.first_look_ms[self.cells] * ~self.reads
 
 
 @dataclass(frozen=True)
 class Outcomes:
-    """The outcomes of a policy's decisions, n samples × B budgets; of a mixture the mean."""
+    """The outcomes of a policy's decisions, n samples × B limits."""
 
+    ESTIMATED: ClassVar[tuple[str, ...]] = ("accuracy", "latency_ms", "utility", "reward")
+    """What is estimated where predictions are to be checked."""
     chosen: Tensor
-    """int64 [n, B], configuration indices; −1 where a mixture of two decided."""
+    """int64 [n, B], configuration indices."""
     accuracy: Tensor
     """float [n, B]."""
     latency_ms: Tensor
     """float [n, B], with the policy's own cost; of several measurements the median."""
     utility: Tensor
     """float [n, B]: accuracy · on_time; under mean budgets the accuracy."""
+    reward: Tensor
+    """float [n, B]."""
+
+    def metrics(self) -> dict[str, float]:
+        """Return means over samples and limits, under the logged names (without `Val/`)."""
+        return moments(
+            {"Reward": self.reward, "Accuracy": self.accuracy, "Latency": self.latency_ms}
+        )
 
 
 @dataclass(frozen=True)
 class DeadlineOutcomes(Outcomes):
     """The outcomes of decisions under deadlines."""
 
+    # whether some configuration is fast enough is known from measured and predicted times alone
+    ESTIMATED: ClassVar = (*Outcomes.ESTIMATED, "on_time")
     on_time: Tensor
     """float [n, B]: the share of the measurements that, with the policy's own cost, meet the
-    deadline."""
-    reward: Tensor
-    """float [n, B]."""
+    deadline; 0 for an answer above a limit on further costs."""
     feasible: Tensor
-    """bool [n, B]: True if some profiled configuration meets the deadline."""
+    """bool [n, B]: True if some configuration that may be chosen meets the deadline, and all
+    limits."""
 
     def metrics(self) -> dict[str, float]:
-        """Return means over samples and deadlines, under the logged names (without `Val/`)."""
+        """See `Outcomes`."""
         # where no deadline can be met, all that can be are
         satisfaction = self.on_time[self.feasible].mean().nan_to_num(1.0)
-        numbers = {"Reward": self.reward, "Accuracy": self.accuracy, "Latency": self.latency_ms}
-        return moments(numbers) | {
+        return super().metrics() | {
             "Budget_Violation_Rate": 1 - float(self.on_time.mean()),
             "Utility": float(self.utility.mean()),
             "Satisfaction_Feasible": float(satisfaction),
@@ -61,55 +105,57 @@ def moments(numbers: dict[str, Tensor]) -> dict[str, float]:
     return metrics
 
 
-def outcomes_of(
-    table: ProfileTable,
-    rows: Tensor,
-    chosen: Tensor,
-    budgets_ms: Tensor,
-    *,
-    rewards: RewardTable | None = None,
-    cost_ms: Tensor | float = 0.0,
-    reads: Tensor | None = None,
-) -> DeadlineOutcomes:
-    """Look up the outcomes of choices int64 [n, B].
+def priced_outcomes(
+    table: ProfileTable, decisions: Decisions, rewards: RewardTable, counted: Cells
+) -> Outcomes:
+    """Look up what decisions get where nothing is late.
 
     Args:
-        rows: int64 [n].
-        budgets_ms: float [B].
-        rewards: defaults to those of training.
-        cost_ms: float [B], the time of a decision.
-        reads: bool [B]; where it is False the choices read no features, and do not pay for a first
-            look (`ProfileTable.first_look_ms`).
+        rewards: of what counts.
+        counted: what counts of the table.
     """
-    if rewards is None:
-        rewards = RewardTable(table, TRAINING_REWARD)
-    if reads is None:
-        reads = torch.ones(len(budgets_ms), dtype=torch.bool)
-    # the cell of each choice, [n, B]
-    cells = rows.unsqueeze(1), chosen
-    quick = table.without_first_look
-    added_ms = torch.as_tensor(cost_ms).to(budgets_ms).expand(chosen.shape)
-    limits = (budgets_ms - added_ms).clamp_min(MIN_LATENCY_MS)
+    # a reward is that of the time which the decision leaves
+    left_ms = (decisions.limits - decisions.own_ms).clamp_min(MIN_LATENCY_MS)
+    row_of, chosen = decisions.cells
     device = rewards.accuracy.device
-    # a request of one choice for each sample and deadline
-    row_of = cells[0].to(device)
-    choice = chosen.unsqueeze(2).to(device)
-    limits = limits.to(device)
-    reward = rewards.chosen(row_of, choice, limits)
-    if table.first_look_ms is not None:
-        unread = RewardTable(quick, rewards.config, device).chosen(row_of, choice, limits)
-        reward = reward.where(reads.to(device).unsqueeze(1), unread)
-        added_ms = added_ms - table.first_look_ms[cells] * ~reads
-    fastest = quick.latency_ms[rows].masked_fill(~table.mask[rows], torch.inf).amin(1)
-    accuracy = table.accuracy[cells]
-    # a cell may have been measured several times
-    on_time = share_on_time(table.measurements_ms[cells] + added_ms[..., None], budgets_ms)
-    return DeadlineOutcomes(
+    # a request of one choice for each sample and limit
+    request = row_of.to(device), chosen.unsqueeze(2).to(device), left_ms.to(device)
+    reward = rewards.chosen(*request)
+    if table.first_look_ms is not None and decisions.reads is not None:
+        of_unread = RewardTable(table, rewards.config, device, cells=unread(counted))
+        reads = decisions.reads.to(device).unsqueeze(1)
+        reward = reward.where(reads, of_unread.chosen(*request))
+    accuracy = table.accuracy[decisions.cells]
+    return Outcomes(
         chosen=chosen,
         accuracy=accuracy,
-        latency_ms=table.latency_ms[cells] + added_ms,
-        utility=accuracy * on_time,
-        on_time=on_time,
+        latency_ms=table.latency_ms[decisions.cells] + decisions.added_ms(table),
+        utility=accuracy,
         reward=reward.squeeze(2).cpu(),
-        feasible=fastest.unsqueeze(1) <= budgets_ms,
     )
+
+
+def deadline_outcomes(
+    table: ProfileTable,
+    decisions: Decisions,
+    rewards: RewardTable,
+    counted: Cells,
+    over: Tensor | None = None,
+) -> DeadlineOutcomes:
+    """Look up what decisions get under deadlines, see `priced_outcomes`.
+
+    Args:
+        over: bool [N, C], the answers that cost more than a limit; None for none.
+    """
+    priced = priced_outcomes(table, decisions, rewards, counted)
+    measured_ms = table.measurements_ms[decisions.cells] + decisions.added_ms(table)[..., None]
+    # a cell may have been measured several times
+    on_time = share_on_time(measured_ms, decisions.limits)
+    possible = counted.mask[decisions.rows]
+    if over is not None:
+        on_time = on_time * ~over[decisions.cells]
+        possible = possible & ~over[decisions.rows]
+    fastest_ms = unread_ms(table, decisions.rows).masked_fill(~possible, torch.inf).amin(1)
+    shared = dict(vars(priced)) | {"utility": priced.accuracy * on_time}
+    feasible = fastest_ms.unsqueeze(1) <= decisions.limits
+    return DeadlineOutcomes(**shared, on_time=on_time, feasible=feasible)

@@ -16,6 +16,7 @@ from knobwise.common.errors import InputError
 from knobwise.envs.bandit.contexts import reward_for
 from knobwise.envs.bandit.reward import RewardTable
 from knobwise.envs.bandit.settings import BudgetConfig, RewardConfig
+from knobwise.envs.tables.cells import Cells
 from knobwise.envs.tables.profile_table import ActionIndex, ProfileTable
 
 ACTIONS = ("knobs", "configuration")
@@ -59,6 +60,7 @@ class Replay:
             the median latency. Accuracies are means in either case.
         device: where decisions arrive; None for where the table is.
         cost_ms: the time that a decision and its features take; it is added to every latency.
+        cells: what counts of the table; None for all that it has.
 
     Raises:
         TypeError: another argument.
@@ -77,6 +79,7 @@ class Replay:
         repeats: str = "draw",
         action_keys: str = "action",
         cost_ms: float = 0.0,
+        cells: Cells | None = None,
         **unknown: Any,
     ) -> None:
         for name in unknown:
@@ -95,7 +98,7 @@ class Replay:
             self.knob_keys = [knob.name for knob in table.knobs]
         # everything lies on the device where decisions arrive
         config = reward_for(budget or BudgetConfig(), reward)
-        self.rewards = RewardTable(table, config, device, repeats, cost_ms)
+        self.rewards = RewardTable(table, config, device, repeats, cost_ms, cells)
         self.find = ActionIndex(table.configurations).to(device)
         self.configurations = table.configurations.to(device)
         # how many values there are of each part of an action

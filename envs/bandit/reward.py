@@ -16,6 +16,7 @@ from knobwise.common.imports import imported, in_a_line
 from knobwise.envs.bandit.budgets import MIN_LATENCY_MS
 from knobwise.envs.bandit.reward_kinds import KINDS
 from knobwise.envs.bandit.settings import RewardConfig
+from knobwise.envs.tables.cells import Cells
 from knobwise.envs.tables.profile_table import KnobValue, ProfileTable
 
 FEW = 16
@@ -150,6 +151,7 @@ class RewardTable:
         device: where rewards are computed; None for where the table is.
         repeats: `draw` for all measurements of a cell; `median` for its median latency alone.
         cost_ms: the time that a decision and its features take; it is added to every latency.
+        cells: what counts of the table; None for all that it has.
     """
 
     def __init__(
@@ -159,20 +161,22 @@ class RewardTable:
         device: torch.device | str | None = None,
         repeats: str = "draw",
         cost_ms: float = 0.0,
+        cells: Cells | None = None,
     ) -> None:
+        counted: Cells = table if cells is None else cells
         self.config = config
         self.kind = KINDS[config.kind]
         self.complexity = complexity(table).to(device)
         self.function = config.function and RewardFunction(config.function, table, device)
-        self.accuracy = table.accuracy.to(device).contiguous()
-        self.latency_ms = table.latency_ms.to(device).contiguous()
-        self.has_gaps = not bool(table.mask.all())
+        self.accuracy = counted.accuracy.to(device).contiguous()
+        self.latency_ms = counted.latency_ms.to(device).contiguous()
+        self.has_gaps = not bool(counted.mask.all())
         self.repeats_ms: Tensor | None = None
         self.count: Tensor | int = 1  # measurements of each cell, int16 [N, C], or of every cell
-        if table.repeats_ms is not None and repeats == "draw":
-            self.repeats_ms = table.repeats_ms.to(device).contiguous()
+        if counted.repeats_ms is not None and repeats == "draw":
+            self.repeats_ms = counted.repeats_ms.to(device).contiguous()
             self.count = (~self.repeats_ms.isnan()).sum(-1, dtype=torch.int16)
-            counts = self.count[table.mask.to(device)]
+            counts = self.count[counted.mask.to(device)]
             if counts.min() == counts.max():
                 self.count = int(counts[0])
         if cost_ms:

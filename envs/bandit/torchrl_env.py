@@ -16,10 +16,12 @@ from torch import Tensor
 from torchrl.data import Binary, Categorical, Composite, MultiCategorical, TensorSpec, Unbounded
 
 from knobwise.common.errors import InputError
-from knobwise.envs.bandit.contexts import LIMIT_KEYS, ContextSampler
+from knobwise.envs.bandit.contexts import ContextSampler
 from knobwise.envs.bandit.replay import Replay
+from knobwise.envs.bandit.rules import rule_of
 from knobwise.envs.bandit.settings import BudgetConfig, RewardConfig
 from knobwise.envs.bandit.single_step import SingleStepEnv, batch_shape, one_axis
+from knobwise.envs.tables.cells import Cells
 from knobwise.envs.tables.profile_table import ProfileTable
 
 OUTCOMES = ("accuracy", "latency_ms")
@@ -62,6 +64,7 @@ class ConfigBandit(SingleStepEnv):
         observe_features: False leaves features, mask and outcomes out of the observations.
         full_information: add the rewards of all configurations to the observations.
         balance: how often each sample is drawn, see `BalanceConfig`.
+        cells: what counts of the table, as under limits on further costs; None for all that it has.
         options: `unprofiled`, `action`, `action_keys`, `repeats` and `cost_ms`, see `Replay`;
             measurements are drawn from the generator of the contexts. Under `nearest`, the default,
             any policy may play; with `action="configuration"` and without an axis G, TorchRL's
@@ -96,16 +99,18 @@ class ConfigBandit(SingleStepEnv):
         full_information: bool = False,
         device: torch.device | str | None = None,
         balance: str = "none",
+        cells: Cells | None = None,
         **options: Any,
     ) -> None:
         budget = budget or BudgetConfig()
         super().__init__(device=device, batch_size=batch_shape(batch_size))
         self.table = table
-        self.contexts = ContextSampler(table, budget, rows, seed, balance)
-        self.limit_key = LIMIT_KEYS[budget.constraint]
+        self.cells: Cells = table if cells is None else cells
+        self.contexts = ContextSampler(table, budget, rows, seed, balance, cells)
+        self.limit_key = rule_of(budget).limit_key
         self.observe_features = observe_features
         self.full_information = full_information
-        self.replay = Replay(table, budget, reward, device=device, **options)
+        self.replay = Replay(table, budget, reward, device=device, cells=cells, **options)
         self.rewards = self.replay.rewards
         self.current: dict[str, Tensor] = {}  # the contexts to decide for
         self.limits_change = False  # True once a transform changed or removed the limits
@@ -151,7 +156,7 @@ class ConfigBandit(SingleStepEnv):
 
     def _about(self) -> str:
         budget = self.contexts.budgets.config
-        limits = budget.strategy if budget.constraint == "deadline" else budget.constraint
+        limits = budget.strategy if rule_of(budget).late else budget.constraint
         size = f"{self.table.num_samples} samples × {self.table.num_configurations} configurations"
         return f"{self.table.name!r}: {size}, budget {limits}, reward {self.rewards.config.kind}"
 
@@ -164,7 +169,7 @@ class ConfigBandit(SingleStepEnv):
         rows = one_axis(tensordict.get("row", self.current.get("row")).long())
         # draw n evenly and take the n-th of the profiled configurations, which is much faster than
         # torch.multinomial
-        counts = self.table.mask[rows.cpu()].cumsum(1, dtype=torch.int32)
+        counts = self.cells.mask[rows.cpu()].cumsum(1, dtype=torch.int32)
         action = torch.searchsorted(counts, (torch.rand(self.decisions) * counts[:, -1:]).int() + 1)
         if self.replay.action == "knobs":
             action = self.table.configurations[action]
@@ -258,7 +263,7 @@ class ConfigBandit(SingleStepEnv):
         """
         if not self.observe_features:
             return {}
-        blocks = {**self.table.features, "mask": self.table.mask}
+        blocks = {**self.table.features, "mask": self.cells.mask}
         rows = self.current["row"].cpu()
         out = {name: block.index_select(0, rows).to(self.device) for name, block in blocks.items()}
         if self.replay.action == "configuration":

@@ -32,6 +32,7 @@ from knobwise.envs.readers.missing_columns import refuse_missing
 from knobwise.envs.readers.outcome_columns import crashed, failures, listed
 from knobwise.envs.readers.tool_files import BUDGET, read_measurements
 from knobwise.envs.readers.unit_columns import in_one_unit
+from knobwise.envs.tables.cells import unread
 from knobwise.envs.tables.columns import Column
 from knobwise.envs.tables.profile_table import ProfileTable
 from knobwise.envs.tables.units import MS, in_other_unit, kept_as
@@ -286,7 +287,7 @@ def _varies_in_rows(frame: pl.DataFrame) -> bool:
 def long_frame(table: ProfileTable) -> pl.DataFrame:
     """Return one row per measurement, from which `table_from_frame` makes the same table."""
     first_look_ms = table.first_look_ms
-    table = table.without_first_look
+    table = unread(table)
     # the sample, the configuration and the repetition of each measurement
     row, column, repeat = (~table.measurements_ms.isnan()).nonzero().numpy().T
     columns = []

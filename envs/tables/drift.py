@@ -9,11 +9,12 @@ knows about these differences.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from knobwise.envs.tables.cells import Cells, CountedCells
 from knobwise.envs.tables.profile_table import ProfileTable
 
 COPIES = 4
@@ -63,52 +64,75 @@ def drawn_drift(
     return offset - offset.mean(-1, keepdim=True)
 
 
+class Copied(NamedTuple):
+    """A table and copies of it, one after the other."""
+
+    table: ProfileTable
+    """The table with its copies, without features, texts and further costs: row i + k·N is sample i
+    in copy k."""
+    cells: Cells
+    """What counts of it."""
+    offsets: Tensor | None
+    """How the machines drift, in ln ms, float [N·(1 + copies), C]; None without drift."""
+
+
 def copies_of(
-    table: ProfileTable, drift: float, noisy: bool, seed: int
-) -> tuple[ProfileTable, Tensor | None]:
-    """Return a table and copies of it, one after the other.
+    table: ProfileTable, drift: float, noisy: bool, seed: int, cells: Cells | None = None
+) -> Copied:
+    """Return a table and copies of it; the table itself if there are none: without drift and noise,
+    or if it is too large.
 
     Args:
         table: the table.
         drift: the largest size of drift, in ln ms; 0 for copies on the same machine.
         noisy: whether there are copies without drift too, whose features will get noise.
         seed: of the drift.
-
-    Returns:
-        the table with its copies, without features and further costs: row i + k·N is sample i in
-        copy k; and the offsets of latencies, in ln ms, float [N·(1 + copies), C], None without
-        drift. The table itself if there are no copies: without drift and noise, or if it is too
-        large.
+        cells: what counts of the table; None for all that it has.
     """
+    counted: Cells = table if cells is None else cells
     count = min(COPIES, MAX_CELLS // table.latency_ms.numel() - 1)
     if not (drift or noisy) or count < 1:
-        return table, None
+        return Copied(table, counted, None)
     if not drift:
-        return _repeated(table, torch.ones(1), 1 + count), None
+        return _repeated(table, counted, torch.ones(1), 1 + count, None)
     generator = torch.Generator().manual_seed(seed)
     offset = torch.zeros(table.latency_ms.shape)  # the table itself does not drift
     for _ in range(count):
         drawn = drawn_drift(table.configurations, drift, (table.num_samples,), generator)
         assert drawn is not None
         offset = torch.cat([offset, drawn])
-    return _repeated(table, offset.exp(), 1 + count), offset
+    return _repeated(table, counted, offset.exp(), 1 + count, offset)
 
 
-def _repeated(table: ProfileTable, factors: Tensor, copies: int) -> ProfileTable:
-    """Return copies of a table below each other, latencies times factors, [N·copies, C]
-    or [1]."""
-    changed: dict[str, Any] = {"features": {}, "costs": {}}
-    for name in ("accuracy", "latency_ms", "mask", *ProfileTable.OPTIONAL):
-        values = getattr(table, name)
-        if values is not None:
-            changed[name] = torch.cat([values] * copies)
-    changed["latency_ms"] *= factors
-    if "repeats_ms" in changed:
-        changed["repeats_ms"] *= factors.unsqueeze(-1)
+def _repeated(
+    table: ProfileTable, cells: Cells, factors: Tensor, copies: int, offsets: Tensor | None
+) -> Copied:
+    """Return copies of a table and its cells below each other, latencies times factors,
+    [N·copies, C] or [1]."""
+    changed: dict[str, Any] = _repeated_cells(table, factors, copies)
+    if table.sampling_weight is not None:
+        changed["sampling_weight"] = torch.cat([table.sampling_weight] * copies)
     for name in ProfileTable.WORDS:
         changed[name] = getattr(table, name) * copies
     names = (f"{name} {k}" for k in range(copies) for name in table.sample_ids)
-    return replace(table, **changed | {"sample_ids": tuple(names)})
+    changed |= {"sample_ids": tuple(names), "features": {}, "texts": {}, "costs": {}}
+    whole = replace(table, **changed)
+    if cells is table:
+        return Copied(whole, whole, offsets)
+    return Copied(whole, CountedCells(**_repeated_cells(cells, factors, copies)), offsets)
+
+
+def _repeated_cells(cells: Cells, factors: Tensor, copies: int) -> dict[str, Any]:
+    """Return the tensors of cells and their copies, latencies times factors."""
+    repeated: dict[str, Any] = {}
+    for name in ("accuracy", "latency_ms", "mask", "repeats_ms", "first_look_ms"):
+        values = getattr(cells, name)
+        if values is not None:
+            repeated[name] = torch.cat([values] * copies)
+    repeated["latency_ms"] *= factors
+    if "repeats_ms" in repeated:
+        repeated["repeats_ms"] *= factors.unsqueeze(-1)
+    return repeated
 
 
 def rows_of_copies(rows: Tensor, table: ProfileTable, copied: ProfileTable) -> Tensor:

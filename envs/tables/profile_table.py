@@ -9,9 +9,9 @@ import functools
 import hashlib
 import json
 from collections import Counter
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -39,7 +39,7 @@ class Knob:
 
 @dataclass(frozen=True, eq=False)
 class ProfileTable:
-    """Measured accuracy and latency of N samples under C configurations of K knobs.
+    """Facts: measured accuracy and latency of N samples under C configurations of K knobs.
 
     A cell that was not profiled has `mask` False and NaN in `accuracy` and `latency_ms`, so that
     a mistaken read propagates NaN. Every configuration and every sample has at least one profiled
@@ -83,12 +83,12 @@ class ProfileTable:
     """N ids, unique inside a data set."""
     features: dict[str, Tensor] = field(default_factory=dict)
     """Named blocks, float32 [N, d]. NaN means missing. May be empty: a policy then sees only the
-    budget."""
+    budget. A block with the name of a text is what encodes this text."""
     columns: tuple[Column, ...] = ()
     """What the block `features` holds, if its columns have names. Not part of the digest."""
     texts: dict[str, list[str]] = field(default_factory=dict)
     """Columns of free text, or of chats as JSON, N each: features once they are encoded by what was
-    fitted on training samples."""
+    fitted on training samples, see `features`."""
     datasets: tuple[str, ...] = ()
     """N data set names; empty means one data set with the table's name."""
     image_ids: tuple[str, ...] = ()
@@ -122,8 +122,6 @@ class ProfileTable:
     costs: dict[str, Tensor] = field(default_factory=dict)
     """Further costs by name, such as `usd`, float32 [N, C] ≥ 0: means over the measurements of a
     cell, NaN where unknown."""
-    limits: Any = None
-    """What choices are limited to beside the budget, see `knobwise.agents.evaluation.limits`."""
 
     def __post_init__(self) -> None:
         name = f"profile {self.name!r}"
@@ -142,9 +140,7 @@ class ProfileTable:
         ids = set(zip(self.dataset_names, self.sample_ids, strict=True))
         different = len(self.configurations.unique(dim=0))
         counts = Counter[str]()
-        # limits may forbid a configuration for all samples
-        if self.limits is None:
-            counts["configurations without any profiled sample"] = int((~self.mask.any(0)).sum())
+        counts["configurations without any profiled sample"] = int((~self.mask.any(0)).sum())
         counts["sample ids that are not unique inside a data set"] = self.num_samples - len(ids)
         counts["configuration that occurs twice"] = self.num_configurations - different
         # in pieces, because a table mapped from a file may be larger than the memory
@@ -179,7 +175,7 @@ class ProfileTable:
 
     def __repr__(self) -> str:
         wide = (f"{name} {block.shape[1]} wide" for name, block in self.features.items())
-        blocks = ", ".join([*wide, *self.texts])
+        blocks = ", ".join([*wide, *(self.texts.keys() - self.features.keys())])
         times = f", up to {self.num_repeats} times" * (self.num_repeats > 1)
         return (
             f"ProfileTable {self.name!r}: {self.num_samples} samples × {self.num_configurations} "
@@ -210,17 +206,6 @@ class ProfileTable:
         if self.repeats_ms is None:
             return self.latency_ms.unsqueeze(-1)
         return self.repeats_ms
-
-    @functools.cached_property
-    def without_first_look(self) -> ProfileTable:
-        """The table that decisions without features meet: faster by `first_look_ms`."""
-        if self.first_look_ms is None:
-            return self
-        repeats_ms = self.repeats_ms
-        if repeats_ms is not None:
-            repeats_ms = repeats_ms - self.first_look_ms.unsqueeze(-1)
-        latency_ms = self.latency_ms - self.first_look_ms
-        return replace(self, latency_ms=latency_ms, repeats_ms=repeats_ms, first_look_ms=None)
 
     @property
     def dataset_names(self) -> tuple[str, ...]:
@@ -261,11 +246,11 @@ class ProfileTable:
     def digest(self) -> str:
         """The hash `sha256:…` of the content: measurements, features, names.
 
-        It does not depend on the file that the content comes from, or on limits.
+        It does not depend on the file that the content comes from, or on what encodes its texts.
         """
-        if self.limits is not None:
-            return str(self.limits.table.digest)
         sha = hashlib.sha256()
+        # a text that is encoded stays what it was
+        blocks = {name: block for name, block in self.features.items() if name not in self.texts}
         # names first, then tensors
         text: list[object] = [
             [(knob.name, knob.values) for knob in self.knobs],
@@ -273,7 +258,7 @@ class ProfileTable:
             self.datasets,
             self.image_ids,
             self.parts,
-            list(self.features),
+            list(blocks),
         ]
         # parts that a table may lack count only where they exist
         if self.question_types:
@@ -285,7 +270,7 @@ class ProfileTable:
         sha.update(json.dumps(text).encode())
         tensors = [self.configurations, self.mask, self.accuracy, self.latency_ms]
         tensors += [getattr(self, name) for name in self.OPTIONAL]
-        for tensor in (*tensors, *self.features.values(), *self.costs.values()):
+        for tensor in (*tensors, *blocks.values(), *self.costs.values()):
             if tensor is not None:
                 sha.update(np.ascontiguousarray(tensor.numpy()).data)
         return f"sha256:{sha.hexdigest()}"

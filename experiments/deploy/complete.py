@@ -17,7 +17,8 @@ from omegaconf import OmegaConf
 from torch import Tensor
 
 from knobwise.agents.calibration.calibrate import calibrated_again, cells_to_judge
-from knobwise.agents.evaluation.limits import budget_with, table_for
+from knobwise.agents.evaluation.limits import budget_with
+from knobwise.agents.evaluation.problems import problem_of
 from knobwise.agents.training.checkpoint import Loaded, load_checkpoint
 from knobwise.common.errors import InputError, naming
 from knobwise.common.json_text import decoded
@@ -72,9 +73,8 @@ def complete(
         validation=loaded.extra["validation_rows"],
         test=loaded.extra["test_rows"],
     )
-    budget = budget_with(loaded.controller.calibration.limits)
-    whole = table_for("predict", table, split, budget)
-    again = calibrated_again(agent, whole)
+    budget = budget_with(agent.constraint, agent.calibration.limits)
+    again = calibrated_again(agent, problem_of(table, split, budget))
     Loaded(again, loaded.profile_name, table.digest, loaded.extra).save(path)
     exported = path.parent.parent / CONTROLLER
     if exported.exists():

@@ -12,8 +12,10 @@ import torch
 from rich.console import Console
 from threadpoolctl import threadpool_limits
 
+from knobwise.agents.calibration.ways import WAYS
 from knobwise.agents.evaluation.baselines import FittedStatic
-from knobwise.agents.evaluation.limits import budget_with, table_for
+from knobwise.agents.evaluation.limits import budget_with
+from knobwise.agents.evaluation.problems import problem_of
 from knobwise.agents.selector.clip_encoder import as_read
 from knobwise.agents.selector.selector import Selector
 from knobwise.agents.training.checkpoint import Loaded, load_checkpoint
@@ -26,13 +28,13 @@ from knobwise.envs.tables.divisions import divide
 from knobwise.envs.tables.profile_table import ProfileTable, Split
 from knobwise.envs.tables.units import check_time
 from knobwise.experiments.evidence.controllers import (
-    EVALUATORS,
+    evaluator_of,
     gain_on_held_out,
     held_out_choices,
     validation_scores,
 )
 from knobwise.experiments.evidence.decisions import write_decisions
-from knobwise.experiments.evidence.evaluate import Deadlines, check_fits, judged_part
+from knobwise.experiments.evidence.evaluate import check_fits, judged_part
 from knobwise.experiments.evidence.run_folder import checkpoint_at
 from knobwise.experiments.evidence.schema import RunResults
 from knobwise.experiments.evidence.selectors import evaluate_selectors
@@ -123,19 +125,17 @@ def evaluate_controller(loaded: Loaded, config: EvaluateRun) -> tuple[RunResults
     table = fitting_profile(config, loaded)
     policy = loaded.controller
     split = _split_for(loaded, table, config)
-    evaluator = EVALUATORS[policy.constraint]
     wanted = wanted_budgets(config, loaded, table)
-    budgets_ms = evaluator.budgets_for(policy, table, split, wanted)
-    table = table_for(
-        config.unprofiled, table, split, budget_with(loaded.controller.calibration.limits)
-    )
+    budget = budget_with(policy.constraint, policy.calibration.limits)
+    problem = problem_of(table, split, budget, config.unprofiled)
+    budgets_ms = WAYS[policy.constraint].budgets_for(policy, problem, wanted)
     budgets = ", ".join(quantity(budget, table.unit) for budget in budgets_ms.tolist())
     print(f"judged on {len(split.test):,} test samples, at budgets {budgets}", flush=True)
-    judged = evaluator(table, split, budgets_ms, RewardTable(table, config.reward))
+    rewards = RewardTable(problem.values, config.reward, cells=problem.cells)
+    judged = evaluator_of(problem, budgets_ms, rewards)
     # choices that were measured for judging (`profile complete=`) are those of this static policy
-    by_choice = policy.calibration.judged and loaded.profile_digest == table.digest
-    if by_choice and isinstance(judged, Deadlines):
-        judged.static = FittedStatic(policy.calibration.static)
+    if policy.calibration.judged and loaded.profile_digest == table.digest:
+        judged.references[0] = FittedStatic(policy.calibration.static)
     with threadpool_limits(1):
         results, decisions = evaluate_beside_baselines(judged, config, [policy], [0])
     results |= held_out_choices([loaded]) | validation_scores([loaded])
@@ -165,7 +165,7 @@ def fitting_profile(config: EvaluateRun | ExplainRun | ExportRun, loaded: Loaded
     checkpoint = config.checkpoint
     agent = loaded.controller
     with naming(checkpoint):
-        EVALUATORS[agent.constraint].check_trained(agent)
+        WAYS[agent.constraint].check_trained(agent)
     check_fits(checkpoint, agent, table)
     return table
 

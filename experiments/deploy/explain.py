@@ -12,9 +12,10 @@ import numpy as np
 import torch
 from rich.console import Console
 
+from knobwise.agents.calibration.ways import WAYS
 from knobwise.agents.deployed.controller import Drift
-from knobwise.agents.evaluation.baselines import LookupTable, fit_static
 from knobwise.agents.evaluation.policy import Policy
+from knobwise.agents.problem import Problem
 from knobwise.agents.training.checkpoint import load_checkpoint
 from knobwise.common.errors import InputError
 from knobwise.common.files import write_json
@@ -111,9 +112,9 @@ def _other_choices(policy: KnobPolicy, table: ProfileTable, budget_ms: float) ->
     is deployed or else fitted on the profile, and by the policy for `typical` features, their means
     over the samples; None if it reads no features."""
     rows = torch.arange(table.num_samples)
-    static: Policy = policy.agent.decider.static or fit_static(table, rows)
-    if policy.agent.constraint == "mean":
-        static = LookupTable(table, rows, 0.0)
+    static: Policy | None = policy.agent.decider.static
+    if static is None:
+        static = WAYS[policy.agent.constraint].static(Problem.from_table(table))
     (choice,) = static.choose(
         {}, np.array([budget_ms]), np.ones((1, table.num_configurations), bool)
     )

@@ -30,15 +30,14 @@ from torch import Tensor
 from knobwise.agents.deployed.calibrated import Static
 from knobwise.agents.evaluation.baselines import BestStatic, averages, fit_static
 from knobwise.agents.evaluation.budgets import judged_budgets
-from knobwise.agents.evaluation.limits import table_for
-from knobwise.agents.evaluation.texts import as_read
-from knobwise.agents.teacher.completed import CompletedTable
+from knobwise.agents.evaluation.problems import problem_of
 from knobwise.agents.training.checkpoint import Loaded
 from knobwise.common.errors import InputError
 from knobwise.common.files import write_json
 from knobwise.common.imports import in_a_line
 from knobwise.common.progress import progress, say
 from knobwise.envs.bandit.budgets import MIN_LATENCY_MS
+from knobwise.envs.tables.cells import Cells
 from knobwise.envs.tables.profile_table import ProfileTable, Split
 from knobwise.experiments.deploy.live_results import (
     Record,
@@ -102,9 +101,8 @@ def run_live(
         requests.soft = bool(((table.accuracy > 0) & (table.accuracy < 1)).any())
     budgets = judged_budgets(table, config.budgets_ms)
     # as in training; what was served is then replayed by predictions where nothing was measured
-    measured = table
-    table = table_for(config.unprofiled, table, split)
-    if isinstance(table, CompletedTable):
+    problem = problem_of(table, split, unprofiled=config.unprofiled)
+    if problem.beliefs is not None:
         say("the profile was measured in part; replays go by predictions elsewhere")
     stream = draw_stream(table, split.test, split.fitted, budgets, requests, settings)
     with one_thread(), threadpool_limits(1), collected_between(), clocked_by(settings.clock):
@@ -114,11 +112,12 @@ def run_live(
         choices: list[int] = []
         ratios: list[float] = []
         if stream.timed:
-            choices, ratios = served.timed_cells(measured, stream.timed, CALIBRATION)
+            choices, ratios = served.timed_cells(table, stream.timed, CALIBRATION)
         speed = float(np.exp(np.nanmedian(ratios or [0.0])))
         stream = replace(stream, budgets_ms=stream.budgets_ms * speed)
-        fixed = fixed_configurations(table, split.fitted, budgets)
-        server = Server(served, fit_static(table, split.fitted), fixed, stream, requests, settings)
+        fixed = fixed_configurations(problem.cells, split.fitted, budgets)
+        static = fit_static(problem.cells, split.fitted)
+        server = Server(served, static, fixed, stream, requests, settings)
         for tracker in server.trackers:
             tracker.warm_start(choices, ratios)
         stopped = server.serve()
@@ -128,7 +127,7 @@ def run_live(
     if server.done:
         policies = list(server.policies)
         results, decisions = live_results(
-            table,
+            problem,
             stream,
             policies,
             served=record,
@@ -178,14 +177,14 @@ def _show_and_write(results: RunResults, decisions: pl.DataFrame, config: Evalua
         write_page(comparison, config.html)
 
 
-def fixed_configurations(table: ProfileTable, fitted: Tensor, budgets_ms: Tensor) -> dict[str, int]:
+def fixed_configurations(cells: Cells, fitted: Tensor, budgets_ms: Tensor) -> dict[str, int]:
     """Choose the configurations that are served to every request: name → index.
 
     Only the outcomes on the rows `fitted` (int64 [n]) count.
     """
-    accuracy, latency = averages(table, fitted)
+    accuracy, latency = averages(cells, fitted)
     # any budget will do, since best static takes the same for all
-    best = BestStatic(table, fitted, budgets_ms).choose({}, np.ones(1))[0]
+    best = BestStatic(cells, fitted, budgets_ms).choose({}, np.ones(1))[0]
     return {
         "best_static": int(best),
         "cheapest": int(latency.argmin()),
@@ -238,7 +237,7 @@ def check_features(model: AdaptiveVLM, table: ProfileTable, stream: Stream) -> N
     features."""
     rows = dict(zip(stream.rows.tolist(), stream.ids, strict=True))
     rows.pop(-1, None)  # the table does not hold it
-    texts = as_read(table).texts
+    texts = table.texts
     for row, name in itertools.islice(rows.items(), COMPARED):
         stage = model.first_stage(stream.requests[name])
         same = [stage.texts.get(text) == known[row] for text, known in texts.items()]

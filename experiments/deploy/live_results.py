@@ -14,7 +14,9 @@ import torch
 from numpy.typing import NDArray
 
 from knobwise.agents.deployed.controller import Drift, NumpyController
+from knobwise.agents.problem import Problem
 from knobwise.envs.bandit.budgets import MIN_LATENCY_MS
+from knobwise.envs.tables.cells import Cells, unread
 from knobwise.envs.tables.profile_table import ProfileTable
 from knobwise.experiments.evidence.decisions import SCHEMA
 from knobwise.experiments.evidence.schema import (
@@ -97,7 +99,7 @@ NUMBERS = (
 
 
 def live_decisions(
-    table: ProfileTable, stream: Stream, policies: Sequence[str], served: Record
+    problem: Problem, stream: Stream, policies: Sequence[str], served: Record
 ) -> pl.DataFrame:
     """Return the decisions of policies that served the same requests, and where the table holds
     all samples what a replay of the same decisions would get, as `decisions.parquet` has them.
@@ -107,21 +109,22 @@ def live_decisions(
     measurements, at the median speed of all answers (`speed_of`).
     """
     took_ms = (served["inference_ms"] + served["overhead_ms"])[..., None]
+    table = problem.facts
     frame = _frame(table, stream, policies, served, took_ms)
     frames = [frame.with_columns(source=pl.lit("live"))]
     # samples that the table does not hold cannot be replayed
     if (stream.rows >= 0).all():
-        table = table.without_first_look
+        replayable = unread(problem.cells)
         cells = _cells(stream, served)
-        _, speed, _ = speed_of(table, stream, served)
-        measured_ms = speed * table.measurements_ms.double().numpy()[cells]
+        _, speed, _ = speed_of(replayable, stream, served)
+        measured_ms = speed * replayable.measurements_ms.double().numpy()[cells]
         replayed_ms = measured_ms + served["overhead_ms"][..., None]
         replayed = served | {
-            "score": table.accuracy.double().numpy()[cells],
-            "inference_ms": speed * table.latency_ms.double().numpy()[cells],
+            "score": replayable.accuracy.double().numpy()[cells],
+            "inference_ms": speed * replayable.latency_ms.double().numpy()[cells],
         }
         frame = _frame(table, stream, policies, replayed, replayed_ms)
-        feasible = _feasible(table, stream, speed)
+        feasible = _feasible(replayable, stream, speed)
         frames.append(frame.with_columns(source=pl.lit("replay")))
         frames = [part.with_columns(feasible=np.tile(feasible, len(policies))) for part in frames]
     return pl.concat(frames)
@@ -167,26 +170,26 @@ def _cells(stream: Stream, served: Record) -> tuple[Array, Array]:
     return np.broadcast_to(stream.rows, choice.shape), choice
 
 
-def speed_of(table: ProfileTable, stream: Stream, served: Record) -> tuple[float, float, float]:
+def speed_of(replayable: Cells, stream: Stream, served: Record) -> tuple[float, float, float]:
     """Return the quartiles of how many times as long as in the profile the answers took.
 
     Their median is the speed, since a single stall of the machine is longer than many answers.
     """
-    profiled_ms = table.latency_ms.double().numpy()[_cells(stream, served)]
+    profiled_ms = replayable.latency_ms.double().numpy()[_cells(stream, served)]
     ratios = served["inference_ms"] / profiled_ms.clip(MIN_LATENCY_MS)
     low, speed, high = np.quantile(ratios, [0.25, 0.5, 0.75]).tolist()
     return low, speed, high
 
 
-def _feasible(table: ProfileTable, stream: Stream, speed: float) -> Array:
+def _feasible(replayable: Cells, stream: Stream, speed: float) -> Array:
     """Return for which requests some configuration meets the budget, bool [n]."""
-    fastest_ms = np.nanmin(table.latency_ms.double().numpy()[stream.rows], 1)
+    fastest_ms = np.nanmin(replayable.latency_ms.double().numpy()[stream.rows], 1)
     feasible: Array = speed * fastest_ms <= stream.budgets_ms
     return feasible
 
 
 def live_results(
-    table: ProfileTable,
+    problem: Problem,
     stream: Stream,
     policies: Sequence[str],
     served: Record,
@@ -199,7 +202,8 @@ def live_results(
     Live and replay agree if the replay lies in the interval of what was served, and for accuracy if
     every answer is the same. Intervals are 95 % bootstrap intervals over requests.
     """
-    decisions = live_decisions(table, stream, policies, served)
+    table = problem.facts
+    decisions = live_decisions(problem, stream, policies, served)
     requests = decisions.with_columns(pl.lit(None, SCHEMA[key]).alias(key) for key in OPEN)
     live = requests.filter(source="live")
     rows = _rows_of_policies(live, controller=policies[0])
@@ -216,7 +220,7 @@ def live_results(
         "timeline": _timeline(stream, decided, len(controller.configurations)),
     }
     if "replay" in decisions["source"]:
-        low, during, high = speed_of(table.without_first_look, stream, served)
+        low, during, high = speed_of(unread(problem.cells), stream, served)
         # the standard error of a median is 1.25·IQR/(1.35·√n) (McGill, Tukey and Larsen 1978,
         # "Variations of Box Plots")
         off = 1.96 * 1.25 / 1.35 * (high - low) / served["choice"].size ** 0.5

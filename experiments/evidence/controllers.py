@@ -3,7 +3,7 @@ and of `decisions.parquet`."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TypeVar, cast
 
 import polars as pl
@@ -14,9 +14,11 @@ from knobwise.agents.calibration.deployed_controller import DeployedController
 from knobwise.agents.calibration.mean_policies import MixingPolicy
 from knobwise.agents.evaluation.own_cost import OwnCost, own_costs
 from knobwise.agents.evaluation.policy import Baseline
+from knobwise.agents.problem import Problem
 from knobwise.agents.training.checkpoint import Loaded
-from knobwise.envs.bandit.reward import expected_utility
+from knobwise.envs.bandit.reward import RewardTable, expected_utility
 from knobwise.envs.demonstrations.beam_table import BeamTable
+from knobwise.envs.tables.cells import Cells
 from knobwise.envs.tables.cost_words import unit_in
 from knobwise.envs.tables.profile_table import ProfileTable
 from knobwise.experiments.evidence.decisions import BEFORE, IF_FREE, SAMPLE
@@ -45,10 +47,16 @@ from knobwise.experiments.evidence.task import Metric, Task, with_costs
 P = TypeVar("P")
 LEARNED = "controller"
 EVALUATORS: dict[str, type[Deadlines] | type[MeanBudgets]] = {
-    "deadline": Deadlines,
-    "mean": MeanBudgets,
+    kind.task.name: kind for kind in (Deadlines, MeanBudgets)
 }
-"""What a budget limits → its evaluator."""
+"""By the name of the rule, which is that of the task."""
+
+
+def evaluator_of(
+    problem: Problem, budgets_ms: Tensor, rewards: RewardTable | None = None
+) -> Deadlines | MeanBudgets:
+    """Return what judges policies on a problem, at budgets [B]; for `rewards` see `OnTable`."""
+    return EVALUATORS[problem.rule.name](problem, budgets_ms, rewards)
 
 
 def evaluate_controllers(
@@ -77,7 +85,7 @@ def evaluate_controllers(
     timed = own_costs(deciders, evaluator.table, evaluator.rows, evaluator.budgets_ms)
     for seed, cost in zip(seeds, timed, strict=True):
         costs[seed] = cost._replace(charged_ms=cost.charged_ms * charge)
-    learned = {LEARNED: _by_seed(seeds, map(evaluator.deployed, controllers))}
+    learned = {LEARNED: _by_seed(seeds, map(evaluator.ways.deployed, controllers))}
     policies: Policies = {**learned, **alone(baselines)}
     charged = {LEARNED: costs}
     if evaluator.task.charged:
@@ -116,8 +124,9 @@ def controller_results(
     evaluator: Deadlines | MeanBudgets, decisions: pl.DataFrame, seeds: Sequence[int]
 ) -> RunResults:
     """Return what `results.json` says of decisions, for all kinds of controllers."""
-    table = evaluator.table
-    costs = costs_of(table)
+    problem = evaluator.problem
+    table = problem.facts
+    costs = costs_of(table, problem.rule.limits)
     task = with_costs(evaluator.task, costs)
     clusters = None
     if table.clusters:
@@ -133,7 +142,9 @@ def controller_results(
         "unit": table.unit,
         "budgets_ms": evaluator.conditions,
         "rows": policy_rows(task, compared(decisions, evaluator.compared)),
-        "configurations": configurations_of(table, evaluator.rows, evaluator.utility_budgets),
+        "configurations": configurations_of(
+            problem.values, evaluator.rows, evaluator.utility_budgets, problem.cells
+        ),
         "knob_usage": usage(decisions, (LEARNED, task.low, task.high), settings, knobs),
     }
     if costs:
@@ -189,15 +200,17 @@ def _most_important(task: Task, means: list[PolicyRow]) -> list[PolicyRow]:
     return [rows[policy] for policy in (*first, *best, last) if policy in rows]
 
 
-def costs_of(table: ProfileTable) -> dict[str, CostFacts]:
-    """Return what is known of a table's further costs, by name."""
+def costs_of(
+    table: ProfileTable, limits: Mapping[str, float] | None = None
+) -> dict[str, CostFacts]:
+    """Return what is known of a table's further costs, and limits on them, by name."""
     costs: dict[str, CostFacts] = {}
     for name in table.costs:
         costs[name] = {}
         if unit := unit_in(name):
             costs[name]["unit"] = unit
-        if table.limits is not None and name in table.limits.values:
-            costs[name]["limit"] = table.limits.values[name]
+        if limits and name in limits:
+            costs[name]["limit"] = limits[name]
     return costs
 
 
@@ -210,24 +223,31 @@ def profile_of(table: ProfileTable | BeamTable) -> ProfileFacts:
 
 
 def configurations_of(
-    table: ProfileTable, rows: Tensor, budgets: Sequence[float] = ()
+    table: ProfileTable, rows: Tensor, budgets: Sequence[float] = (), cells: Cells | None = None
 ) -> list[ConfigurationRow]:
-    """Return the means of every configuration that was profiled for these samples (int64 [n]), with
-    the mean utility over the budgets if there are any."""
-    cells = {"accuracy": table.accuracy[rows], "latency_ms": table.latency_ms[rows]}
+    """Return the means of every configuration that some of these samples (int64 [n]) may have, with
+    the mean utility over the budgets if there are any.
+
+    Args:
+        cells: what counts of the table; None for all that it has.
+    """
+    counted: Cells = table if cells is None else cells
+    # how right an answer is does not depend on what it costs
+    accuracy = table.accuracy[rows].where(counted.mask[rows], torch.nan)
+    columns = {"accuracy": accuracy, "latency_ms": counted.latency_ms[rows]}
     if budgets:
         # [n, C, B]; what was not profiled has no utility
         utility = expected_utility(
-            cells["accuracy"][..., None],
-            table.measurements_ms[rows][..., None, :],
+            counted.accuracy[rows][..., None],
+            counted.measurements_ms[rows][..., None, :],
             torch.tensor(budgets),
         ).mean(-1)
-        cells["utility"] = utility.where(table.mask[rows], torch.nan)
-    means = {name: values.nanmean(0).tolist() for name, values in cells.items()}
+        columns["utility"] = utility.where(counted.mask[rows], torch.nan)
+    means = {name: values.nanmean(0).tolist() for name, values in columns.items()}
     # the rest was never measured
     configurations: list[ConfigurationRow] = []
     for c, label in enumerate(map(table.label, range(table.num_configurations))):
-        if table.mask[rows, c].any():
+        if counted.mask[rows, c].any():
             row: ConfigurationRow = {"label": label, "knobs": table.configuration(c)}
             known = {name: values[c] for name, values in means.items()}
             configurations.append(cast("ConfigurationRow", row | known))

@@ -16,25 +16,17 @@ from torch import Tensor
 
 from knobwise.agents.calibration.deployed_controller import DeployedController
 from knobwise.agents.calibration.mean_policies import MixingPolicy
-from knobwise.agents.evaluation.baselines import (
-    Oracle,
-    StaticPerDataset,
-    fit_static,
-    make_baselines,
-)
-from knobwise.agents.evaluation.budgets import judged_budgets
+from knobwise.agents.calibration.ways import WAYS
 from knobwise.agents.evaluation.evaluation import evaluate_policy
 from knobwise.agents.evaluation.limits import further_costs
 from knobwise.agents.evaluation.own_cost import OwnCost
 from knobwise.agents.evaluation.policy import Baseline, Policy
-from knobwise.agents.teacher.completed import CompletedTable
+from knobwise.agents.problem import Problem
 from knobwise.agents.teacher.experts import Experts
 from knobwise.common.errors import InputError
 from knobwise.common.progress import progress, say
 from knobwise.envs.bandit.budgets import subsample
 from knobwise.envs.bandit.reward import RewardTable
-from knobwise.envs.readers.joint import rows_by_dataset
-from knobwise.envs.tables.divisions import budget_rows
 from knobwise.envs.tables.profile_table import ProfileTable, Split
 from knobwise.experiments.evidence.decisions import Columns, decision_rows
 from knobwise.experiments.evidence.schema import RunResults
@@ -151,18 +143,24 @@ class OnTable:
     """What the evaluators of a profile share.
 
     Args:
-        split: policies are chosen on its training and validation samples, and judged on its test
-            samples.
+        problem: policies are chosen on the training and validation samples of its split, and judged
+            on its test samples.
         budgets_ms: float [B].
+        rewards: that of the column `reward`; None for those of training.
     """
 
     task: Task
-    rewards: RewardTable | None = None
 
-    def __init__(self, table: ProfileTable, split: Split, budgets_ms: Tensor) -> None:
-        self.table = table
-        self.split = split
-        self.rows = split.test
+    def __init__(
+        self, problem: Problem, budgets_ms: Tensor, rewards: RewardTable | None = None
+    ) -> None:
+        self.problem = problem
+        self.rewards = rewards
+        self.ways = WAYS[problem.rule.name]
+        # a trained controller may bring the policy that it was compared with, the first one
+        self.references = self.ways.references(problem, budgets_ms)
+        self.table = table = problem.facts
+        self.rows = problem.split.test
         self.budgets_ms = budgets_ms
         self.conditions = budgets_ms.tolist()
         self.labels = pl.Series([table.label(c) for c in range(table.num_configurations)])
@@ -173,36 +171,12 @@ class OnTable:
         }
         self.samples = pl.DataFrame(names)[self.rows.numpy()]
 
-    @staticmethod
-    def check(table: ProfileTable, splits: int) -> None:
-        """Raise InputError for a table, or a number of splits, that the task does not go with."""
-
-    @staticmethod
-    def check_trained(controller: DeployedController) -> None:
-        """Raise InputError for a controller that cannot decide yet."""
-
-    @staticmethod
-    def budgets(table: ProfileTable, split: Split, wanted: Sequence[float] | None) -> Tensor:
-        """Return the budgets to judge at, float [B]; by default those that suit the table."""
-        return judged_budgets(table, wanted, budget_rows(table, split))
-
-    @classmethod
-    def budgets_for(
-        cls,
-        controller: DeployedController,
-        table: ProfileTable,
-        split: Split,
-        wanted: Sequence[float] | None,
-    ) -> Tensor:
-        """Return the budgets to judge a trained controller at, see `budgets`."""
-        return cls.budgets(table, split, wanted)
-
     def add_facts(self, results: RunResults, policies: Policies) -> None:
         """Add to the results what they have for this task alone."""
 
     def of_rows(self, rows: Tensor) -> Self:
         """Copy the evaluator for other test samples, rows int64 [n]."""
-        return type(self)(self.table, self.split._replace(test=rows), self.budgets_ms)
+        return type(self)(self.problem.judged_on(rows), self.budgets_ms)
 
     @property
     def judged_by(self) -> str:
@@ -211,51 +185,46 @@ class OnTable:
             return self.task.judged_by
         return self.rewards.kind.judged_by
 
+    def baselines(self, experts: Experts, seed: int) -> list[Any]:
+        """Return every simple way to decide, see `Ways.baselines`."""
+        first, *others, last = self.references
+        return [
+            first,
+            *others,
+            *self.ways.baselines(self.problem, self.budgets_ms, experts, seed),
+            last,
+        ]
+
+    def explained_by(self, controller: DeployedController) -> tuple[Tensor, Policy, Tensor | None]:
+        """Return what decisions are explained with: the budgets [B], the static policy beside the
+        controller, and the prices [B] of a ms, None where there are none."""
+        return self.budgets_ms, self.ways.static(self.problem), self.ways.prices(controller)
+
     def chosen(self, configurations: Tensor) -> pl.Series:
         """Label configurations int64 [n, B] by their knob values, as a column of n · B texts."""
         return self.labels[configurations.flatten().numpy()]
 
 
 class Deadlines(OnTable):
-    """Controllers under a deadline for each request.
-
-    Args:
-        rewards: that of the column `reward`; by default those of training.
-    """
+    """Controllers under a deadline for each request."""
 
     task = DEADLINE
-
-    def __init__(
-        self,
-        table: ProfileTable,
-        split: Split,
-        budgets_ms: Tensor,
-        rewards: RewardTable | None = None,
-    ) -> None:
-        super().__init__(table, split, budgets_ms)
-        self.rewards = rewards
-        # a trained controller may bring the static policy that it was compared with
-        self.static = fit_static(table, split.fitted)
-
-    @staticmethod
-    def deadlines(budgets_ms: Tensor) -> Tensor:
-        """Return the budgets that predictors learn to keep: these."""
-        return budgets_ms
 
     def outcomes(self, policy: Policy, cost_ms: Tensor | float = 0.0) -> Columns:
         """See `Evaluator`. A policy is a `Policy`; if it has a `teacher`, this one says what it
         expects."""
         judged = evaluate_policy(
-            policy, self.table, self.rows, self.budgets_ms, self.rewards, cost_ms=cost_ms
+            policy, self.problem, self.rows, self.budgets_ms, self.rewards, cost_ms=cost_ms
         )
         columns = dict(vars(judged))
-        if isinstance(self.table, CompletedTable):
-            columns["sampling_weight"] = self.table.weight[self.rows.unsqueeze(1), judged.chosen]
+        if self.problem.beliefs is not None:
+            cells = self.rows.unsqueeze(1), judged.chosen
+            columns["sampling_weight"] = self.problem.beliefs.weight[cells]
         if isinstance(policy, DeployedController) and policy.teacher is not None:
             left_ms = self.budgets_ms - cost_ms
             columns["expected_on_time"] = self._expected(policy, judged.chosen, left_ms)
-        hindsight = getattr(policy, "hindsight", False)
-        columns |= further_costs(self.table, self.rows, judged.chosen, hindsight)
+        checked = not getattr(policy, "hindsight", False)
+        columns |= further_costs(self.problem, self.rows, judged.chosen, checked)
         columns["choice"] = self.chosen(columns.pop("chosen"))
         return columns
 
@@ -279,31 +248,3 @@ class Deadlines(OnTable):
     def compared(self, decisions: pl.DataFrame) -> pl.DataFrame:
         """Add to decisions the scores that they are compared with."""
         return with_references(self.task, decisions)
-
-    def baselines(self, experts: Experts, seed: int) -> list[Baseline]:
-        """Return every simple way to decide.
-
-        Args:
-            experts: of all families, fitted on all but the test samples.
-            seed: of `random`.
-        """
-        baselines = make_baselines(self.table, self.split, seed, self.budgets_ms, experts=experts)
-        # the first is this static policy once more
-        policies: list[Baseline] = [self.static, *baselines[1:]]
-        if len(rows_by_dataset(self.table, self.rows)) > 1:
-            policies.insert(1, StaticPerDataset(self.table, self.split.fitted, self.rows))
-        return policies
-
-    def references(self) -> list[Baseline]:
-        """Make both ends of the oracle gap: budget-aware static, fitted on all but the test
-        samples, and the oracle."""
-        return [self.static, Oracle(self.table, self.rows)]
-
-    def deployed(self, controller: DeployedController) -> Policy:
-        """Give the policy that decides for a controller: itself, guard included."""
-        return controller
-
-    def explained_by(self, controller: DeployedController) -> tuple[Tensor, Policy, Tensor | None]:
-        """Return what decisions are explained with: the budgets [B], the static policy beside the
-        controller, and the prices [B] of a ms, None where there are none."""
-        return self.budgets_ms, self.static, None

@@ -16,6 +16,7 @@ from torch import Tensor
 from knobwise.agents.calibration.deployed_controller import DeployedController
 from knobwise.agents.evaluation.baselines import averages
 from knobwise.agents.evaluation.policy import Policy, choices_of
+from knobwise.agents.problem import Problem
 from knobwise.envs.bandit.reward import expected_utility
 from knobwise.envs.readers.feature_columns import block_columns
 from knobwise.envs.tables.profile_table import ProfileTable
@@ -25,10 +26,10 @@ from knobwise.experiments.evidence.schema import (
     Difficulty,
     DifficultyGroup,
     Importance,
-    Rule,
     Side,
     SingleDecision,
     Tree,
+    TreeRule,
     WhyExplained,
 )
 from knobwise.experiments.evidence.statistics import (
@@ -75,14 +76,16 @@ class Explained:
 
     def __init__(
         self,
-        table: ProfileTable,
+        problem: Problem,
         test: Tensor,
         policy: DeployedController,
         budgets_ms: Tensor,
         static: Policy,
         prices: Tensor | None = None,
     ) -> None:
-        self.table = table
+        self.table = problem.facts
+        self.values = problem.values
+        self.cells = problem.cells
         self.policy = policy
         self.budgets_ms = budgets_ms
         self.limits = budgets_ms.double().numpy()
@@ -91,8 +94,8 @@ class Explained:
         ]
         self.rows = test[drawn.sort().values]
         self.reads = torch.from_numpy(policy.reads_features(self.limits))
-        self.features = table.blocks(self.rows)
-        self.mask = table.mask[self.rows].numpy()
+        self.features = problem.facts.blocks(self.rows)
+        self.mask = problem.mask[self.rows].numpy()
         self.chosen = self.decided(self.features)
         self.prices = prices
         self.static = choices_of(static, {}, self.limits, self.mask)
@@ -111,13 +114,14 @@ class Explained:
             reads: bool [B], where the choice needs features, which may cost a first look.
         """
         cells = self.rows.unsqueeze(1), chosen
-        accuracy = self.table.accuracy[cells].double()
+        accuracy = self.cells.accuracy[cells].double()
         if self.prices is not None:
-            return accuracy - self.prices * self.table.latency_ms[cells].double()
-        measured_ms = self.table.measurements_ms[cells]
-        if self.table.first_look_ms is not None:
+            return accuracy - self.prices * self.cells.latency_ms[cells].double()
+        measured_ms = self.cells.measurements_ms[cells]
+        first_look_ms = self.cells.first_look_ms
+        if first_look_ms is not None:
             # measurements include the first look: take it off where it is not needed
-            measured_ms = measured_ms - (self.table.first_look_ms[cells] * ~reads)[..., None]
+            measured_ms = measured_ms - (first_look_ms[cells] * ~reads)[..., None]
         return expected_utility(accuracy, measured_ms, self.budgets_ms)
 
 
@@ -191,9 +195,9 @@ def by_difficulty(explained: Explained) -> Difficulty:
         `points`: difficulty and latency of the choice of each sample, in ms.
     """
     # [n, C] each, and what a configuration costs on average, [C]
-    accuracy = explained.table.accuracy[explained.rows]
-    latency_ms = explained.table.latency_ms[explained.rows]
-    cost_ms = averages(explained.table, explained.rows)[1]
+    accuracy = explained.cells.accuracy[explained.rows]
+    latency_ms = explained.cells.latency_ms[explained.rows]
+    cost_ms = averages(explained.cells, explained.rows)[1]
     difficulty = difficulty_of(accuracy, latency_ms)
     known = difficulty.isfinite()
     x = difficulty[known].numpy()
@@ -258,7 +262,7 @@ def with_more_time(explained: Explained) -> dict[str, float] | None:
     order = explained.budgets_ms.argsort()
     if len(order) < 2:
         return None
-    means = torch.stack(averages(explained.table, explained.rows))
+    means = torch.stack(averages(explained.cells, explained.rows))
     shares = {}
     for prefix, chosen in (("", explained.chosen), ("static_", explained.static)):
         # between each budget and the next larger one, [n, B − 1]
@@ -388,7 +392,7 @@ def _rules(
     table: ProfileTable,
     node: int,
     when: dict[tuple[str, str], float],
-) -> list[Rule]:
+) -> list[TreeRule]:
     """Return the rules of the leaves below a node of a fitted tree, from left to right.
 
     Args:
@@ -399,7 +403,7 @@ def _rules(
     if inner.children_left[node] >= 0:
         feature = names[inner.feature[node]]
         value = float(inner.threshold[node])
-        rules: list[Rule] = []
+        rules: list[TreeRule] = []
         for sign, children in (("≤", inner.children_left), (">", inner.children_right)):
             # a deeper bound on the same feature is the tighter one and replaces the other
             below = {**when, (feature, sign): value}
@@ -412,7 +416,7 @@ def _rules(
     then = {}
     for knob, known, share in zip(table.knobs, classes, shares, strict=True):
         then[knob.name] = knob.values[int(known[share.argmax()])]
-    rule: Rule = {
+    rule: TreeRule = {
         "when": [(*key, value) for key, value in when.items()],
         "then": then,
         "share": float(inner.n_node_samples[node] / inner.n_node_samples[0]),
@@ -458,8 +462,8 @@ def _decision(
         c = int(chosen[i, b])
         return {
             "configuration": table.configuration(c),
-            "accuracy": float(table.accuracy[row, c]),
-            "latency_ms": float(table.latency_ms[row, c]),
+            "accuracy": float(explained.values.accuracy[row, c]),
+            "latency_ms": float(explained.cells.latency_ms[row, c]),
         }
 
     return {

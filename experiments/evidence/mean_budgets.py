@@ -7,32 +7,22 @@ same samples.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 import polars as pl
 import torch
 from torch import Tensor
 
-from knobwise.agents.calibration.deployed_controller import DeployedController
 from knobwise.agents.calibration.mean_policies import (
-    BestSingle,
     MixingPolicy,
-    OracleAtMean,
     StaticMix,
     best_single_at,
-    make_priced_baselines,
     outcomes_of,
 )
-from knobwise.agents.calibration.prices import mean_budgets, oracle_at_mean, static_hull
-from knobwise.agents.evaluation.baselines import LookupTable, averages
+from knobwise.agents.calibration.prices import oracle_at_mean, static_hull
+from knobwise.agents.evaluation.baselines import averages
 from knobwise.agents.evaluation.limits import further_costs
-from knobwise.agents.evaluation.policy import Policy
-from knobwise.agents.teacher.completed import CompletedTable, as_if_measured
-from knobwise.agents.teacher.experts import Experts
-from knobwise.common.errors import InputError
+from knobwise.agents.problem import Problem
 from knobwise.envs.bandit.reward import RewardTable
-from knobwise.envs.tables.profile_table import ProfileTable, Split
 from knobwise.experiments.evidence.decisions import Columns, array_of
 from knobwise.experiments.evidence.evaluate import OnTable, Policies
 from knobwise.experiments.evidence.schema import ConfigurationRow, RunResults
@@ -44,28 +34,27 @@ class Reference:
     """Policies that any other is compared with, by its spending on the test samples.
 
     Args:
-        fitted: int64, the rows that static policies are chosen on.
-        test: int64 [n], the rows that they are judged on.
+        problem: static policies are chosen on the training and validation samples of its split, and
+            judged on its test samples.
     """
 
-    def __init__(self, table: ProfileTable, fitted: Tensor, test: Tensor) -> None:
-        self.table = table
-        self.fitted = fitted
-        self.test = test
-        self.mask = table.mask[test]
-        self.mean_accuracy, self.mean_cost = averages(table, fitted)
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        self.test = problem.split.test
+        self.mask = problem.mask[self.test]
+        self.mean_accuracy, self.mean_cost = averages(problem.cells, problem.split.fitted)
         self.corners = static_hull(self.mean_accuracy, self.mean_cost)
         at_corners = StaticMix(
             self.mean_accuracy, self.mean_cost, budgets=self.mean_cost[self.corners]
         )
-        self._accuracy, latency_ms = at_corners.expected(table, test)
+        self._accuracy, latency_ms = at_corners.expected(problem, self.test)
         # a dearer corner may turn out cheaper on the test samples; from there on the mix costs what
         # the dearest did
         self._means = latency_ms.mean(0).cummax(0).values
 
     def hull(self) -> list[ConfigurationRow]:
         """Return the corners of the static mix, from the cheapest to the most accurate."""
-        labels = list(map(self.table.label, self.corners.tolist()))
+        labels = list(map(self.problem.facts.label, self.corners.tolist()))
         accuracies = self._accuracy.mean(0).tolist()
         corners: list[ConfigurationRow] = []
         for label, accuracy, latency_ms in zip(
@@ -93,9 +82,9 @@ class Reference:
         """Return the accuracy of the single configuration that was the most accurate on `fitted`
         among those whose mean latency on the test samples is at most `spent`, or up to 1 % more, so
         that no hair decides: float64 [B] ms → [n, B]."""
-        cost = averages(self.table, self.test)[1]
+        cost = averages(self.problem.cells, self.test)[1]
         chosen = best_single_at(self.mean_accuracy, cost, 1.01 * spent, self.mask)
-        return outcomes_of(self.table, self.test, chosen)[0]
+        return outcomes_of(self.problem, self.test, chosen)[0]
 
     def at_equal_latency(self, decisions: pl.DataFrame) -> pl.DataFrame:
         """Add to decisions what others would get with the mean latency that their policy spent
@@ -119,11 +108,11 @@ class Reference:
     def oracle(self, budgets_ms: Tensor) -> Tensor:
         """Return the accuracy of the choices that are the most accurate at these mean latencies, in
         hindsight, float64 [B] ms → [n, B]."""
-        known = as_if_measured(self.table)
+        cells = self.problem.cells
         chosen = oracle_at_mean(
-            known.accuracy[self.test], known.latency_ms[self.test], self.mask, budgets_ms
+            cells.accuracy[self.test], cells.latency_ms[self.test], self.mask, budgets_ms
         )
-        return outcomes_of(known, self.test, chosen)[0]
+        return outcomes_of(self.problem, self.test, chosen, checked=False)[0]
 
 
 class MeanBudgets(OnTable):
@@ -133,76 +122,25 @@ class MeanBudgets(OnTable):
     task = MEAN_BUDGET
 
     def __init__(
-        self,
-        table: ProfileTable,
-        split: Split,
-        budgets_ms: Tensor,
-        rewards: RewardTable | None = None,
+        self, problem: Problem, budgets_ms: Tensor, rewards: RewardTable | None = None
     ) -> None:
-        super().__init__(table, split, budgets_ms)
-        self.reference = Reference(table, split.fitted, self.rows)
-
-    @staticmethod
-    def budgets(table: ProfileTable, split: Split, wanted: Sequence[float] | None) -> Tensor:
-        """Return the budgets to judge at, float64 [B], see `mean_budgets`."""
-        return mean_budgets(table, split.fitted, wanted)
-
-    @classmethod
-    def budgets_for(
-        cls,
-        controller: DeployedController,
-        table: ProfileTable,
-        split: Split,
-        wanted: Sequence[float] | None,
-    ) -> Tensor:
-        """Return the budgets that a controller was calibrated for.
-
-        Raises:
-            InputError: another one is wanted.
-        """
-        mean = controller.decider.mean
-        assert mean is not None
-        try:
-            mean.groups(np.array(wanted or mean.budgets_ms))
-        except ValueError as error:
-            raise InputError(f"budgets_ms: {error}") from error
-        return torch.from_numpy(mean.budgets_ms)
-
-    @staticmethod
-    def check_trained(controller: DeployedController) -> None:
-        """Raise InputError for a controller that does not know the prices of its budgets yet."""
-        if not controller.calibration.mean:
-            raise InputError("its prices were not calibrated yet; let its training end")
-
-    @staticmethod
-    def deadlines(budgets_ms: Tensor) -> Tensor:
-        """Return no budgets: under a mean budget predictors learn without a deadline."""
-        return budgets_ms[:0]
-
-    @staticmethod
-    def check(table: ProfileTable, splits: int) -> None:
-        """Raise InputError for several splits, and for a first look to pay for."""
-        if table.first_look_ms is not None or splits > 1:
-            raise InputError(
-                "budget=mean: has one split, so leave out split.folds and split.repeats, and "
-                f"no first stage to pay for, as {table.name!r} has if it names first_look_ms"
-            )
+        super().__init__(problem, budgets_ms, rewards)
+        self.reference = Reference(problem)
 
     def outcomes(self, policy: MixingPolicy, cost_ms: Tensor | float = 0.0) -> Columns:
         """See `Evaluator`."""
-        table = self.table
-        if getattr(policy, "hindsight", False):
-            table = as_if_measured(table)
-        mixture = policy.mixture(table, self.rows)
-        accuracy, latency_ms = mixture.expected(table, self.rows)
+        checked = not getattr(policy, "hindsight", False)
+        mixture = policy.mixture(self.problem, self.rows)
+        accuracy, latency_ms = mixture.expected(self.problem, self.rows, checked)
         drawn = ~mixture.share.isnan()
         second = mixture.second.where(drawn, -1)
         columns = {}
-        if isinstance(table, CompletedTable):
-            columns["sampling_weight"] = mixture.weight(table.weight[self.rows])
+        if checked and self.problem.beliefs is not None:
+            columns["sampling_weight"] = mixture.weight(self.problem.beliefs.weight[self.rows])
         # a further cost is the mean of both sides
-        costs = further_costs(table, self.rows, mixture.first)
-        of_second = further_costs(table, self.rows, mixture.second.where(drawn, mixture.first))
+        costs = further_costs(self.problem, self.rows, mixture.first, checked)
+        other = mixture.second.where(drawn, mixture.first)
+        of_second = further_costs(self.problem, self.rows, other, checked)
         share = mixture.share.nan_to_num(0.0)
         for name, cost in costs.items():
             costs[name] = torch.lerp(cost.to(share), of_second[name].to(share), share)
@@ -245,30 +183,3 @@ class MeanBudgets(OnTable):
                 by_budget = dict(zip(self.conditions, prices[row["policy"]], strict=True))
                 row["price"] = by_budget[row["budget_ms"]]
                 row["worth_ms"] = 1 / row["price"] if row["price"] else None
-
-    def baselines(self, experts: Experts, seed: int) -> list[MixingPolicy]:
-        """Return every simple way to decide, see `Deadlines.baselines`."""
-        priced = make_priced_baselines(self.table, self.split, self.budgets_ms, experts)
-        first, second, last = self.references()
-        return [first, second, *priced, last]
-
-    def references(self) -> list[MixingPolicy]:
-        """Make static mix and best single configuration, fitted on all but the test samples, and
-        the oracle at mean budgets."""
-        mean_accuracy = self.reference.mean_accuracy
-        mean_cost = self.reference.mean_cost
-        return [
-            StaticMix(mean_accuracy, mean_cost, self.budgets_ms),
-            BestSingle(mean_accuracy, mean_cost, self.budgets_ms),
-            OracleAtMean(self.budgets_ms),
-        ]
-
-    def deployed(self, controller: DeployedController) -> MixingPolicy:
-        """Give the policy that decides for a controller under its calibrated mean budgets, mix
-        included."""
-        return controller.under_mean_budgets()
-
-    def explained_by(self, controller: DeployedController) -> tuple[Tensor, Policy, Tensor | None]:
-        """See `Deadlines.explained_by`."""
-        prices = 1 / torch.from_numpy(controller.calibration.mean["worths"])
-        return self.budgets_ms, LookupTable(self.table, self.split.fitted, 0.0), prices

@@ -217,7 +217,7 @@ class Importance(TypedDict):
     ci95: Interval
 
 
-class Rule(TypedDict):
+class TreeRule(TypedDict):
     """A leaf of the tree that imitates the policy."""
 
     when: list[tuple[str, str, float]]
@@ -233,7 +233,7 @@ class Tree(TypedDict):
     ci95: Interval
     by_budget_alone: float
     exact: float
-    rules: list[Rule]
+    rules: list[TreeRule]
 
 
 class Side(TypedDict):

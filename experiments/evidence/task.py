@@ -110,7 +110,7 @@ DECISION = Metric("decision_us_p50", "decision time", unit="µs", aggregate=pl.m
 WEIGHT = pl.col("sampling_weight")
 EFFECTIVE_CELLS = Metric(
     "effective_cells",
-    # Kish (1965), see `knobwise.agents.teacher.completed.effective_cells`
+    # Kish (1965), see `knobwise.envs.tables.beliefs.effective_cells`
     aggregate=WEIGHT.sum() ** 2 / pl.when(WEIGHT.sum() > 0).then((WEIGHT**2).sum()),
 )
 P95 = Metric(

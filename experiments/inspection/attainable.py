@@ -20,6 +20,7 @@ judges.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -28,16 +29,18 @@ from torch import Tensor
 from knobwise.agents.controller.features import FeatureNormaliser
 from knobwise.agents.evaluation.baselines import fit_static
 from knobwise.agents.evaluation.policy import choices_of
-from knobwise.agents.teacher.completed import completed
+from knobwise.agents.problem import Problem
+from knobwise.agents.teacher.beliefs import fit_beliefs
 from knobwise.agents.teacher.experts import Experts
 from knobwise.agents.teacher.outcomes import Prediction, pick
 from knobwise.agents.teacher.weights import HeldOutScores, weights_of_folds
 from knobwise.common.progress import progress
 from knobwise.envs.bandit.budgets import MIN_LATENCY_MS, SPARSE
-from knobwise.envs.bandit.outcomes import outcomes_of
+from knobwise.envs.bandit.outcomes import Decisions
 from knobwise.envs.bandit.reward import expected_utility
+from knobwise.envs.tables.cells import unread
 from knobwise.envs.tables.profile_table import ProfileTable, median_of
-from knobwise.envs.tables.splits import Fold, Split
+from knobwise.envs.tables.splits import Fold
 from knobwise.experiments.evidence.schema import Attainable, CurvePoint, RunResults
 from knobwise.experiments.evidence.statistics import ends_of, resampled_means
 from knobwise.profiling.design.cell_design import balanced_cells, with_cells
@@ -98,18 +101,17 @@ def learning_curve(table: ProfileTable, budgets_ms: Tensor) -> list[CurvePoint]:
         return []
     points: list[CurvePoint] = []
     attained: list[np.ndarray] = []
-    measured = table
+    problem = Problem.from_table(table)
     designs = _smaller_designs(table)
     if table.mask.double().mean() < SPARSE:
-        everything = torch.arange(table.num_samples)
-        table = completed(table, Split(everything, everything[:0], everything[:0]))
+        problem = replace(problem, beliefs=fit_beliefs(table, problem.split))
     with progress("learning curve", len(designs), quiet_s=2) as tick:
         for done, (count, cells) in enumerate(designs, 1):
-            known = with_cells(measured, cells)
+            known = with_cells(table, cells)
             experts = _quick_experts(table, known, budgets_ms)
             if len(experts.measured.folds) < 2:
                 return []
-            policy, static = utilities_out_of_fold(table, experts, budgets_ms, known)
+            policy, static = utilities_out_of_fold(problem, experts, budgets_ms, known)
             gains, _ = _guarded(policy - static, experts.measured.folds)
             attained.append(static.mean(1) + gains)
             utility, ci95 = _interval(attained[-1], table, experts)
@@ -167,7 +169,9 @@ def _narrowed(table: ProfileTable, rows: Tensor) -> FeatureNormaliser:
     return normaliser
 
 
-def attainable_by(table: ProfileTable, experts: Experts, budgets_ms: Tensor) -> Attainable | None:
+def attainable_by(
+    table: ProfileTable | Problem, experts: Experts, budgets_ms: Tensor
+) -> Attainable | None:
     """Return what looks learnable from the features: the gain of quick policies over budget-aware
     static out of fold, see above.
 
@@ -183,9 +187,10 @@ def attainable_by(table: ProfileTable, experts: Experts, budgets_ms: Tensor) -> 
     """
     if len(experts.measured.folds) < 2:
         return None
-    policy, static = utilities_out_of_fold(table, experts, budgets_ms)
+    problem = Problem.from_table(table)
+    policy, static = utilities_out_of_fold(problem, experts, budgets_ms)
     kept, learned = _guarded(policy - static, experts.measured.folds)
-    mean, ci95 = _interval(kept, table, experts)
+    mean, ci95 = _interval(kept, problem.facts, experts)
     return {"gain": mean, "gain_ci95": ci95, "samples": len(kept), "learned": learned}
 
 
@@ -222,7 +227,7 @@ def _interval(
 
 
 def utilities_out_of_fold(
-    table: ProfileTable,
+    problem: Problem,
     experts: Experts,
     budgets_ms: Tensor,
     known: ProfileTable | None = None,
@@ -233,25 +238,28 @@ def utilities_out_of_fold(
     The policy pays for what its features take, `features_ms` and the first look; static does not.
 
     Args:
-        table: the profile.
+        problem: what is decided; predictions count.
         experts: fitted on some of its samples.
         budgets_ms: float [B].
         known: the cells of the profile that experts and static are fitted on; None for all.
     """
     measured = experts.measured
     rows = measured.rows
-    mask = table.mask[rows]
+    mask = problem.mask[rows]
     static = torch.empty(len(rows), len(budgets_ms), dtype=torch.int64)
     for fit, hold in measured.folds:
-        policy = fit_static(known or table, rows[fit])
+        policy = fit_static(known or problem.cells, rows[fit])
         static[hold] = choices_of(policy, {}, budgets_ms.numpy(), mask[hold].numpy())
-    unread = torch.zeros(len(budgets_ms), dtype=torch.bool)
-    of_static = outcomes_of(table, rows, static, budgets_ms, reads=unread).utility
-    _, scores = quick_stack(experts, budgets_ms - table.features_ms)
+    reads = torch.zeros(len(budgets_ms), dtype=torch.bool)
+    by_static = Decisions(rows, static, budgets_ms, reads=reads)
+    of_static = problem.outcomes(by_static, checked=False).utility
+    features_ms = problem.facts.features_ms
+    _, scores = quick_stack(experts, budgets_ms - features_ms)
     # among equal scores the fastest on average
     slow = measured.latency_ms.nanmean(0)
     chosen = torch.stack([pick(score, slow, mask) for score in scores], 1)
-    outcomes = outcomes_of(table, rows, chosen, budgets_ms, cost_ms=table.features_ms)
+    decisions = Decisions(rows, chosen, budgets_ms, features_ms)
+    outcomes = problem.outcomes(decisions, checked=False)
     return outcomes.utility.double().numpy(), of_static.double().numpy()
 
 
@@ -287,7 +295,7 @@ def oracle_of_halves(table: ProfileTable, budgets_ms: Tensor) -> float | None:
     measured once counts in both and keeps its luck. None if more than half of the cells were
     measured once.
     """
-    table = table.without_first_look
+    table = unread(table)
     if table.repeats_ms is None or repeated_share(table) < 1 - MAX_ONCE:
         return None
     # in random order, and NaN last

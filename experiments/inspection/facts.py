@@ -19,9 +19,10 @@ from torch import Tensor
 
 from knobwise.agents.evaluation.baselines import Oracle, fit_static
 from knobwise.agents.evaluation.evaluation import evaluate_policy
-from knobwise.agents.evaluation.texts import encoded_by, with_texts_encoded
+from knobwise.agents.evaluation.texts import encoded_by, fit_encoders
 from knobwise.common.errors import InputError
 from knobwise.envs.bandit.budgets import default_budgets, log_moments
+from knobwise.envs.tables.cells import unread
 from knobwise.envs.tables.cost_words import in_words
 from knobwise.envs.tables.profile_table import ProfileTable, median_of
 from knobwise.experiments.evidence.controllers import configurations_of, costs_of
@@ -73,7 +74,7 @@ def inspect_table(
         table = _encoded(table)
     # digest and policies are those of the whole profile, which may have a first look
     whole = table
-    table = whole.without_first_look
+    table = unread(whole)
     means = _configurations(table)
     plane = pl.DataFrame(means).select("accuracy", "latency_ms")
     front = pareto_front(*(column.to_numpy() for column in plane)).nonzero()[0]
@@ -172,8 +173,8 @@ def _encoded(table: ProfileTable) -> ProfileTable:
     try:
         split = table.split()
     except InputError:
-        return encoded_by(table, {})
-    return with_texts_encoded(table, split)
+        return table
+    return encoded_by(table, fit_encoders(table, split))
 
 
 def _findings(table: ProfileTable, facts: Facts) -> list[dict[str, object]]:

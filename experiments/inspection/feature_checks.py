@@ -13,7 +13,6 @@ import torch
 from scipy.stats import rankdata
 from torch import Tensor
 
-from knobwise.agents.evaluation.texts import encoders_of
 from knobwise.envs.readers.feature_columns import block_columns
 from knobwise.experiments.inspection.measured import (
     Finding,
@@ -311,9 +310,8 @@ def _numbers(measured: Measured) -> dict[str, tuple[list[str], Tensor]]:
     [N, d]. The places of a text are left out: they follow from each other, and the last may be
     empty. So are blocks of free text, which are NaN where a text is unlike the others."""
     blocks = {}
-    encoders = encoders_of(measured.table)
     for name, block in measured.table.features.items():
-        if name in encoders:
+        if name in measured.table.texts:
             continue
         numbers: list[bool] = []
         names = []

@@ -61,7 +61,8 @@ from knobwise.agents.controller.settings import hidden_for
 from knobwise.agents.evaluation.baselines import fit_static
 from knobwise.agents.evaluation.evaluation import evaluate_policy
 from knobwise.agents.evaluation.policy import Policy
-from knobwise.agents.teacher.completed import CompletedTable, completed, estimated
+from knobwise.agents.problem import Problem
+from knobwise.agents.teacher.beliefs import fit_beliefs
 from knobwise.agents.training.controller_stages import ExactGRPO
 from knobwise.agents.training.controllers import make_trainer
 from knobwise.agents.training.seeding import seeded
@@ -70,6 +71,7 @@ from knobwise.agents.training.state import Best
 from knobwise.envs.bandit.budgets import default_budgets
 from knobwise.envs.bandit.reward import RewardTable
 from knobwise.envs.bandit.settings import TRAINING_REWARD
+from knobwise.envs.tables.beliefs import Beliefs
 from knobwise.envs.tables.profile_table import ProfileTable, Split
 from knobwise.experiments.settings.choices import AUTO, DISTILLED_OPTIMISER
 from knobwise.losses.settings import LossConfig
@@ -137,21 +139,22 @@ def drawn_cells(whole: ProfileTable, split: Split, share: Fraction, draw: int) -
     return CellDesign(probability)
 
 
-def sparse(whole: ProfileTable, split: Split, design: CellDesign) -> ProfileTable:
-    """Return a table with the cells of a design, completed."""
+def sparse(whole: ProfileTable, split: Split, design: CellDesign) -> Problem:
+    """Return the problem in which only the cells of a design were measured."""
     part = with_cells(whole, torch.from_numpy(design.cells))
     weight = torch.from_numpy(design.weight).float()
-    return completed(replace(part, sampling_weight=weight), split, folds=POLICY.fold_networks)
+    part = replace(part, sampling_weight=weight)
+    return Problem(part, split, beliefs=fit_beliefs(part, split, folds=POLICY.fold_networks))
 
 
 class CheckedRewards(RewardTable):
     """Rewards that are doubly robust, or with `measured_only` those of measured cells alone."""
 
-    def __init__(self, table: CompletedTable, measured_only: bool) -> None:
-        super().__init__(table, TRAINING_REWARD)
-        self.table = table
+    def __init__(self, beliefs: Beliefs, measured_only: bool) -> None:
+        super().__init__(beliefs.filled, TRAINING_REWARD)
+        self.beliefs = beliefs
         self.measured_only = measured_only
-        versions = (table.measured, table.predicted)
+        versions = (beliefs.measured, beliefs.predicted)
         self.of_version = {id(v): RewardTable(v, TRAINING_REWARD) for v in versions}
 
     def all(self, rows: Tensor, budgets_ms: Tensor) -> Tensor:
@@ -159,11 +162,11 @@ class CheckedRewards(RewardTable):
             return self.of_version[id(version)].all(rows, budgets_ms)
 
         if not self.measured_only:
-            cells = rows.unsqueeze(1), torch.arange(self.table.num_configurations)
-            return estimated(self.table, cells, rewards_in)
-        rewards = rewards_in(self.table.measured)
+            cells = rows.unsqueeze(1), torch.arange(self.beliefs.weight.shape[1])
+            return self.beliefs.estimate(cells, rewards_in)
+        rewards = rewards_in(self.beliefs.measured)
         mean = rewards.nanmean(1, keepdim=True)
-        return mean + (self.table.weight[rows] * (rewards - mean)).nan_to_num()
+        return mean + (self.beliefs.weight[rows] * (rewards - mean)).nan_to_num()
 
 
 # -- training --------------------------------------------------------------------------------------
@@ -180,22 +183,19 @@ class Imitation:
     """A policy that imitates its teacher, and what GRPO makes of it.
 
     Args:
-        table: the table to learn from.
-        split: its samples to fit on; test samples are not used.
+        problem: what to learn; test samples are not used.
         budgets_ms: float [B], those that will be judged.
         factor: on the learning rate.
     """
 
-    def __init__(
-        self, table: ProfileTable, split: Split, budgets_ms: Tensor, factor: float = 1.0
-    ) -> None:
-        inputs = FeatureNormaliser.fit(table, split.fitted).width
+    def __init__(self, problem: Problem, budgets_ms: Tensor, factor: float = 1.0) -> None:
+        table = problem.facts
+        inputs = FeatureNormaliser.fit(table, problem.split.fitted).width
         budget_us = 1e3 * float(budgets_ms.min())
         hidden = hidden_for(inputs, table.num_configurations, POLICY.utility_head, budget_us)
         lr = factor * OPTIMISER.pretrain_lr
         trainer = distillation_trainer(
-            table,
-            split,
+            problem,
             policy=replace(POLICY, hidden=hidden),
             loss=LossConfig(kl_to_ref_coeff=1.0),
             optimiser=replace(OPTIMISER, pretrain_lr=lr, iterations=0),
@@ -215,7 +215,9 @@ class Imitation:
             OPTIMISER, lr=factor * OPTIMISER.lr, patience=0, evaluate_every=OPTIMISER.iterations
         )
         if way != "completed":
-            setup.env.rewards = CheckedRewards(setup.table, way == "measured")
+            beliefs = setup.problem.beliefs
+            assert beliefs is not None
+            setup.env.rewards = CheckedRewards(beliefs, way == "measured")
         with seeded(0, "cpu"):
             agent = DeployedController(setup.controller).eval()
             make_trainer(setup, agent, [LastGRPO(setup)]).run()
@@ -257,10 +259,10 @@ class Case:
             return WAYS[:1]
         return WAYS if self.share in SHARES else ()
 
-    def table(self, whole: ProfileTable, split: Split) -> ProfileTable:
-        """Return what is measured, completed."""
+    def problem(self, whole: ProfileTable, split: Split) -> Problem:
+        """Return the problem in which this part is measured."""
         if self.share == 1:
-            return whole
+            return Problem(whole, split)
         return sparse(whole, split, drawn_cells(whole, split, self.share, self.draw))
 
 
@@ -270,11 +272,11 @@ def utilities(case: Case) -> Values:
     whole = read(case.profile)
     split = whole.split(seed=case.draw % SPLITS)
     budgets_ms = default_budgets(whole)
-    table = case.table(whole, split)
-    imitation = Imitation(table, split, budgets_ms, TUNED["imitation"])
+    problem = case.problem(whole, split)
+    imitation = Imitation(problem, budgets_ms, TUNED["imitation"])
     policies: dict[str, Policy] = {
         "static_of_whole": fit_static(whole, split.fitted),
-        "static": fit_static(table, split.fitted),
+        "static": fit_static(problem.cells, split.fitted),
         "teacher": imitation.teacher,
         "imitation": imitation.agent.decider,
         "guarded": imitation.deployed.decider,
@@ -294,7 +296,7 @@ def tune(folder: Path) -> None:
     whole = read("builtin")
     split = whole.split(seed=TUNING_DRAW % SPLITS)
     budgets_ms = default_budgets(whole)
-    table = Case("builtin", Fraction(1, 16), TUNING_DRAW).table(whole, split)
+    problem = Case("builtin", Fraction(1, 16), TUNING_DRAW).problem(whole, split)
     scores: dict[str, dict[float, float]] = {way: {} for way in TUNED}
 
     def score(way: str, factor: float, agent: DeployedController) -> float:
@@ -303,7 +305,7 @@ def tune(folder: Path) -> None:
         write_line(folder / "tuning.jsonl", {"way": way, "factor": factor, "utility": value})
         return value
 
-    tried = {factor: Imitation(table, split, budgets_ms, factor) for factor in FACTORS}
+    tried = {factor: Imitation(problem, budgets_ms, factor) for factor in FACTORS}
     best = max(FACTORS, key=lambda factor: score("imitation", factor, tried[factor].agent))
     for way, factor in itertools.product(WAYS, FACTORS):
         score(way, factor, tried[best].improved(way, factor))

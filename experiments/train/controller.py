@@ -22,15 +22,15 @@ from knobwise.agents.calibration.training import (
     distillation_trainer,
     gained_by_sample,
 )
+from knobwise.agents.calibration.ways import WAYS
 from knobwise.agents.controller.features import FeatureNormaliser
 from knobwise.agents.controller.settings import hidden_for
 from knobwise.agents.deployed.text import TextEncoder
 from knobwise.agents.evaluation.budgets import few_budgets
-from knobwise.agents.evaluation.limits import table_for
 from knobwise.agents.evaluation.own_cost import expected_cost_ms
 from knobwise.agents.evaluation.policy import Baseline
-from knobwise.agents.evaluation.texts import as_read, with_texts_encoded
-from knobwise.agents.teacher.completed import CompletedTable, measured_of
+from knobwise.agents.evaluation.problems import problem_of
+from knobwise.agents.evaluation.texts import encoded_by, fit_encoders
 from knobwise.agents.teacher.experts import Experts, sampled
 from knobwise.agents.teacher.regressors import FAMILIES
 from knobwise.agents.training.checkpoint import Loaded, load_checkpoint
@@ -44,9 +44,9 @@ from knobwise.envs.tables.profile_table import ProfileTable
 from knobwise.envs.tables.splits import FOLDS
 from knobwise.envs.tables.units import MS
 from knobwise.experiments.evidence.controllers import (
-    EVALUATORS,
     controller_results,
     evaluate_controllers,
+    evaluator_of,
     gain_on_held_out,
     held_out_choices,
     validation_scores,
@@ -90,7 +90,11 @@ class ControllerExperiment(Experiment):
         self.split = judged_part(split)
         # what a large table is sampled for: how many samples are used, and how many there are
         self.sampled = {"test": [len(self.split.test), len(split.test)]}
-        table = with_texts_encoded(table, self.split, config.chat, self._encoders())
+        self.unencoded = table
+        encoders = self._encoders()
+        if encoders is None:
+            encoders = fit_encoders(table, self.split, config.chat)
+        table = encoded_by(table, encoders)
         # notes of one of several data sets name it
         name = f"{table.name}: "
         self.notes = [name + note.removeprefix(name) for note in table.notes]
@@ -105,16 +109,17 @@ class ControllerExperiment(Experiment):
                 )
         # folds differ from split to split
         self.fold_seed = config.seeds[0] + number
-        self.table = table_for(config.unprofiled, table, self.split, config.budget)
+        self.table = table
+        self.problem = problem_of(table, self.split, config.budget, config.unprofiled, encoders)
         # what everything but the trainers is fitted on
         self.fitted = self.split.fitted
         if config.policy.experts or config.baselines:
             kept = sampled(len(self.fitted), table.num_configurations)
             self.sampled["experts"] = [len(kept), len(self.fitted)]
-        self.evaluator = EVALUATORS[config.budget.constraint]
-        self.evaluator.check(table, max(config.split.folds, config.split.repeats))
+        ways = WAYS[self.problem.rule.name]
+        ways.check(table, max(config.split.folds, config.split.repeats))
         # the budgets to judge at, float [B]
-        self.budgets_ms = self.evaluator.budgets(table, self.split, config.budgets_ms)
+        self.budgets_ms = ways.budgets(self.problem, config.budgets_ms)
         if config.budgets_ms is None:
             self.notes += [in_words(note, table.unit) for note in few_budgets(self.budgets_ms)]
         # config.yaml says how wide the layers became
@@ -160,8 +165,7 @@ class ControllerExperiment(Experiment):
         if config.policy.project:  # experts read all features
             experts = None
         return distillation_trainer(
-            self.table,
-            self.split,
+            self.problem,
             seed=seed,
             budgets_ms=self.budgets_ms,
             init_from=config.init_from and checkpoint_at(config.init_from),
@@ -191,7 +195,7 @@ class ControllerExperiment(Experiment):
         averaged."""
         tracking = TrackingSettings(mode="disabled", tensorboard=False)
         config = replace(self.config, budgets_ms=self.budgets_ms.tolist(), tracking=tracking)
-        return ControllerExperiment(config, as_read(measured_of(self.table)), number)
+        return ControllerExperiment(config, self.unencoded, number)
 
     def train(self, folder: Path) -> None:
         """Train every seed that is not finished, on one split after the other. Splits after the
@@ -228,11 +232,12 @@ class ControllerExperiment(Experiment):
         """The experts that the seeds and the baselines share. Folds and trees are those of the
         first seed of the split."""
         policy = self.config.policy
-        budgets_ms = self.evaluator.deadlines(self.budgets_ms)
+        budgets_ms = self.problem.rule.deadlines(self.budgets_ms)
         families = tuple(FAMILIES) if self.config.baselines else policy.experts
         folds = policy.fold_networks if policy.teacher else FOLDS
-        table = measured_of(self.table)
-        return Experts.fit(table, self.fitted, budgets_ms, families, self.fold_seed, folds=folds)
+        return Experts.fit(
+            self.table, self.fitted, budgets_ms, families, self.fold_seed, folds=folds
+        )
 
     def completed(self, trainer: Trainer) -> Loaded:
         """Return the controller that a finished training deploys, after its calibration."""
@@ -244,7 +249,7 @@ class ControllerExperiment(Experiment):
         extra["grpo"] = {}
         extra["before_grpo"] = None
         # what predictions say of held-out samples is no evidence
-        if not isinstance(self.table, CompletedTable):
+        if self.problem.beliefs is None:
             extra["grpo_held_out"] = gained_by_sample(trainer)
         scores = trainer.stages[-1].scores_before
         if scores is not None:
@@ -275,9 +280,9 @@ class ControllerExperiment(Experiment):
             results["warnings"] = self.warnings
             questions = read_questions(self.config.profile)
             with threadpool_limits(self.config.threads):
-                evaluator = self.evaluator(self.table, self.split, self.budgets_ms)
+                evaluator = evaluator_of(self.problem, self.budgets_ms)
                 budgets_ms, static, prices = evaluator.explained_by(kept)
-                explained = Explained(self.table, test, kept, budgets_ms, static, prices=prices)
+                explained = Explained(self.problem, test, kept, budgets_ms, static, prices=prices)
                 results["explanation"] = explain_policy(explained, questions)
         if self.others:
             # every row is a mean over the splits; a sample counts once for each that judges it
@@ -287,7 +292,7 @@ class ControllerExperiment(Experiment):
                 frames.append(judged.with_columns(split=pl.lit(other.number, pl.Int64)))
             decisions = pl.concat(frames)
             tests = torch.cat([part.split.test for part in (self, *self.others)])
-            whole = self.evaluator(self.table, self.split, self.budgets_ms).of_rows(tests)
+            whole = evaluator_of(self.problem.judged_on(tests), self.budgets_ms)
             means = controller_results(whole, decisions, self.config.seeds)
             split = self.config.split
             # folds share one seed
@@ -310,7 +315,7 @@ class ControllerExperiment(Experiment):
         before = [before_grpo(loaded) for loaded in best]
         # the column of rewards is free of the decision's own cost
         free_rewards = self.trainers[0].setup.held_out.free_rewards
-        evaluator = self.evaluator(self.table, self.split, self.budgets_ms, free_rewards)
+        evaluator = evaluator_of(self.problem, self.budgets_ms, free_rewards)
         experts = self.experts if config.baselines else None
         with threadpool_limits(config.threads):
             results, decisions = evaluate_beside_baselines(
@@ -357,16 +362,15 @@ def evaluate_beside_baselines(
         fold_seed: seed of the folds of the baselines.
     """
     table = evaluator.table
-    baselines: Sequence[Baseline] | Sequence[MixingPolicy] = evaluator.references()
+    baselines: Sequence[Baseline] | Sequence[MixingPolicy] = evaluator.references
     estimate: Attainable | None = None
     if config.baselines:
         if experts is None:
-            budgets_ms = evaluator.deadlines(evaluator.budgets_ms)
-            fitted = evaluator.split.fitted
-            measured = measured_of(table)
-            experts = Experts.fit(measured, fitted, budgets_ms, tuple(FAMILIES), fold_seed)
+            budgets_ms = evaluator.problem.rule.deadlines(evaluator.budgets_ms)
+            fitted = evaluator.problem.split.fitted
+            experts = Experts.fit(table, fitted, budgets_ms, tuple(FAMILIES), fold_seed)
         if evaluator.task.charged and table.features:
-            estimate = attainable_by(table, experts, evaluator.budgets_ms)
+            estimate = attainable_by(evaluator.problem, experts, evaluator.budgets_ms)
         baselines = evaluator.baselines(experts, fold_seed)
     results, decisions = evaluate_controllers(
         evaluator, controllers, seeds, baselines, config.own_cost, before

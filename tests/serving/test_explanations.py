@@ -25,7 +25,7 @@ CONFIG = PolicyConfig(teacher=True, fold_networks=2, hidden=8, teacher_hidden=8,
 MARGINS = [0.7, 0.7, 1.0, 1.0, 1.0]
 DEPLOY = [True, True, True, True, False]
 MEANS = torch.tensor([9.0, 15.0, 12.0])
-MIX = StaticMix.of_table(TABLE, torch.arange(40), MEANS)
+MIX = StaticMix.fit(TABLE, torch.arange(40), MEANS)
 
 
 @functools.cache

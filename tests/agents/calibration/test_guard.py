@@ -1,6 +1,5 @@
 """Margins, fall-backs and reasons by hand; the level over many draws."""
 
-import dataclasses
 import functools
 import math
 from dataclasses import replace
@@ -23,7 +22,8 @@ from knobwise.agents.calibration.guard import (
     calibrate,
 )
 from knobwise.agents.deployed.calibrated import Guard
-from knobwise.agents.teacher.completed import CompletedTable
+from knobwise.agents.problem import Problem
+from knobwise.envs.tables.beliefs import Beliefs
 
 NAN = math.nan
 BUDGET = 10.0
@@ -44,7 +44,8 @@ def calibrated(policy, accuracy, latency_ms, static=0, cost_ms=0.0, level=0.5, *
         return torch.tensor(chosen)
 
     table = table_of(torch.tensor(accuracy).float(), torch.tensor(latency_ms).float())
-    judged = table, torch.arange(n), torch.tensor([BUDGET]), torch.full((n, 1), static)
+    about = Problem.from_table(table), torch.arange(n)
+    judged = *about, torch.tensor([BUDGET]), torch.full((n, 1), static)
     decide = by_margin if isinstance(policy, list) else policy
     with mock.patch.multiple(guard, **{"LEVEL_COST": math.inf} | options):
         (row,) = calibrate(*judged, decide, level, cost_ms=cost_ms)
@@ -185,8 +186,8 @@ def test_estimates_promise_no_more_than_every_request_on_time():
     table = table_of(torch.ones(3, 2), torch.full((3, 2), 5.0))
     late = replace(table, latency_ms=table.latency_ms * 10)
     weight = torch.tensor([[3.0, 3.0], [3.0, 3.0], [0.0, 0.0]])
-    fields = {field.name: getattr(table, field.name) for field in dataclasses.fields(table)}
-    known = CompletedTable(**fields, measured=table, predicted=late, weight=weight)
+    beliefs = Beliefs(measured=table, filled=table, predicted=late, weight=weight)
+    known = replace(Problem.from_table(table), beliefs=beliefs)
     static = torch.zeros(3, 1, dtype=torch.int64)
     about = known, torch.arange(3), torch.tensor([BUDGET]), static
     (row,) = calibrate(*about, lambda limit_ms: torch.ones(3, dtype=torch.int64), 0.9)
@@ -226,7 +227,7 @@ def test_samples_of_one_cluster_or_image_are_no_more_than_one(belongs, se, deplo
     names = {name: tuple(str(i // size) for i in range(30)) for name, size in belongs.items()}
     table = table_of(accuracy, torch.full((30, 2), 5.0), **names)
     by_static = torch.zeros(30, 1, dtype=torch.int64)
-    judged = table, torch.arange(30), torch.tensor([BUDGET]), by_static
+    judged = Problem.from_table(table), torch.arange(30), torch.tensor([BUDGET]), by_static
     with mock.patch.multiple(guard, CONFIDENCE=0.95):
         (row,) = calibrate(*judged, lambda limit_ms: torch.ones_like(by_static)[:, 0], 0.5)
     assert row["gain"] == pytest.approx(0.7 / 6)
@@ -234,7 +235,7 @@ def test_samples_of_one_cluster_or_image_are_no_more_than_one(belongs, se, deplo
     assert row["deployed"] == deployed
     # two samples of one cluster show nothing
     rows = torch.tensor([0, 1])
-    about = table, rows, torch.tensor([BUDGET]), by_static[:2]
+    about = Problem.from_table(table), rows, torch.tensor([BUDGET]), by_static[:2]
     (row,) = calibrate(*about, lambda limit_ms: torch.ones(2, dtype=torch.int64), 0.5)
     assert row["deployed"] == (not belongs)
 
@@ -268,7 +269,7 @@ def test_the_level_holds_over_many_draws(monkeypatch):
         mean = size + 0.5 * known
         latency = (mean + 0.6 * hidden + 0.2 * torch.randn(700, 5)).exp()
         table = table_of(torch.ones(200, 5), latency[:200])
-        judged = table, torch.arange(200), budgets_ms, torch.full((200, 2), 4)
+        judged = Problem.from_table(table), torch.arange(200), budgets_ms, torch.full((200, 2), 4)
         for row in calibrate(*judged, functools.partial(choices, mean[:200]), 0.9):
             budget, planned = row["budget_ms"], torch.full((500,), 4)
             if row["deployed"]:

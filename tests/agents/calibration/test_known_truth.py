@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import torch
 
-from knobwise.agents.teacher.completed import CompletedTable, estimated
+from knobwise.envs.tables.beliefs import Beliefs
 from knobwise.profiling.design.cell_design import CellDesign
 
 SAMPLES = 200
@@ -15,7 +15,7 @@ REPETITIONS = 500
 
 
 class Table:
-    """What `estimated` reads of a completed table, without the checks of a profile."""
+    """What is looked up in a table, without the checks of a profile."""
 
 
 def population(draws, count):
@@ -47,11 +47,9 @@ def estimates(accuracy, predicted, design, policy, static):
     measured.accuracy = torch.from_numpy(accuracy).where(mask, torch.nan)
     expected = Table()
     expected.accuracy = torch.from_numpy(predicted)
-    table = object.__new__(CompletedTable)
-    for name, value in {"measured": measured, "predicted": expected, "weight": weight}.items():
-        object.__setattr__(table, name, value)
+    beliefs = Beliefs(measured, filled=expected, predicted=expected, weight=weight)
     cells = torch.arange(len(accuracy))[:, None], torch.from_numpy(np.stack([policy, static], 1))
-    values = estimated(table, cells, lambda known: known.accuracy[cells])
+    values = beliefs.estimate(cells, lambda known: known.accuracy[cells])
     return (values[:, 0] - values[:, 1]).numpy()
 
 

@@ -17,6 +17,7 @@ from knobwise.agents.calibration.prices import (
     mean_budgets,
     oracle_at_mean,
 )
+from knobwise.agents.problem import Problem
 
 NAN = math.nan
 # the first sample gains .5 for its first unit of cost and .125 for each of the next two; the second
@@ -113,9 +114,9 @@ def test_the_expected_outcome_of_a_mixture():
     ]
     table = table_of(*torch.tensor(cells).unbind(1))
     # half 0 and 1; three quarters 1, else 2
-    mix = StaticMix.of_table(table, torch.tensor([0, 1]), torch.tensor([15.0, 25.0]))
+    mix = StaticMix.fit(table, torch.tensor([0, 1]), torch.tensor([15.0, 25.0]))
     assert mix.share.tolist() == [0.5, 0.25]
-    accuracy, cost = mix.expected(table, torch.arange(5))
+    accuracy, cost = mix.expected(Problem.from_table(table), torch.arange(5))
     assert accuracy.tolist() == [[0.5, 0.625], [0.5, 1], [1, 0.5], [0.5, 0.4375], [0.5, 0.5]]
     assert cost.tolist() == [[10, 15], [20, 35], [8, 9], [16, 23], [64, 64]]
 

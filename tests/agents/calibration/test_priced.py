@@ -23,6 +23,7 @@ from knobwise.agents.calibration.mean_policies import (
 )
 from knobwise.agents.calibration.prices import mean_budgets
 from knobwise.agents.controller.settings import EXPERTS, PolicyConfig
+from knobwise.agents.problem import Problem
 from knobwise.agents.training.settings import OptimiserConfig
 from knobwise.envs.bandit.budgets import value_range
 
@@ -65,7 +66,7 @@ def test_the_most_accurate_price_within_each_mean_budget_is_found():
         return torch.tensor([chosen for least, chosen in steps if value >= least][-1])
 
     budgets_ms = torch.tensor([3.0, 6.9, 7.0, 9.9, 10.0, 50.0])
-    values_ms, choices = calibrated_values(decide, table, rows, budgets_ms)
+    values_ms, choices = calibrated_values(decide, Problem.from_table(table), rows, budgets_ms)
     ends = value_range(table.latency_ms.flatten()).tolist()
     np.testing.assert_allclose(tried, np.geomspace(*ends, VALUES), rtol=1e-5)
     # means: 4 ms and .375; 7 ms and .75; 10 ms and .875; 30 ms and .75
@@ -76,7 +77,8 @@ def test_the_most_accurate_price_within_each_mean_budget_is_found():
 def test_where_it_was_not_shown_to_be_better_the_mixture_is_expected_to_decide():
     table = small_table(60)
     rows, budgets_ms = torch.arange(60), torch.tensor([6.0, 9.0])
-    mix = StaticMix.of_table(table, rows, budgets_ms)
+    mix = StaticMix.fit(table, rows, budgets_ms)
+    problem = Problem.from_table(table)
 
     def decide(features, group, mask):
         return np.full(len(mask), 3 + group)
@@ -84,9 +86,9 @@ def test_where_it_was_not_shown_to_be_better_the_mixture_is_expected_to_decide()
     values_ms, deployed_at = torch.tensor([4.0, 8.0]), torch.tensor([True, False])
     policy = MeanBudgetPolicy("always", decide, budgets_ms, values_ms, deployed_at, mix)
     # what is expected of it needs no draw
-    expected = policy.mixture(table, rows).expected(table, rows)
+    expected = policy.mixture(problem, rows).expected(problem, rows)
     cells = table.accuracy, table.latency_ms
-    for values, cell, mixed in zip(expected, cells, mix.expected(table, rows), strict=True):
+    for values, cell, mixed in zip(expected, cells, mix.expected(problem, rows), strict=True):
         assert values.equal(torch.stack([cell[:, 3].double(), mixed[:, 1]], 1))
 
 
@@ -106,7 +108,9 @@ def test_prices_are_those_that_keep_the_budgets_on_what_was_held_out(features, c
         [trainer.setup.held_out_log_probs(value).argmax(1) for value in values_ms], 1
     )
     assert table.mask[rows].gather(1, chosen).all()
-    accuracy, spent = (values.mean(0) for values in outcomes_of(table, rows, chosen))
+    accuracy, spent = (
+        values.mean(0) for values in outcomes_of(Problem.from_table(table), rows, chosen)
+    )
     guard = pl.DataFrame(agent.calibration.guard)
     assert guard["latency_ms_mean"].to_list() == pytest.approx((spent + cost_ms).tolist())
     assert guard["accuracy_policy"].to_list() == pytest.approx(accuracy.tolist())
@@ -116,7 +120,7 @@ def test_prices_are_those_that_keep_the_budgets_on_what_was_held_out(features, c
     # what decides is the network of all samples at that value
     x = agent.controller.normaliser(table.features, 120)
     greedy = agent.controller(x, values_ms[1].expand(120), table.mask).argmax(1)
-    decided = agent.under_mean_budgets().decided(table, torch.arange(120))
+    decided = agent.under_mean_budgets().decided(Problem.from_table(table), torch.arange(120))
     assert torch.equal(decided[:, 1], greedy)
 
 
@@ -128,12 +132,13 @@ def test_a_taught_policy_spends_more_where_it_may():
     optimiser = OptimiserConfig(iterations=0, **steps)
     policy = PolicyConfig(teacher=True, fold_networks=2, experts=("ridge",), hidden=16, dropout=0.0)
     agent = deployed(table, policy, budgets_ms, "mean", optimiser=optimiser)
-    policies = [agent.under_mean_budgets(), *make_priced_baselines(table, split, budgets_ms)]
+    problem = Problem(table, split)
+    policies = [agent.under_mean_budgets(), *make_priced_baselines(problem, budgets_ms)]
     assert [policy.name for policy in policies] == ["controller", "latency_only", *EXPERTS]
-    mixed, _ = StaticMix.of_table(table, split.fitted, budgets_ms).expected(table, test)
+    mixed, _ = StaticMix.fit(table, split.fitted, budgets_ms).expected(problem, test)
     # baselines that look at the request are priced out of fold
     for policy in policies:
-        accuracy, cost = policy.mixture(table, test).expected(table, test)
+        accuracy, cost = policy.mixture(problem, test).expected(problem, test)
         assert (policy.values_ms.diff() >= 0).all()
         assert cost.mean(0).tolist() == pytest.approx(budgets_ms.tolist(), rel=0.25)
         assert policy.name == "latency_only" or accuracy.mean() > mixed.mean() + 0.03

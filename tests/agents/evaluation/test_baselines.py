@@ -34,7 +34,9 @@ from knobwise.agents.evaluation.baselines import (
 )
 from knobwise.agents.evaluation.evaluation import evaluate_policy
 from knobwise.agents.evaluation.policy import choices_of, reads_features, requests_of
+from knobwise.agents.problem import Problem
 from knobwise.envs.bandit.budgets import default_budgets
+from knobwise.envs.tables.cells import unread
 from knobwise.envs.tables.profile_table import ProfileTable
 from knobwise.envs.tables.splits import Split
 
@@ -60,13 +62,13 @@ def chosen(policy, budgets_ms, allowed=(0, 1, 2)):
 
 def asked(policy, table, rows, budget_ms):
     """What it chooses for these rows of a table under one budget."""
-    features, mask = requests_of(table, rows)
+    features, mask = requests_of(Problem.from_table(table), rows)
     return policy.choose(features, np.full(len(rows), budget_ms), mask)
 
 
 def fitted_to(table, split=None):
     budgets = default_budgets(table)
-    baselines = make_baselines(table, split or table.split(), 0, budgets)
+    baselines = make_baselines(Problem(table, split or table.split()), 0, budgets)
     return {baseline.name: baseline for baseline in baselines}
 
 
@@ -162,7 +164,7 @@ def test_the_test_rows_are_not_looked_at():
     split = table.split()
     budgets = default_budgets(table)
     tables = table, otherwise(table, split.test)
-    first, second = (make_baselines(each, split, 0, budgets)[:-1] for each in tables)
+    first, second = (make_baselines(Problem(each, split), 0, budgets)[:-1] for each in tables)
     for policy, other in zip(first, second, strict=True):  # all but the oracle
         about = table, split.test, float(budgets[2])
         assert (asked(policy, *about) == asked(other, *about)).all(), policy.name
@@ -198,7 +200,7 @@ def test_never_outside_the_mask_and_deterministic():
     table = small_table(80, seed=1, holes=0.5)
     policies = fitted_to(table)
     rows = table.split().test
-    features, profiled = requests_of(table, rows)
+    features, profiled = requests_of(Problem.from_table(table), rows)
     generator = np.random.default_rng(0)
     for _ in range(9):
         mask = profiled & (generator.random((len(rows), 12)) < 0.5)
@@ -280,12 +282,12 @@ def test_a_table_keeps_its_first_look_on_disk(tmp_path):
     again = ProfileTable.load(tmp_path / "t.safetensors")
     assert torch.equal(again.first_look_ms, table.first_look_ms)
     assert again.digest == table.digest
-    assert table.digest not in (table.without_first_look.digest, looked_at(plain, 2.0).digest)
+    assert table.digest not in (unread(table).digest, looked_at(plain, 2.0).digest)
 
 
 def test_a_look_longer_than_the_answer_is_refused():
     with input_error("latency_ms"):
-        replace(BY_HAND, first_look_ms=BY_HAND.latency_ms + 1).without_first_look  # noqa: B018
+        unread(replace(BY_HAND, first_look_ms=BY_HAND.latency_ms + 1))
 
 
 def test_decisions_without_features_do_not_pay_for_it():
@@ -337,7 +339,9 @@ def test_a_guard_counts_the_look_and_falls_back_without_it():
     first, second = (
         [
             row["utility_static"]
-            for row in calibrate(each, rows, budgets, choices, lambda _: choices[:, 0], 0.95)
+            for row in calibrate(
+                Problem.from_table(each), rows, budgets, choices, lambda _: choices[:, 0], 0.95
+            )
         ]
         for each in (paid, table)
     )

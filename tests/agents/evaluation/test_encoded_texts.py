@@ -10,14 +10,8 @@ from helpers import input_error, small_table
 
 from knobwise.agents.deployed.text import LONGEST, SURFACE, parts_of
 from knobwise.agents.evaluation import own_cost
-from knobwise.agents.evaluation.texts import (
-    as_read,
-    encoded_by,
-    encoders_of,
-    fitted_arrays,
-    with_texts_encoded,
-)
-from knobwise.agents.teacher.completed import completed
+from knobwise.agents.evaluation.texts import encoded_by, fit_encoders, fitted_arrays
+from knobwise.agents.teacher.beliefs import fit_beliefs
 from knobwise.envs.tables.profile_table import Split
 
 EASY = "please add the numbers {} and {}"
@@ -37,25 +31,29 @@ def text_table(samples=60, **changes):
     return replace(small_table(samples, **changes), texts={"prompt": texts_of(samples)})
 
 
+def encoded(table):
+    return encoded_by(table, fit_encoders(table, table.split()))
+
+
 def test_a_table_without_texts_stays_the_same_object():
     table = small_table()
-    assert with_texts_encoded(table, table.split()) is table
-    assert encoders_of(table) == {}
-    assert as_read(table) is table
+    assert fit_encoders(table, table.split()) == {}
+    assert encoded(table) is table
 
 
 def test_texts_become_a_block_of_their_name_and_the_digest_stays():
     table = text_table()
-    encoded = with_texts_encoded(table, table.split())
-    encoder = encoders_of(encoded)["prompt"]
-    assert [*encoded.features] == ["image_features", "language_features", "prompt"]
-    block = encoded.features["prompt"]
+    encoders = fit_encoders(table, table.split())
+    encoder = encoders["prompt"]
+    read = encoded_by(table, encoders)
+    assert [*read.features] == ["image_features", "language_features", "prompt"]
+    block = read.features["prompt"]
     assert block.shape == (60, encoder.width)
     for text, row in zip(table.texts["prompt"], block.numpy(), strict=True):
         assert encoder(text).tobytes() == row.tobytes()
-    assert encoded.digest == table.digest
-    assert as_read(encoded) is table
-    assert not encoded.texts
+    # texts are texts
+    assert read.texts == table.texts
+    assert read.digest == table.digest
     # what a checkpoint holds gives the same numbers
     again = encoded_by(table, {"prompt": type(encoder)(encoder.arrays)})
     assert torch.equal(again.features["prompt"], block)
@@ -64,11 +62,14 @@ def test_texts_become_a_block_of_their_name_and_the_digest_stays():
 def test_holes_are_predicted_with_the_texts_as_features():
     table = text_table(60, holes=0.3)
     split = table.split()
-    whole = completed(with_texts_encoded(table, split), split, folds=2)
-    assert whole.mask.all()
-    assert encoders_of(whole).keys() == {"prompt"}
-    assert as_read(whole) is table
-    assert whole.digest == table.digest
+    read = encoded(table)
+    beliefs = fit_beliefs(read, split, folds=2)
+    assert beliefs.filled.mask.all()
+    assert "prompt" in beliefs.filled.features
+    # the text tells something
+    unread = fit_beliefs(table, split, folds=2)
+    assert not torch.equal(beliefs.predicted.accuracy, unread.predicted.accuracy)
+    assert beliefs.measured.digest == table.digest
 
 
 def test_rare_parts_count_more_and_single_ones_not_at_all():
@@ -92,13 +93,15 @@ def test_rare_parts_count_more_and_single_ones_not_at_all():
 def test_nothing_is_fitted_on_samples_to_judge_on():
     table = text_table()
     split = table.split()
-    first = encoders_of(with_texts_encoded(table, split))["prompt"].arrays
+    first = fit_encoders(table, split)["prompt"].arrays
     texts = list(table.texts["prompt"])
     for row in split.test.tolist():
         texts[row] = "quite another text of zebras and xylophones " * 50
-    other = with_texts_encoded(replace(table, texts={"prompt": texts}), split)
-    for name, values in encoders_of(other)["prompt"].arrays.items():
+    table = replace(table, texts={"prompt": texts})
+    encoders = fit_encoders(table, split)
+    for name, values in encoders["prompt"].arrays.items():
         np.testing.assert_array_equal(values, first[name])
+    other = encoded_by(table, encoders)
     # and such a text is unlike those of training
     assert other.features["prompt"][split.test].isnan().all()
     assert not other.features["prompt"][split.fitted].isnan().any()
@@ -108,7 +111,7 @@ def test_nothing_is_fitted_on_samples_to_judge_on():
 def test_texts_that_tell_nothing_leave_only_their_surface(texts):
     table = small_table(20)
     table = replace(table, texts={"prompt": texts * 10})
-    block = with_texts_encoded(table, table.split()).features["prompt"]
+    block = encoded(table).features["prompt"]
     assert block.shape[1] == len(SURFACE)
     assert block[:, 0].tolist() == pytest.approx([math.log1p(len(text)) for text in texts] * 10)
 
@@ -116,12 +119,12 @@ def test_texts_that_tell_nothing_leave_only_their_surface(texts):
 def test_several_texts_and_a_name_that_is_taken():
     table = text_table()
     both = replace(table, texts=table.texts | {"system": texts_of(60, 1)})
-    assert encoders_of(with_texts_encoded(both, both.split())).keys() == {"prompt", "system"}
+    assert fit_encoders(both, both.split()).keys() == {"prompt", "system"}
     taken = replace(table, texts={"image_features": texts_of(60)})
     with input_error("'image_features'"):
-        with_texts_encoded(taken, taken.split())
+        encoded(taken)
     with input_error("chat='first'"):
-        with_texts_encoded(table, table.split(), "first")
+        fit_encoders(table, table.split(), "first")
 
 
 def test_a_text_costs_by_its_length():

@@ -15,17 +15,13 @@ from knobwise.agents.controller.settings import PolicyConfig
 from knobwise.agents.deployed.calibrated import CostBounds
 from knobwise.agents.evaluation.baselines import Oracle, fit_static
 from knobwise.agents.evaluation.evaluation import evaluate_policy
-from knobwise.agents.evaluation.limits import (
-    Limits,
-    fit_bounds,
-    further_costs,
-    table_for,
-    within_limits,
-)
-from knobwise.agents.teacher.completed import CompletedTable, measured_of
+from knobwise.agents.evaluation.limits import fit_bounds, further_costs
+from knobwise.agents.evaluation.problems import problem_of
+from knobwise.agents.problem import Problem
 from knobwise.agents.training.held_out import HeldOut
 from knobwise.envs import BudgetConfig
 from knobwise.envs.bandit.reward import RewardTable
+from knobwise.envs.bandit.rules import Deadline
 from knobwise.envs.bandit.settings import TRAINING_REWARD
 from knobwise.profiling.design.cell_design import balanced_cells, with_cells
 
@@ -44,29 +40,28 @@ class Always:
 
 
 def priced(limit=None):
-    """Three samples that the second configuration answers right, at prices in USD."""
+    """The problem of three samples that the second configuration answers right, at prices in
+    USD."""
     table = table_of([[0.0, 1.0]] * 3, FAST_AND_SLOW, costs={"usd": torch.tensor(PRICES)})
-    if limit is None:
-        return table
-    return judged(table, usd=limit)
+    return judged(table) if limit is None else judged(table, usd=limit)
 
 
 def judged(table, **limits):
-    """The table with these limits, in which every configuration may be chosen."""
-    return within_limits(table, table.mask, Limits(limits, 0.9, table))
+    """The problem with these limits, in which every configuration may be chosen."""
+    return Problem(table, table.split(0.4, 0.3), Deadline(limits))
 
 
 def limited(table, probability=0.9, **limits):
-    """The table with these limits, as it is trained on."""
+    """The problem with these limits, as it is trained on."""
     budget = BudgetConfig(limits=limits, limit_probability=probability)
-    return table_for("predict", table, table.split(), budget)
+    return problem_of(table, table.split(), budget)
 
 
 def test_an_answer_above_a_limit_is_late_by_hand():
-    table = priced(0.002)
+    problem = priced(0.002)
     rows = torch.arange(3)
     budgets = torch.tensor([2.0, 1.5])
-    outcomes = evaluate_policy(Always(1), table, rows, budgets)
+    outcomes = evaluate_policy(Always(1), problem, rows, budgets)
     # at 1.5 ms the second configuration is late anyway; 0.002 is not above the limit
     identical(outcomes.on_time, [[0.0, 0.0], [1.0, 0.0], [0.0, 0.0]])
     identical(outcomes.utility, outcomes.on_time)
@@ -75,30 +70,33 @@ def test_an_answer_above_a_limit_is_late_by_hand():
     identical(outcomes.latency_ms, torch.full((3, 2), 2.0))
     # the last sample has no configuration that is both quick and cheap
     identical(outcomes.feasible, [[True, True], [True, True], [False, False]])
-    costs = further_costs(table, rows, outcomes.chosen)
+    costs = further_costs(problem, rows, outcomes.chosen)
     identical(costs["cost_usd"][:, 0], [0.003, 0.002, 0.003])
     identical(costs["over_usd"][:, 0], [1.0, 0.0, 1.0])
 
 
 def test_without_limits_nothing_is_different():
-    table = priced()
-    assert table_for("predict", table, table.split(0.4, 0.3), BudgetConfig()) is table
+    problem = priced()
+    table = problem.facts
+    same = problem_of(table, problem.split, BudgetConfig())
+    assert same.values is same.cells is table
+    assert same.allowed is None
     free = replace(table, costs={})
     rows, budgets = torch.arange(3), torch.tensor([2.0, 1.5])
     for choice in (0, 1):
         both = [evaluate_policy(Always(choice), each, rows, budgets) for each in (table, free)]
         for name, values in vars(both[0]).items():
             identical(values, getattr(both[1], name))
-    assert further_costs(table, rows, torch.ones(3, 2, dtype=torch.int64)).keys() == {"cost_usd"}
+    assert further_costs(problem, rows, torch.ones(3, 2, dtype=torch.int64)).keys() == {"cost_usd"}
 
 
 def test_an_unknown_cost_is_not_above_a_limit_and_counts_nowhere():
     prices = torch.tensor(PRICES)
     prices[0, 1] = torch.nan
-    table = judged(replace(priced(), costs={"usd": prices}), usd=0.002)
-    outcomes = evaluate_policy(Always(1), table, torch.arange(1), torch.tensor([2.0]))
+    problem = judged(replace(priced().facts, costs={"usd": prices}), usd=0.002)
+    outcomes = evaluate_policy(Always(1), problem, torch.arange(1), torch.tensor([2.0]))
     assert outcomes.on_time.item() == 1
-    assert further_costs(table, torch.arange(1), outcomes.chosen)["over_usd"].isnan().all()
+    assert further_costs(problem, torch.arange(1), outcomes.chosen)["over_usd"].isnan().all()
 
 
 @pytest.mark.parametrize(
@@ -114,9 +112,9 @@ def test_an_unknown_cost_is_not_above_a_limit_and_counts_nowhere():
     ],
 )
 def test_a_limit_that_cannot_be_is_refused(budget, named):
-    table = priced()
+    problem = priced()
     with input_error(named):
-        table_for("predict", table, table.split(0.4, 0.3), BudgetConfig(**budget))
+        problem_of(problem.facts, problem.split, BudgetConfig(**budget))
 
 
 def test_in_a_profile_of_part_of_the_cells_costs_are_predicted_and_estimates_right_on_average():
@@ -126,18 +124,18 @@ def test_in_a_profile_of_part_of_the_cells_costs_are_predicted_and_estimates_rig
     cells = balanced_cells(60, whole.num_configurations, 6, 0)
     part = with_cells(whole, cells)
     assert part.costs["usd"][~part.mask].isnan().all()
-    table = table_for("predict", part, part.split(), BudgetConfig())
-    table = judged(table, usd=0.003)
-    assert isinstance(table, CompletedTable)
-    identical(table.costs["usd"][part.mask], part.costs["usd"][part.mask])
+    problem = problem_of(part, part.split(), BudgetConfig())
+    problem = replace(problem, rule=Deadline({"usd": 0.003}))
+    costs = problem.values.costs["usd"]
+    identical(costs[part.mask], part.costs["usd"][part.mask])
     # a price that depends on the knobs alone is known where it was not measured
-    torch.testing.assert_close(table.costs["usd"], whole.costs["usd"], rtol=0.25, atol=0.0)
+    torch.testing.assert_close(costs, whole.costs["usd"], rtol=0.25, atol=0.0)
     rows = torch.arange(60)
     dear = int(price[0].argmax())
-    outcomes = evaluate_policy(Always(dear), table, rows, torch.tensor([1e6]))
+    outcomes = evaluate_policy(Always(dear), problem, rows, torch.tensor([1e6]))
     assert outcomes.utility.abs().max() < 1e-6
     chosen = torch.full((60, 1), dear)
-    assert float(further_costs(table, rows, chosen)["over_usd"].mean()) == pytest.approx(1.0)
+    assert float(further_costs(problem, rows, chosen)["over_usd"].mean()) == pytest.approx(1.0)
 
 
 # -- what may be chosen ----------------------------------------------------------------------------
@@ -209,23 +207,24 @@ def test_no_cost_keeps_any_limit():
         identical(limited(table, usd=float(np.finfo(np.float32).tiny) / 2).mask[0], [False, True])
 
 
-def test_a_limited_table_masks_what_may_not_be_chosen():
+def test_what_counts_within_limits_is_what_may_be_chosen():
     table = small_table(60)
     step = 1 + table.configurations.sum(1).float()
     table = replace(table, costs={"usd": (0.001 * step).expand(60, -1).contiguous()})
     bound = limited(table, usd=0.003)
     identical(bound.mask, (step <= 3).expand(60, -1))
-    assert bound.accuracy[~bound.mask].isnan().all()
-    assert bound.latency_ms[~bound.mask].isnan().all()
-    identical(bound.accuracy[bound.mask], table.accuracy[bound.mask])
-    assert bound.digest == table.digest
-    assert measured_of(bound) is table
+    identical(bound.cells.mask, bound.mask)
+    assert bound.cells.accuracy[~bound.mask].isnan().all()
+    assert bound.cells.latency_ms[~bound.mask].isnan().all()
+    identical(bound.cells.accuracy[bound.mask], table.accuracy[bound.mask])
+    # facts are facts
+    assert bound.facts is bound.values is table
     # if none fits, the cheapest
     identical(limited(table, usd=0.0005).mask, (step == 1).expand(60, -1))
     # static and the oracle keep to it, too
     budgets = np.full(60, 1e3)
     rows = torch.arange(60)
-    for policy in (fit_static(bound, rows), Oracle(bound, rows)):
+    for policy in (fit_static(bound.cells, rows), Oracle(bound.cells, rows)):
         chosen = policy.choose({}, budgets, bound.mask.numpy())
         assert (step[torch.from_numpy(chosen)] <= 3).all()
 
@@ -258,10 +257,10 @@ def test_a_cost_that_is_known_exactly_is_never_above_a_limit_that_can_be_kept(
 
 
 def test_what_training_logs_counts_answers_above_a_limit_as_late_by_hand():
-    table = priced(0.002)
+    problem = priced(0.002)
     rows, budgets = torch.arange(3), torch.tensor([2.0, 1.5])
-    rewards = RewardTable(table, TRAINING_REWARD)
-    held_out = HeldOut(table, [rows], 1, budgets, rewards, "utility")
+    rewards = RewardTable(problem.values, TRAINING_REWARD, cells=problem.cells)
+    held_out = HeldOut(problem, [rows], 1, budgets, rewards, "utility")
     # the second configuration, which answers everything, is chosen at both budgets
     policies = torch.tensor([0.1, 0.9]).log().expand(2, 3, 2)
     logged = held_out.validation(policies, logged=True).metrics
@@ -271,7 +270,7 @@ def test_what_training_logs_counts_answers_above_a_limit_as_late_by_hand():
     assert logged["Utility"] == pytest.approx(1 / 6)
     assert logged["Satisfaction_Feasible"] == pytest.approx(1 / 4)
     # as in the results of a run
-    judged = evaluate_policy(Always(1), table, rows, budgets).metrics()
+    judged = evaluate_policy(Always(1), problem, rows, budgets).metrics()
     assert {name: logged[name] for name in judged} == pytest.approx(judged)
 
 
@@ -283,7 +282,8 @@ def test_so_do_the_draws_of_an_iteration(drift):
     prices[:, 1] = 0.003
     whole = replace(whole, costs={"usd": prices}, accuracy=torch.ones(whole.mask.shape))
     policy = PolicyConfig(hidden=4, drift=drift, guard=False)
-    stage = trainer_on(judged(whole, usd=0.002), policy).stages[-1]
+    problem = Problem(whole, whole.split(), Deadline({"usd": 0.002}))
+    stage = trainer_on(problem, policy).stages[-1]
     rows = torch.tensor([[3], [stage.setup.env.table.num_samples - 1]])
     data = TensorDict(
         {

@@ -15,13 +15,12 @@ from knobwise.envs.bandit.budgets import (
     MIN_LATENCY_MS,
     STRATEGIES,
     BudgetEncoding,
-    BudgetSampler,
     judged_values,
     log_measured,
     log_ms,
     value_range,
 )
-from knobwise.envs.bandit.contexts import ContextSampler
+from knobwise.envs.bandit.contexts import BudgetSampler, ContextSampler
 from knobwise.profiling.design.cell_design import balanced_cells, with_cells
 
 ZEROS = torch.zeros(20_000, dtype=torch.int64)

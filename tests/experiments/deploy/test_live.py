@@ -19,6 +19,7 @@ from replayed import small_stack, untrained
 
 from knobwise.agents import DeployedController, PolicyConfig
 from knobwise.agents.evaluation.baselines import fit_static
+from knobwise.agents.problem import Problem
 from knobwise.agents.training.checkpoint import load_checkpoint, save_checkpoint
 from knobwise.common.words import points, quantity
 from knobwise.envs import default_budgets
@@ -217,7 +218,9 @@ def by_hand(slower):
 
 def judged(stream, record, speed=1.0):
     table, controller = small()
-    return live_results(table, stream, list(CHOICES), record, controller, speed)[0]
+    return live_results(
+        Problem.from_table(table), stream, list(CHOICES), record, controller, speed
+    )[0]
 
 
 def test_what_is_served_as_the_profile_says_agrees_with_its_replay():

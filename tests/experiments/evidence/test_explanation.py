@@ -12,10 +12,12 @@ from scipy.stats import spearmanr
 
 from knobwise.agents.controller.settings import PolicyConfig
 from knobwise.agents.evaluation.baselines import fit_static
+from knobwise.agents.problem import Problem
 from knobwise.envs.bandit.budgets import default_budgets
+from knobwise.envs.bandit.rules import RULES, Deadline
 from knobwise.envs.tables.profile_table import Split
 from knobwise.experiments.evidence import explanation
-from knobwise.experiments.evidence.controllers import EVALUATORS
+from knobwise.experiments.evidence.controllers import configurations_of, evaluator_of
 from knobwise.experiments.evidence.explanation import (
     Explained,
     best_and_worst,
@@ -35,7 +37,7 @@ def explained(table, choose, budgets=BUDGETS):
     """Explain a policy that is a function of the block x and of budgets."""
     rows = torch.arange(table.num_samples)
     rule = Ruled(lambda features, limits, mask: choose(features["x"], limits).astype(int))
-    return Explained(table, rows, rule, budgets, fit_static(table, rows))
+    return Explained(Problem.from_table(table), rows, rule, budgets, fit_static(table, rows))
 
 
 # -- difficulty ------------------------------------------------------------------------------------
@@ -193,6 +195,22 @@ def test_the_best_and_the_worst_decisions_are_those_that_gain_and_lose_most():
     assert worst["static"] == static
 
 
+def test_an_answer_above_a_limit_gains_nothing_and_is_as_right_as_it_is():
+    """The second configuration is right, and too dear where x is 0."""
+    costs = {"usd": torch.tensor([[1.0, 3.0], [1.0, 1.0]])}
+    table = table_of([[0.5, 1.0]] * 2, [[2.0, 3.0]] * 2, torch.tensor([[0.0], [1.0]]), costs=costs)
+    problem = replace(Problem.from_table(table), rule=Deadline({"usd": 2.0}))
+    rule = Ruled(lambda features, limits, mask: np.ones(len(mask), int))
+    static = Ruled(lambda features, limits, mask: np.zeros(len(mask), int))
+    lists = best_and_worst(Explained(problem, torch.arange(2), rule, BUDGETS[:1], static), {})
+    (best,), (worst,) = lists["best"], lists["worst"]
+    assert (best["gain"], best["policy"]["accuracy"]) == (0.5, 1.0)
+    assert (worst["gain"], worst["policy"]["accuracy"]) == (-0.5, 1.0)
+    # so are the means of configurations, beside their utility
+    means = configurations_of(problem.values, torch.arange(2), [5.0], problem.cells)
+    assert [(row["accuracy"], row["utility"]) for row in means] == [(0.5, 0.5), (1.0, 0.5)]
+
+
 # -- real policies ---------------------------------------------------------------------------------
 
 POLICIES = {
@@ -215,8 +233,9 @@ def test_every_kind_of_controller_is_explained_by_its_own_decisions(kind, monkey
     constraint = "mean" if kind == "mean" else "deadline"
     agent = deployed(table, POLICIES[kind], budgets, constraint)
     monkeypatch.setattr(explanation, "MAX_SAMPLES", 15)
-    evaluator = EVALUATORS[constraint](table, Split(rows[:40], rows[:0], rows[40:]), budgets)
-    part = Explained(table, rows[40:], agent, *evaluator.explained_by(agent))
+    problem = Problem(table, Split(rows[:40], rows[:0], rows[40:]), RULES[constraint]())
+    evaluator = evaluator_of(problem, budgets)
+    part = Explained(problem, rows[40:], agent, *evaluator.explained_by(agent))
     assert len(part.rows) == len(part.rows.unique()) == 15
     at = part.rows[:, None], part.chosen
     accuracy, latency_ms = table.accuracy[at].double(), table.latency_ms[at]

@@ -32,10 +32,12 @@ from knobwise.agents.calibration.mean_policies import StaticMix
 from knobwise.agents.calibration.prices import mean_budgets
 from knobwise.agents.controller.settings import PolicyConfig
 from knobwise.agents.evaluation.baselines import Oracle, fit_static
+from knobwise.agents.problem import Problem
 from knobwise.agents.teacher.regressors import FAMILIES
 from knobwise.agents.training.checkpoint import Loaded
 from knobwise.common.words import quantity
 from knobwise.envs.bandit.budgets import default_budgets, judged_values
+from knobwise.envs.bandit.rules import MeanBudget
 from knobwise.envs.readers.long_table import long_frame
 from knobwise.envs.tables.profile_table import Split
 from knobwise.experiments.evidence.controllers import (
@@ -97,7 +99,7 @@ def everything(table):
 
 def judged(table, choosers, baselines, budgets, **options):
     """Results and decisions under deadlines, on all samples."""
-    evaluator = Deadlines(table, everything(table), budgets)
+    evaluator = Deadlines(Problem(table, everything(table)), budgets)
     seeds = range(4, 4 + len(choosers))
     return evaluate_controllers(evaluator, choosers, seeds, baselines, **options)
 
@@ -165,7 +167,7 @@ FITTED, TEST = torch.tensor([0, 1]), torch.tensor([2, 3])
 
 
 def test_references_spend_what_the_policy_spent_on_the_test_samples():
-    reference = Reference(by_hand(), FITTED, TEST)
+    reference = Reference(Problem(by_hand(), Split(FITTED, FITTED[:0], TEST), MeanBudget()))
     corners = [(corner["latency_ms"], corner["accuracy"]) for corner in reference.hull()]
     assert corners == [(12, 0.5), (20, 0.5), (44, 0.75)]
     spent = torch.tensor([8.0, 16.0, 32.0, 50.0], dtype=torch.float64)
@@ -229,8 +231,9 @@ def at_means(budgets, values_ms, seeds, **guard):
         values_ms,
         **guard,
     )
-    evaluator = MeanBudgets(by_hand(), Split(FITTED, FITTED[:0], TEST), budgets)
-    about = evaluator, [learned] * len(seeds), seeds, evaluator.references()
+    problem = Problem(by_hand(), Split(FITTED, FITTED[:0], TEST), MeanBudget())
+    evaluator = MeanBudgets(problem, budgets)
+    about = evaluator, [learned] * len(seeds), seeds, evaluator.references
     return evaluate_controllers(*about, charge=False)[0]
 
 
@@ -279,7 +282,7 @@ def test_rows_of_mean_budgets_by_hand():
 
 
 def test_a_mixture_uses_both_of_its_configurations_as_often_as_it_draws_them():
-    mix = StaticMix.of_table(by_hand(), FITTED, torch.tensor([25.0]))
+    mix = StaticMix.fit(by_hand(), FITTED, torch.tensor([25.0]))
     results = at_means([25.0], [math.inf], [0], deployed=torch.tensor([False]), mix=mix)
     for policy in ("static_mix", "controller"):  # the guard has fallen back to it
         assert shares(results, policy) == pytest.approx([0, 0.75, 0.25])
@@ -354,7 +357,7 @@ def test_a_run_under_mean_budgets_that_was_stopped_before_its_prices_goes_on(
 ):
     words = [*MEAN, "seeds=[0]", "name=x"]
     with monkeypatch.context() as patch:
-        calibrated = "knobwise.agents.calibration.calibrate.calibrated_values"
+        calibrated = "knobwise.agents.calibration.plans.calibrated_values"
         patch.setattr(calibrated, Mock(side_effect=KeyboardInterrupt))
         assert main(words) == 130
     evaluate = ["evaluate", *TABLE, "checkpoint=runs/mean_budget/x/checkpoints/seed0/best.pt"]

@@ -8,6 +8,7 @@ import pytest
 import torch
 from helpers import small_table, table_of, two_kinds
 
+from knobwise.agents.problem import Problem
 from knobwise.agents.teacher.experts import Experts
 from knobwise.agents.teacher.regressors import FAMILIES
 from knobwise.envs.bandit.budgets import default_budgets
@@ -46,7 +47,7 @@ def test_features_cost_what_they_take():
     learned = attainable(paid, torch.tensor([11.0, 100.0]))["learned"]
     assert not any(at_tight for at_tight, _ in learned)
     experts = Experts.fit(table, torch.arange(200), BUDGETS[:0], QUICK, 0)
-    policy, static = utilities_out_of_fold(paid, experts, BUDGETS[:1])
+    policy, static = utilities_out_of_fold(Problem.from_table(paid), experts, BUDGETS[:1])
     assert (policy - static).mean() < -0.4
 
 

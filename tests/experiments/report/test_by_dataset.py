@@ -14,8 +14,10 @@ from ruled import Ruled, ruled_at_means
 
 from knobwise.agents.controller.features import FeatureNormaliser
 from knobwise.agents.evaluation.baselines import Oracle, Random, StaticPerDataset, fit_static
+from knobwise.agents.problem import Problem
 from knobwise.agents.training.checkpoint import load_checkpoint
 from knobwise.envs.bandit.budgets import default_budgets
+from knobwise.envs.bandit.rules import MeanBudget
 from knobwise.envs.tables.profile_table import ProfileTable, Split
 from knobwise.experiments.evidence.controllers import evaluate_controllers
 from knobwise.experiments.evidence.evaluate import Deadlines
@@ -43,11 +45,12 @@ class Worst:
 
 def judged(table, rows):
     everything = torch.arange(table.num_samples)
-    fitted = [fit_static(table, everything), StaticPerDataset(table, everything, rows)]
+    problem = Problem(table, Split(everything, everything[:0], rows))
+    fitted = [fit_static(table, everything), StaticPerDataset(problem)]
     baselines = [*fitted, Random(), Worst(), Oracle(table, rows)]
     learned = [Ruled(Random(1)), Ruled(Random(2))]
     split = Split(everything, everything[:0], rows)
-    evaluator = Deadlines(table, split, torch.tensor([1.0, 2.0]))
+    evaluator = Deadlines(Problem(table, split), torch.tensor([1.0, 2.0]))
     return evaluate_controllers(evaluator, learned, [0, 1], baselines, charge=False)[0]
 
 
@@ -61,8 +64,9 @@ def judged_at_means():
     learned = ruled_at_means(Always(1), budgets, values_ms)
     other = ruled_at_means(Always(0), budgets, values_ms).under_mean_budgets()
     other.name = "knn"
-    evaluator = MeanBudgets(table, Split(rows, rows[:0], rows), budgets)
-    first, second, last = evaluator.references()
+    problem = Problem(table, Split(rows, rows[:0], rows), MeanBudget())
+    evaluator = MeanBudgets(problem, budgets)
+    first, second, last = evaluator.references
     baselines = [first, second, other, last]
     results, _ = evaluate_controllers(evaluator, [learned] * 2, [0, 1], baselines, charge=False)
     return results | {"guard": [], "chosen": []}
@@ -82,7 +86,9 @@ def by_set(results, others, in_b):
 def test_the_static_way_of_a_data_set_is_fitted_on_it_alone():
     # of a data set without samples to fit on nothing is known
     for samples, choices in ((10, [0, 1, 0]), (6, [1, 1, 1])):
-        static = StaticPerDataset(TWO_SETS, torch.arange(samples), torch.tensor([9, 0, 6]))
+        rows = torch.arange(samples)
+        split = Split(rows, rows[:0], torch.tensor([9, 0, 6]))
+        static = StaticPerDataset(Problem(TWO_SETS, split))
         assert static.choose({}, np.full(3, 2.0), np.ones((3, 2), bool)).tolist() == choices
 
 

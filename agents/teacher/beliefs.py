@@ -1,16 +1,9 @@
-"""A table in which the cells that nobody measured hold what they are expected to hold.
-
-Training and policies then know every configuration of every sample. Where decisions are judged, a
-prediction counts until it is checked: the estimate is doubly robust (Dudík, Langford and Li 2011,
-"Doubly Robust Policy Evaluation and Learning"), the prediction plus, where a cell was measured, its
-error divided by the probability of measuring it. The mean of such estimates is right whatever the
-predictions are, if the cells were drawn at random. Where few were drawn it is uncertain.
-"""
+"""Beliefs about the cells that nobody measured, fitted on those that were."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -22,6 +15,7 @@ from knobwise.agents.teacher.completion import Completion
 from knobwise.agents.teacher.experts import MeasuredRows, padded
 from knobwise.common.progress import progress
 from knobwise.envs.bandit.budgets import log_measured, subsample
+from knobwise.envs.tables.beliefs import Beliefs
 from knobwise.envs.tables.profile_table import ProfileTable, Split, median_of
 from knobwise.envs.tables.splits import FOLDS, folds_of
 
@@ -29,66 +23,10 @@ DRAWS = 7
 """A predicted latency is a distribution: so many quantiles of it stand for measurements."""
 
 
-@dataclass(frozen=True, eq=False)
-class CompletedTable(ProfileTable):
-    """A profile whose cells all have values: measured ones, and elsewhere predictions."""
-
-    measured: ProfileTable = field(kw_only=True)
-    """The profile as it was measured."""
-    predicted: ProfileTable = field(kw_only=True)
-    """Predictions for all cells, each from other samples than its own (cross-fitted)."""
-    weight: Tensor = field(kw_only=True)
-    """float32 [N, C], how many cells a measured cell stands for: 1 / the probability of measuring
-    it; 0 where nothing was measured."""
-
-    @property
-    def digest(self) -> str:
-        """That of the measured profile."""
-        return self.measured.digest
-
-
-def measured_of(table: ProfileTable) -> ProfileTable:
-    """Return a table as it was measured, without predictions and limits."""
-    if table.limits is not None:
-        table = table.limits.table
-    return table.measured if isinstance(table, CompletedTable) else table
-
-
-def as_if_measured(table: ProfileTable) -> ProfileTable:
-    """Return a table whose predictions pass for measurements. The estimates of single cells are too
-    noisy to choose by, so what is chosen by outcomes is chosen by these."""
-    if not isinstance(table, CompletedTable):
-        return table
-    return ProfileTable(**{f.name: getattr(table, f.name) for f in fields(ProfileTable)})
-
-
-def estimated(
-    table: ProfileTable, cells: tuple[Tensor, Tensor], values_in: Callable[[ProfileTable], Tensor]
-) -> Tensor:
-    """Return the values of cells: those in the table, or if it was completed doubly robust
-    estimates, which may lie outside the range of the values.
-
-    Args:
-        cells: rows int64 and configurations int64, which broadcast.
-        values_in: looks the values of these cells up in a table.
-    """
-    if not isinstance(table, CompletedTable):
-        return values_in(table)
-    expected = values_in(table.predicted)
-    weight = table.weight[cells].to(expected)
-    error = values_in(table.measured) - expected
-    return expected + (weight * error).where(weight > 0, 0.0)
-
-
-def effective_cells(weight: Tensor) -> float:
-    """Return how many measured cells of equal weight would tell as much as these: (Σw)²/Σw² (Kish
-    1965, "Survey Sampling"), 0 where nothing was measured."""
-    total = float(weight.sum())
-    return total**2 / max(float(weight.square().sum()), 1e-12)
-
-
-def completed(table: ProfileTable, split: Split, seed: int = 0, folds: int = FOLDS) -> ProfileTable:
-    """Return a table with predictions in its holes, a `CompletedTable`; itself if it has none.
+def fit_beliefs(
+    table: ProfileTable, split: Split, seed: int = 0, folds: int = FOLDS
+) -> Beliefs | None:
+    """Return what is believed of the cells of a table; None if all were measured.
 
     Args:
         split: predictions are fitted on its training and validation samples.
@@ -96,7 +34,7 @@ def completed(table: ProfileTable, split: Split, seed: int = 0, folds: int = FOL
         folds: how many; in each, predictions for its samples are fitted on the others.
     """
     if table.mask.all():
-        return table
+        return None
     fitted = split.fitted
     normaliser = FeatureNormaliser.fit(table, fitted)
     x = padded(normaliser.of_rows(table, torch.arange(table.num_samples))).double().numpy()
@@ -126,11 +64,9 @@ def completed(table: ProfileTable, split: Split, seed: int = 0, folds: int = FOL
             filled.append(of_all.where(seen, never_seen))
             cross_fitted.append(predicted.where(seen, never_seen))
     offsets = _error_quantiles(table, fitted, cross_fitted[1][fitted])
-    changed = _or_measured(table, _values(table, filled, offsets))
-    fields_of = {f.name: getattr(table, f.name) for f in fields(ProfileTable)}
-    return CompletedTable(
-        **fields_of | changed,
+    return Beliefs(
         measured=table,
+        filled=replace(table, **_or_measured(table, _values(table, filled, offsets))),
         predicted=replace(table, **_values(table, cross_fitted, offsets)),
         weight=_weight(table, usable.squeeze(1)),
     )

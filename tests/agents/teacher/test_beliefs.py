@@ -1,5 +1,5 @@
-"""Completed tables: what was measured stays, predictions come from other samples, estimates are
-right on average whatever the predictions are."""
+"""Beliefs: what was measured stays, predictions come from other samples, estimates are right on
+average whatever the predictions are."""
 
 from dataclasses import replace
 
@@ -14,14 +14,11 @@ from knobwise.agents.calibration.mean_policies import Mixture, OracleAtMean, Sta
 from knobwise.agents.calibration.prices import mean_budgets
 from knobwise.agents.evaluation.baselines import Oracle, fit_static
 from knobwise.agents.evaluation.evaluation import evaluate_policy
-from knobwise.agents.teacher.completed import (
-    CompletedTable,
-    as_if_measured,
-    completed,
-    estimated,
-    measured_of,
-)
+from knobwise.agents.problem import Problem
+from knobwise.agents.teacher.beliefs import fit_beliefs
 from knobwise.envs.bandit.budgets import default_budgets
+from knobwise.envs.bandit.outcomes import Decisions
+from knobwise.envs.bandit.rules import MeanBudget
 from knobwise.experiments.evidence.mean_budgets import MeanBudgets
 from knobwise.profiling.design.cell_design import balanced_cells, with_cells
 
@@ -35,66 +32,70 @@ def sparse(samples=60, per_sample=2, seed=0, **changed):
     return whole, replace(part, sampling_weight=weight, **changed)
 
 
-def test_a_whole_table_stays_as_it_is():
+def believed(part, split):
+    """The problem in which part of the cells was measured."""
+    return Problem(part, split, beliefs=fit_beliefs(part, split))
+
+
+def test_of_a_whole_table_nothing_is_believed():
     whole, _ = sparse()
-    assert completed(whole, whole.split()) is whole
-    assert measured_of(whole) is whole
+    problem = believed(whole, whole.split())
+    assert problem.beliefs is None
+    assert problem.values is problem.cells is whole
 
 
 def test_what_was_measured_stays_and_all_else_is_predicted():
     _, part = sparse()
     split = part.split()
-    filled = completed(part, split)
-    assert isinstance(filled, CompletedTable)
-    assert filled.mask.all()
+    beliefs = fit_beliefs(part, split)
+    assert beliefs.filled.mask.all()
     for name in ("accuracy", "latency_ms"):
-        identical(getattr(filled, name)[part.mask], getattr(part, name)[part.mask])
-        assert getattr(filled.predicted, name).isfinite().all()
-    assert measured_of(filled) is part
-    assert filled.digest == part.digest
+        identical(getattr(beliefs.filled, name)[part.mask], getattr(part, name)[part.mask])
+        assert getattr(beliefs.predicted, name).isfinite().all()
+    assert beliefs.measured is part
     # a weight is 1 over the probability of a measured cell
     count = part.num_configurations
-    identical(filled.weight.unique(), [0.0, count / 2])
+    identical(beliefs.weight.unique(), [0.0, count / 2])
 
 
 def test_a_prediction_does_not_know_its_own_sample():
     _, part = sparse()
     split = part.split()
     rows = split.fitted
-    known = completed(part, split).predicted
+    known = fit_beliefs(part, split).predicted
     # another answer of one sample changes nothing that is predicted of this sample
     row = int(rows[0])
     column = int(part.mask[row].nonzero()[0])
     accuracy = part.accuracy.clone()
     accuracy[row, column] = 1 - accuracy[row, column]
-    other = completed(replace(part, accuracy=accuracy), split).predicted
+    other = fit_beliefs(replace(part, accuracy=accuracy), split).predicted
     identical(known.accuracy[row], other.accuracy[row])
     assert not torch.equal(known.accuracy[rows], other.accuracy[rows])
     # what test samples hold is not used at all
     test = split.test[:1]
     accuracy = part.accuracy.clone()
     accuracy[test] = 1 - accuracy[test]
-    other = completed(replace(part, accuracy=accuracy), split).predicted
+    other = fit_beliefs(replace(part, accuracy=accuracy), split).predicted
     identical(known.accuracy, other.accuracy)
 
 
 def test_estimates_by_hand():
     _, part = sparse()
-    filled = completed(part, part.split())
+    beliefs = fit_beliefs(part, part.split())
     rows = torch.arange(part.num_samples)
     chosen = torch.zeros_like(rows)
-    values = estimated(filled, (rows, chosen), lambda table: table.accuracy[rows, chosen])
-    predicted = filled.predicted.accuracy[:, 0]
+    values = beliefs.estimate((rows, chosen), lambda table: table.accuracy[rows, chosen])
+    predicted = beliefs.predicted.accuracy[:, 0]
     measured = part.mask[:, 0]
     weight = part.num_configurations / 2
     wanted = predicted + weight * (part.accuracy[:, 0] - predicted)
     torch.testing.assert_close(values, torch.where(measured, wanted, predicted))
     # a whole table gives what it holds
     whole, _ = sparse()
-    identical(
-        estimated(whole, (rows, chosen), lambda table: table.accuracy[rows, chosen]),
-        whole.accuracy[:, 0],
-    )
+    problem = believed(whole, whole.split())
+    decisions = Decisions(rows, chosen.unsqueeze(1), torch.tensor([5.0]))
+    outcomes = problem.outcomes(decisions)
+    identical(outcomes.accuracy, whole.accuracy[:, :1])
 
 
 @settings(max_examples=5, deadline=None)
@@ -102,7 +103,7 @@ def test_estimates_by_hand():
 def test_the_mean_over_all_designs_is_the_truth_whatever_is_predicted(seed):
     whole, part = sparse(12)
     count = whole.num_configurations
-    filled = completed(part, part.split())
+    beliefs = fit_beliefs(part, part.split())
     draws = np.random.default_rng(seed)
     guess = torch.from_numpy(draws.random((12, count))).float()
     rows = torch.arange(12)
@@ -112,13 +113,13 @@ def test_the_mean_over_all_designs_is_the_truth_whatever_is_predicted(seed):
     for shift in range(count):
         cells = torch.zeros_like(whole.mask)
         cells[rows, (rows + shift) % count] = True
-        table = replace(
-            filled,
-            predicted=replace(filled.predicted, accuracy=guess),
+        guessed = replace(
+            beliefs,
+            predicted=replace(beliefs.predicted, accuracy=guess),
             measured=with_cells(whole, cells),
             weight=cells * float(count),
         )
-        values = estimated(table, (rows, chosen), lambda known: known.accuracy[rows, chosen])
+        values = guessed.estimate((rows, chosen), lambda known: known.accuracy[rows, chosen])
         means.append(values.mean())
     torch.testing.assert_close(torch.stack(means).mean(), whole.accuracy[rows, chosen].mean())
 
@@ -128,15 +129,16 @@ def test_policies_choose_what_was_not_measured_and_are_judged_by_estimates(per_s
     whole, part = sparse(400, per_sample)
     split = whole.split()
     budgets_ms = default_budgets(whole)
-    filled = completed(part, split)
-    static = fit_static(filled, split.fitted)
-    judged = evaluate_policy(static, filled, split.test, budgets_ms)
+    problem = believed(part, split)
+    static = fit_static(problem.cells, split.fitted)
+    judged = evaluate_policy(static, problem, split.test, budgets_ms)
     truth = evaluate_policy(static, whole, split.test, budgets_ms)
     identical(judged.chosen, truth.chosen)
     difference = (judged.utility - truth.utility).double().mean(1)
     assert abs(difference.mean()) < 4 * difference.std() / len(difference) ** 0.5
     # in hindsight measured and predicted outcomes count as they are
-    oracle = evaluate_policy(Oracle(filled, split.test), filled, split.test, budgets_ms)
+    oracle = Oracle(problem.cells, split.test)
+    oracle = evaluate_policy(oracle, problem, split.test, budgets_ms)
     assert oracle.utility.max() <= 1
 
 
@@ -160,18 +162,18 @@ def test_mixtures_under_mean_budgets_are_judged_by_estimates():
     whole, part = sparse(400, 4)
     split = whole.split()
     budgets_ms = mean_budgets(whole, split.fitted)
-    filled = completed(part, split)
-    mix = StaticMix.of_table(whole, split.fitted, budgets_ms)
-    truth = torch.stack(mix.expected(whole, split.test))
-    estimates = torch.stack(mix.expected(filled, split.test))
+    problem = replace(believed(part, split), rule=MeanBudget())
+    mix = StaticMix.fit(whole, split.fitted, budgets_ms)
+    truth = torch.stack(mix.expected(Problem(whole, split), split.test))
+    estimates = torch.stack(mix.expected(problem, split.test))
     difference = (estimates - truth).mean(2)
     error = difference.std(1) / difference.shape[1] ** 0.5
     assert (difference.mean(1).abs() < 4 * error).all()
-    # single estimates lie outside of what accuracies can be; the table's own values do not
+    # single estimates lie outside of what accuracies can be; the values themselves do not
     assert estimates[0].min() < 0
-    known = as_if_measured(filled)
-    assert mix.expected(known, split.test)[0].min() >= 0
-    judged = MeanBudgets(filled, split, budgets_ms)
+    mixture = mix.mixture(problem, split.test)
+    assert mixture.expected(problem, split.test, checked=False)[0].min() >= 0
+    judged = MeanBudgets(problem, budgets_ms)
     oracle = judged.outcomes(OracleAtMean(budgets_ms))
     assert oracle["accuracy"].max() <= 1
     assert "sampling_weight" not in oracle

@@ -1,0 +1,115 @@
+"""What a deployed controller plans with, calibrated on samples that it was not fitted on: guards
+and margins for deadlines, prices for mean budgets."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from knobwise.agents.calibration.deployed_controller import Arrays, Calibration
+from knobwise.agents.calibration.guard import calibrate, cluster_numbers
+from knobwise.agents.calibration.mean_policies import (
+    StaticMix,
+    calibrated_values,
+    compared,
+    outcomes_of,
+)
+from knobwise.agents.evaluation.baselines import fit_static
+from knobwise.agents.evaluation.policy import Policy, choices_of, requests_of
+from knobwise.agents.training.controllers import ControllerSetup
+from knobwise.envs.bandit.budgets import MIN_LATENCY_MS
+
+
+def plan_for_deadlines(
+    calibration: Calibration, setup: ControllerSetup, budgets_ms: Tensor
+) -> None:
+    """Calibrate the guards on held-out samples, and keep the static policy that they fall back to;
+    nothing without a guard, or where the aim is another one than utility."""
+    if not (setup.policy.guard and setup.judged_by == "utility"):
+        return
+    cells = setup.problem.cells
+    # the static policy that chooses for a fold is fitted on the others
+    statics = [fit_static(cells, rows) for rows in setup.folds[0]]
+    static_choice = _choices(setup, statics, budgets_ms)
+
+    def decide(limit_ms: float) -> Tensor:
+        return setup.held_out_log_probs(torch.tensor(limit_ms)).argmax(-1).cpu()
+
+    def teacher_decides(limit_ms: float) -> Tensor:
+        return _choices(setup, setup.distiller.fitted.of_folds, torch.tensor([limit_ms]))[:, 0]
+
+    calibrated = functools.partial(
+        calibrate,
+        setup.problem,
+        rows=setup.held_out.rows,
+        budgets_ms=budgets_ms,
+        static_choice=static_choice,
+        level=setup.policy.level,
+    )
+    # once with the cost of a decision charged, once as if it were free
+    calibration.guard = calibrated(decide=decide, cost_ms=setup.cost_ms)
+    calibration.guard_if_free = calibrated(decide=decide)
+    if setup.problem.beliefs is not None:
+        validation = torch.isin(setup.held_out.rows, setup.split.validation)
+        left_ms = (budgets_ms - setup.cost_ms).clamp_min(MIN_LATENCY_MS)
+        margins = torch.tensor([row["margin"] for row in calibration.guard])
+        chosen = torch.stack([decide(float(limit)) for limit in margins * left_ms], 1)
+        calibration.judged = {
+            "rows": setup.held_out.rows[validation].numpy(),
+            "chosen": chosen[validation].numpy(),
+            "static": static_choice[validation].numpy(),
+            "cost_ms": np.array(setup.cost_ms),
+        }
+    if setup.distiller:
+        calibration.guard_of_teacher = calibrated(decide=teacher_decides, margins=(1.0,))
+    calibration.static = fit_static(cells, setup.fitted).arrays()
+
+
+def _choices(setup: ControllerSetup, policies: Sequence[Policy], limits: Tensor) -> Tensor:
+    """Return what the policy of each fold chooses for the samples held out of it, int64 [n, B]."""
+    choices = []
+    for policy, rows in zip(policies, setup.folds[1], strict=True):
+        features, mask = requests_of(setup.problem, rows)
+        choices.append(choices_of(policy, features, limits.double().numpy(), mask))
+    return torch.cat(choices)
+
+
+def plan_for_mean_budgets(
+    calibration: Calibration, setup: ControllerSetup, budgets_ms: Tensor
+) -> None:
+    """Find the price for each mean budget, and the budgets where the static mix is better."""
+    problem = setup.problem
+    rows = setup.held_out.rows
+    cost_ms = setup.cost_ms
+
+    def decide(value_ms: Tensor) -> Tensor:
+        return setup.held_out_log_probs(value_ms.float()).argmax(-1).cpu()
+
+    values_ms, chosen = calibrated_values(decide, problem, rows, budgets_ms - cost_ms)
+    mean: Arrays = {"budgets_ms": budgets_ms.double().numpy(), "worths": values_ms.numpy()}
+    mean["deployed"] = np.ones(len(values_ms), bool)
+    if setup.policy.guard:
+        # the mix for held-out samples is fitted on the others
+        mixed = []
+        for fit, hold in zip(*setup.folds, strict=True):
+            mix = StaticMix.fit(problem.cells, fit, budgets_ms)
+            mixed.append(mix.expected(problem, hold)[0])
+        accuracy, _ = outcomes_of(problem, rows, chosen)
+        _, latency_ms = outcomes_of(problem, rows, chosen, checked=False)
+        calibration.guard = compared(
+            accuracy,
+            latency_ms + cost_ms,
+            torch.cat(mixed),
+            budgets_ms,
+            unit=problem.facts.unit,
+            clusters=cluster_numbers(problem.facts, rows),
+        )
+        mean["deployed"] = np.array([row["deployed"] for row in calibration.guard])
+        # the mix that is deployed is fitted on all samples
+        mix = StaticMix.fit(problem.cells, setup.fitted, budgets_ms)
+        mean |= {f"mix.{name}": values for name, values in mix.arrays().items()}
+    calibration.mean = mean

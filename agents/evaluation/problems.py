@@ -1,0 +1,49 @@
+"""From a profile and settings to the problem that a controller is trained for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from knobwise.agents.deployed.text import TextEncoder
+from knobwise.agents.evaluation.limits import allowed_cells, check_limits
+from knobwise.agents.problem import Problem
+from knobwise.agents.teacher.beliefs import fit_beliefs
+from knobwise.common.checks import one_of
+from knobwise.envs.bandit.rules import rule_of
+from knobwise.envs.bandit.settings import BudgetConfig
+from knobwise.envs.tables.profile_table import ProfileTable, Split
+
+
+def problem_of(
+    facts: ProfileTable,
+    split: Split,
+    budget: BudgetConfig | None = None,
+    unprofiled: str = "predict",
+    encoders: Mapping[str, TextEncoder] | None = None,
+) -> Problem:
+    """Return the problem of a profile under a budget.
+
+    Args:
+        facts: the profile, its texts encoded.
+        split: beliefs and limits are fitted on its training and validation samples.
+        budget: the settings; None for deadlines without limits.
+        unprofiled: `predict` what was not measured, or `forbid` to choose it.
+        encoders: what encoded the texts.
+
+    Raises:
+        InputError: `unprofiled` is another word, or see `check_limits`.
+    """
+    one_of("unprofiled", unprofiled, ("predict", "forbid"))
+    budget = budget or BudgetConfig()
+    check_limits(facts, budget)
+    beliefs = None if unprofiled == "forbid" else fit_beliefs(facts, split)
+    values = facts if beliefs is None else beliefs.filled
+    rule = rule_of(budget)
+    return Problem(
+        facts=facts,
+        split=split,
+        rule=rule,
+        beliefs=beliefs,
+        encoders=encoders or {},
+        allowed=allowed_cells(values, facts, split, rule),
+    )

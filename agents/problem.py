@@ -1,0 +1,102 @@
+"""What a controller is to decide, and all that is known of it: what trainers, evaluators, guards
+and experiments are made from."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Self
+
+import torch
+from torch import Tensor
+
+from knobwise.envs.bandit.outcomes import Decisions, Outcomes
+from knobwise.envs.bandit.reward import RewardTable
+from knobwise.envs.bandit.rules import Deadline, Rule, rule_of
+from knobwise.envs.bandit.settings import BudgetConfig
+from knobwise.envs.tables.beliefs import Beliefs
+from knobwise.envs.tables.cells import Cells
+from knobwise.envs.tables.profile_table import ProfileTable, Split
+
+if TYPE_CHECKING:
+    from knobwise.agents.deployed.text import TextEncoder
+
+
+@dataclass(frozen=True, eq=False)
+class Problem:
+    """Facts, beliefs and the rule by which decisions are judged.
+
+    `knobwise.agents.evaluation.problems.problem_of` makes one from settings.
+    """
+
+    facts: ProfileTable
+    """The profile as it was measured; its texts are encoded as features."""
+    split: Split
+    """What policies are fitted on, chosen by, and judged on."""
+    rule: Rule = field(default_factory=Deadline)
+    """What counts."""
+    beliefs: Beliefs | None = None
+    """Predictions for the cells that nobody measured; None where all were, or where what was not
+    measured may not be chosen."""
+    encoders: Mapping[str, TextEncoder] = field(default_factory=dict)
+    """What encoded the texts, by name."""
+    allowed: Tensor | None = None
+    """bool [N, C], the cells that samples may have within the limits of the rule; None for all that
+    have values."""
+
+    @classmethod
+    def from_table(
+        cls,
+        about: ProfileTable | Problem,
+        split: Split | None = None,
+        budget: BudgetConfig | None = None,
+    ) -> Problem:
+        """Return the problem of a table alone, without beliefs; a problem as it is.
+
+        Args:
+            split: None to fit on all samples.
+            budget: the settings; None for deadlines.
+        """
+        if isinstance(about, Problem):
+            return about
+        if split is None:
+            everything = torch.arange(about.num_samples)
+            split = Split(everything, everything[:0], everything[:0])
+        return cls(about, split, rule_of(budget or BudgetConfig()))
+
+    def judged_on(self, rows: Tensor) -> Self:
+        """Return the problem with other test samples, int64 [n]."""
+        return replace(self, split=self.split._replace(test=rows))
+
+    @property
+    def values(self) -> ProfileTable:
+        """Values in all cells that may be chosen: those measured, and with beliefs predictions."""
+        return self.facts if self.beliefs is None else self.beliefs.filled
+
+    @property
+    def mask(self) -> Tensor:
+        """bool [N, C], the cells that may be chosen."""
+        return self.values.mask if self.allowed is None else self.allowed
+
+    @functools.cached_property
+    def cells(self) -> Cells:
+        """What counts of the values: policies are fitted on it."""
+        return self.rule.counted(self.values, self.allowed)
+
+    def outcomes(
+        self, decisions: Decisions, *, rewards: RewardTable | None = None, checked: bool = True
+    ) -> Outcomes:
+        """Look up what decisions get, see `Rule.outcomes`.
+
+        Args:
+            checked: whether predictions are checked by what was measured, so that outcomes are
+                estimates.
+        """
+        return self.rule.outcomes(
+            self.values,
+            decisions,
+            rewards=rewards,
+            counted=self.cells,
+            beliefs=self.beliefs if checked else None,
+        )
