@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from knobwise.agents.controller.features import FeatureNormaliser
-from knobwise.agents.evaluation.texts import as_read
 from knobwise.envs.bandit.budgets import log_measured, subsample
 from knobwise.envs.readers.copies import inputs_of
 from knobwise.envs.readers.feature_columns import block_columns
@@ -91,8 +90,11 @@ class Measured:
     def inputs(self) -> tuple[np.ndarray, np.ndarray]:
         """Return a number for each of the n samples, int64 [n], which those with equal features and
         texts share; and whether so much is equal by chance hardly ever, bool [n]."""
-        # the image does not count: a table may name it anew for each question
-        inputs = inputs_of(replace(as_read(self.table), image_ids=()))
+        table = self.table
+        # what encodes a text adds nothing to it, and a table may name an image anew for each
+        # question
+        features = {n: block for n, block in table.features.items() if n not in table.texts}
+        inputs = inputs_of(replace(table, features=features, image_ids=()))
         return inputs.number[self.rows], (inputs.sure | (inputs.by_chance < RARE))[self.rows]
 
     def labels(self, configurations: np.ndarray) -> str:
