@@ -63,26 +63,28 @@ def read_frame(
 
     Args:
         path: of the file.
-        notes: takes what is noticed.
+        notes: takes what is noticed. Without it a column of lists of mixed types, which would be
+            noted and kept as text, is refused.
         lines: if given, takes where rows stand. A row of text that cannot be read is then left out
             and named there, and a column may mix types; else the file is refused.
 
     Raises:
         InputError: there is no such file, or it cannot be read.
     """
-    frame = _read(path, [] if notes is None else notes, lines)
+    frame = _read(path, notes, lines)
     if lines is not None and not lines.numbers:
         lines.numbers = range(1, len(frame) + 1)
     return frame
 
 
-def _read(path: Path, notes: list[str], lines: Lines | None) -> pl.DataFrame:
+def _read(path: Path, noted: list[str] | None, lines: Lines | None) -> pl.DataFrame:
     """Read a file as `read_frame` does; of files without lines, these stay empty."""
     if path.is_dir():
         refuse_folder(path)
     if not path.is_file():
         raise InputError(f"{path}: no such file")
     name = path.name.removesuffix(".gz")
+    notes = [] if noted is None else noted
     try:
         if path.suffix == ".gz":
             content: bytes | Path = unpacked(path)
@@ -93,7 +95,7 @@ def _read(path: Path, notes: list[str], lines: Lines | None) -> pl.DataFrame:
             return _delimited(content, notes, lines)
         if name.endswith((".json", ".jsonl", ".ndjson")):
             text = text_of(content if isinstance(content, bytes) else path.read_bytes())
-            return _frame(_rows(text, not name.endswith(".json"), notes, lines), notes, lines)
+            return _frame(_rows(text, not name.endswith(".json"), notes, lines), noted, lines)
         if name.endswith(".arff"):
             text = text_of(content if isinstance(content, bytes) else path.read_bytes())
             return arff_frame(text)
@@ -288,9 +290,9 @@ def _lists(document: dict[str, Any], into_one: bool = False) -> dict[str, list[A
     return lists
 
 
-def _frame(rows: dict[int, Any], notes: list[str], lines: Lines | None) -> pl.DataFrame:
+def _frame(rows: dict[int, Any], notes: list[str] | None, lines: Lines | None) -> pl.DataFrame:
     """Return rows, by their numbers, as a frame; `lines`, if given, take the numbers and what is
-    wrong with single rows. Columns of lists of mixed types are noted.
+    wrong with single rows. Columns of lists of mixed types are noted, or without notes refused.
 
     Raises:
         ValueError: without `lines` for what polars would turn into something else: lines that are
@@ -320,6 +322,8 @@ def _frame(rows: dict[int, Any], notes: list[str], lines: Lines | None) -> pl.Da
     try:
         return pl.DataFrame(records, infer_schema_length=None)
     except NO_COLUMN:
+        if notes is None:
+            raise
         columns = []
         for name in dict.fromkeys(name for row in records for name in row):
             columns += mixed_column(name, [row.get(name) for row in records], notes)
