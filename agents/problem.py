@@ -48,7 +48,7 @@ class Problem:
     @classmethod
     def from_table(
         cls,
-        about: ProfileTable | Problem,
+        table: ProfileTable | Problem,
         split: Split | None = None,
         budget: BudgetConfig | None = None,
     ) -> Problem:
@@ -58,12 +58,12 @@ class Problem:
             split: None to fit on all samples.
             budget: the settings; None for deadlines.
         """
-        if isinstance(about, Problem):
-            return about
+        if isinstance(table, Problem):
+            return table
         if split is None:
-            everything = torch.arange(about.num_samples)
+            everything = torch.arange(table.num_samples)
             split = Split(everything, everything[:0], everything[:0])
-        return cls(about, split, rule_of(budget or BudgetConfig()))
+        return cls(table, split, rule_of(budget or BudgetConfig()))
 
     def judged_on(self, rows: Tensor) -> Self:
         """Return the problem with other test samples, int64 [n]."""
