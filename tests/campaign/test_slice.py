@@ -38,9 +38,8 @@ def test_what_was_killed_ends_like_what_was_not(name, torn, tmp_path):
     assert outcome in ("fine", "refused"), note
 
 
-@pytest.mark.parametrize(
-    "name", ["ASCII output", pytest.param("profile=0", marks=pytest.mark.campaign)]
-)
+@pytest.mark.campaign
+@pytest.mark.parametrize("name", ["profile=0", "ASCII output"])
 def test_limits_are_met_in_a_line(name, tmp_path):
     outcome, note = limit_trial(name, tmp_path / "limited")
     assert outcome in ("fine", "refused"), note

@@ -71,8 +71,12 @@ env.close()
 
 @pytest.mark.parametrize(
     "command",
-    [[TORCHRL, "fork", "2"], [TORCHRL, "spawn", "1"], [GYMNASIUM]],
-    ids=["fork", "spawn", "gymnasium"],
+    [
+        pytest.param([TORCHRL, "fork", "2"], id="fork"),
+        # each of its processes imports torch anew
+        pytest.param([TORCHRL, "spawn", "1"], id="spawn", marks=pytest.mark.campaign),
+        pytest.param([GYMNASIUM], id="gymnasium"),
+    ],
 )
 def test_environments_and_collectors_by_any_way_of_starting_processes(command):
     process = subprocess.Popen(
