@@ -135,7 +135,8 @@ def test_a_sample_that_kills_every_worker_is_named_and_the_others_are_kept(folde
 @pytest.mark.campaign
 @pytest.mark.usefixtures("_ray")
 def test_a_model_that_fails_is_one_line_as_in_one_process(folder, capsys):
-    line = mistake(profile("Failing", *TWO), capsys)
+    # the plan is printed before anything fails
+    line = mistake(profile("Failing", *TWO), capsys, begun="measures ")
     assert f"ArithmeticError: {BAD}" in line
     assert "'07'" in line
 
