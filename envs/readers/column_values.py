@@ -10,6 +10,7 @@ import math
 import re
 from typing import Any
 
+import numpy as np
 import polars as pl
 
 from knobwise.common.checks import one_of
@@ -241,3 +242,12 @@ def numbered(series: pl.Series) -> pl.Series:
         if holds_no_text(series.dtype):
             raise
         return series.cast(pl.String).rank("dense")
+
+
+def joint_codes(*codes: np.ndarray) -> np.ndarray:
+    """Return numbers 0, 1, … for the rows, int64 [n]; rows that are equal in all codes have the
+    same."""
+    joined = np.zeros_like(codes[0])
+    for each in codes:
+        joined = np.unique(joined * (each.max() + 1) + each, return_inverse=True)[1]
+    return joined

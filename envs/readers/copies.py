@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from knobwise.envs.bandit.budgets import subsample
+from knobwise.envs.readers.column_values import joint_codes
 from knobwise.envs.readers.feature_columns import block_columns
 from knobwise.envs.tables.profile_table import ProfileTable
 
@@ -52,7 +53,7 @@ def inputs_of(table: ProfileTable) -> Inputs:
         return Inputs(everyone, everyone < 0, np.full(table.num_samples, np.inf))
     if table.image_ids:
         codes.append(_numbered(table.image_ids))
-    number = _joined(codes)
+    number = joint_codes(*codes)
     first, times = np.unique(number, return_index=True, return_counts=True)[1:]
     # the first of the samples that are equal stands for all
     several = first[times > 1]
@@ -93,7 +94,7 @@ def with_copies_together(table: ProfileTable) -> ProfileTable:
                 f"{torn} samples have copies under other ids in another part of the split that "
                 "the file fixes, which flatters results: give copies the same `split`"
             )
-        copies = _joined([copies, parts])
+        copies = joint_codes(copies, parts)
     units = _numbered(table.split_keys)
     parted = _are_parted(copies, units)
     if parted.any():
@@ -181,14 +182,6 @@ def _numbered(names: Sequence[Hashable]) -> np.ndarray:
     """Return a number for each name, int64 [N], in the order in which they come first."""
     numbers: dict[Hashable, int] = {}
     return np.array([numbers.setdefault(name, len(numbers)) for name in names])
-
-
-def _joined(codes: Sequence[np.ndarray]) -> np.ndarray:
-    """Return a number for each sample, int64 [N], from 0; the same where all codes are equal."""
-    joined = np.zeros_like(codes[0])
-    for each in codes:
-        joined = np.unique(joined * (each.max() + 1) + each, return_inverse=True)[1]
-    return joined.reshape(-1)
 
 
 def _are_parted(groups: np.ndarray, units: np.ndarray) -> np.ndarray:

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import polars as pl
 
-from knobwise.envs.readers.column_values import glimpse, holds_no_text
+from knobwise.envs.readers.column_values import glimpse, holds_no_text, joint_codes
 from knobwise.envs.readers.run_states import ENDED, UNENDED, note_unended, states_among
 from knobwise.envs.tables.time_outs import time_outs
 
@@ -385,12 +385,12 @@ class Design:
             # the runs of that setting tells measurements apart
             fixed = [values for values in complete if _is_function(number, values, sample)]
             if fixed:
-                number = _rank_within(_joined(self._sample, *fixed), number)
-            numbered = _joined(sample, number)
+                number = _rank_within(joint_codes(self._sample, *fixed), number)
+            numbered = joint_codes(sample, number)
             # a number for each row says nothing
             if 2 * (1 + numbered.max()) <= len(frame):
                 sample = numbered
-        self._sample = _joined(sample)
+        self._sample = joint_codes(sample)
 
     def size(self, column: str) -> int:
         """Return how many values a column has."""
@@ -411,10 +411,10 @@ class Design:
             How many there are, and how many there would be if each sample had got its settings at
             random. Both agree where all samples have the same settings.
         """
-        setting = _joined(self._dataset, *(self._values[knob] for knob in knobs))
-        both = _joined(setting, *(self._values[column] for column in columns))
+        setting = joint_codes(self._dataset, *(self._values[knob] for knob in knobs))
+        both = joint_codes(setting, *(self._values[column] for column in columns))
         # a setting that was measured again counts once
-        rows = np.unique(_joined(self._sample, both), return_index=True)[1]
+        rows = np.unique(joint_codes(self._sample, both), return_index=True)[1]
         sample = self._sample[rows]
         setting = setting[rows]
         both = both[rows]
@@ -422,7 +422,7 @@ class Design:
 
         def pairs(*codes: np.ndarray) -> np.ndarray:
             """Return how many pairs of rows of each data set are equal in these."""
-            _, first, count = np.unique(_joined(*codes), return_index=True, return_counts=True)
+            _, first, count = np.unique(joint_codes(*codes), return_index=True, return_counts=True)
             return np.bincount(dataset[first], count * (count - 1) / 2, self._dataset.max() + 1)
 
         met = pairs(sample, setting)
@@ -459,17 +459,17 @@ class Design:
     def _is_shared(self, column: str) -> bool:
         """Return whether a value of a column occurs in two samples."""
         values = self._values[column]
-        return len(np.unique(_joined(self._sample, values))) > values.max() + 1
+        return len(np.unique(joint_codes(self._sample, values))) > values.max() + 1
 
     def is_complete(self, column: str, knobs: Sequence[str]) -> bool:
         """Return whether samples have several values of a column where these knobs are equal, and
         nearly all that there are."""
-        setting = _joined(self._dataset, *(self._values[knob] for knob in knobs))
-        both = _joined(setting, self._values[column])
+        setting = joint_codes(self._dataset, *(self._values[knob] for knob in knobs))
+        both = joint_codes(setting, self._values[column])
         _, first = np.unique(both, return_index=True)
         values = np.bincount(setting[first])
-        _, cells = np.unique(_joined(self._sample, setting), return_index=True)
-        measured = len(np.unique(_joined(self._sample, both)))
+        _, cells = np.unique(joint_codes(self._sample, setting), return_index=True)
+        measured = len(np.unique(joint_codes(self._sample, both)))
         return measured > max(len(cells), COMPLETE * values[setting[cells]].sum())
 
     def knobs_among(self, columns: Sequence[str]) -> list[str]:
@@ -495,19 +495,10 @@ class Design:
         return [c for c in columns if c in knobs]
 
 
-def _joined(*codes: np.ndarray) -> np.ndarray:
-    """Return numbers 0, 1, … for the rows, int64 [n]; rows that are equal in all codes have the
-    same."""
-    joined = np.zeros_like(codes[0])
-    for each in codes:
-        joined = np.unique(joined * (each.max() + 1) + each, return_inverse=True)[1]
-    return joined
-
-
 def _is_function(number: np.ndarray, values: np.ndarray, sample: np.ndarray) -> bool:
     """Return whether rows of a sample with equal numbers have equal values, int64 [n] each."""
-    numbered = _joined(sample, number)
-    return int(_joined(numbered, values).max()) == int(numbered.max())
+    numbered = joint_codes(sample, number)
+    return int(joint_codes(numbered, values).max()) == int(numbered.max())
 
 
 def _rank_within(group: np.ndarray, number: np.ndarray) -> np.ndarray:
@@ -523,4 +514,4 @@ def _codes(columns: pl.DataFrame) -> np.ndarray:
         column.cast(pl.String).fill_null("").rank("dense").to_numpy().astype(np.int64) - 1
         for column in columns
     ]
-    return _joined(*codes)
+    return joint_codes(*codes)
