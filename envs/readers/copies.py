@@ -101,8 +101,8 @@ def with_copies_together(table: ProfileTable) -> ProfileTable:
         kept = len(np.unique(copies[parted]))
         examples = [table.sample_ids[row] for row in np.flatnonzero(copies == copies[parted][0])]
         notes.append(
-            f"{parted.sum()} samples are {kept} inputs under several ids, such as "
-            f"{', '.join(examples[:3])}: copies of an input stay in one part of splits and folds"
+            f"{parted.sum()} samples are copies under other ids of {kept} input{'s' * (kept > 1)}, "
+            f"such as {', '.join(examples[:3])}: copies stay in one part of splits and folds"
         )
         names = ["/".join(key).removeprefix("/") for key in table.split_keys]
         clusters = tuple(names[row] for row in _first_connected(units, copies).tolist())
