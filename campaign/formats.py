@@ -36,7 +36,7 @@ from knobwise.envs.readers.feature_files import read_features, write_features
 from knobwise.envs.readers.long_table import long_frame, read_long_table
 from knobwise.experiments.report.content import main_table
 from knobwise.experiments.report.report import compare
-from knobwise.experiments.settings.options import CompareRun
+from knobwise.experiments.settings.comparison_options import CompareRun
 from knobwise.profiling.measuring.machine import claim
 from knobwise.profiling.measuring.measuring import TIMES, TOKENS, read_measurements
 from knobwise.profiling.measuring.questions import read_vqa_data

@@ -18,7 +18,7 @@ from mkdocs.structure.files import File, Files
 
 from knobwise.experiments.command_line import registry
 from knobwise.experiments.command_line.help import help_lines
-from knobwise.experiments.settings.options import VERBS
+from knobwise.experiments.settings.verbs import VERBS, settings_of_verb
 
 ROOT = Path(__file__).resolve().parents[1]
 PROJECT = {
@@ -93,7 +93,8 @@ def command_pages() -> Iterator[tuple[str, str]]:
     dataclasses."""
     usage = (ROOT / "experiments" / "command_line" / "usage.txt").read_text()
     yield "commands/index.md", f"# Commands\n\n```text\n{usage}```\n"
-    for verb, settings in VERBS.items():
+    for verb in VERBS:
+        settings = settings_of_verb(verb)
         title = f"knobwise {verb.replace('_', ' experiment=')}"
         summary = " ".join(str(settings.__doc__).split())
         summary = summary.removeprefix(f"{title}: ").removeprefix("knobwise ")

@@ -28,6 +28,7 @@ from knobwise.experiments.report.verdict import verdict
 from knobwise.experiments.settings.profiles import TableProfile, read_profile
 from knobwise.experiments.settings.values import training_settings
 from knobwise.experiments.train.controller import ControllerExperiment
+from knobwise.experiments.train.judging import calibrated, judged
 from knobwise.serving.knob_policy import Blocks, Explanation, KnobPolicy
 from knobwise.serving.wrapper import wrap
 
@@ -141,19 +142,21 @@ def fit(
     threads = torch.get_num_threads()
     try:
         experiment = ControllerExperiment(training_settings(options), table)
-        if experiment.others:
+        if max(experiment.config.split.repeats, experiment.config.split.folds) > 1:
             keys = "split.repeats and split.folds"
             raise InputError(f"{keys}: fit trains on one split; use knobwise train")
+        experiment.prepare()
         for note in experiment.notes:
             say(note)
-        (trainer,) = experiment.trainers
+        (training,) = experiment.splits
+        (trainer,) = training.trainers
         trainer.run()
-        deployed = experiment.completed(trainer)
-        judged, _ = experiment.judged([deployed])
-        deployed.extra["judged"] = judged
+        deployed = calibrated(training, trainer)
+        results, _ = judged(training, [deployed])
+        deployed.extra["judged"] = results
     finally:
         torch.set_num_threads(threads)
-    say(" ".join(verdict(judged)))
+    say(" ".join(verdict(results)))
     return KnobPolicy(deployed)
 
 

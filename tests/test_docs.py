@@ -29,7 +29,7 @@ from knobwise.envs.readers.long_table import long_frame, write_long_table
 from knobwise.experiments.command_line.compose import read_settings
 from knobwise.experiments.evidence.results import read_results
 from knobwise.experiments.evidence.schema import DatasetRow, PolicyRow, RunResults
-from knobwise.experiments.settings.options import WorkspaceRun
+from knobwise.experiments.settings.comparison_options import WorkspaceRun
 from knobwise.experiments.settings.unread import unread
 from knobwise.experiments.tracking.tracker import THROUGHPUT
 from knobwise.experiments.tracking.workspace import view_of

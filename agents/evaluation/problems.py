@@ -9,9 +9,23 @@ from knobwise.agents.evaluation.limits import allowed_cells, check_limits
 from knobwise.agents.problem import Problem
 from knobwise.agents.teacher.beliefs import fit_beliefs
 from knobwise.common.checks import one_of
+from knobwise.common.progress import say
+from knobwise.envs.bandit.budgets import subsample
 from knobwise.envs.bandit.rules import rule_of
 from knobwise.envs.bandit.settings import BudgetConfig
 from knobwise.envs.tables.profile_table import ProfileTable, Split
+
+MAX_JUDGED = 1 << 16
+"""Test samples that policies are judged on; of a larger test part these are spread evenly."""
+
+
+def judged_part(split: Split) -> Split:
+    """Return a split whose test part has at most `MAX_JUDGED` samples; if it had more, a message
+    says so."""
+    test = subsample(split.test, MAX_JUDGED)
+    if len(test) < len(split.test):
+        say(f"judged is a sample: {len(test):,} of {len(split.test):,} test samples")
+    return split._replace(test=test)
 
 
 def problem_of(

@@ -26,12 +26,12 @@ from knobwise.common.progress import say
 from knobwise.experiments.command_line.flags import SWEEP
 from knobwise.experiments.command_line.grammar import kinds_of, literal
 from knobwise.experiments.command_line.mistakes import explained
-from knobwise.experiments.command_line.registry import READERS, groups_of, register
+from knobwise.experiments.command_line.registry import READERS, groups_of, readers_of, register
 from knobwise.experiments.settings.choices import CONF
-from knobwise.experiments.settings.options import VERBS
 from knobwise.experiments.settings.profiles import group_of_run, of_run, refuse_code
 from knobwise.experiments.settings.tracking import Training
 from knobwise.experiments.settings.unread import refuse_unread, unread
+from knobwise.experiments.settings.verbs import settings_of_verb
 
 OF_RUN = "of_run"
 """The choice of a group that is what the run of a checkpoint was trained on."""
@@ -69,17 +69,16 @@ def in_grammar(verb: str, arguments: Sequence[str], sweep: bool = False) -> list
 @cache
 def text_options(verb: str) -> dict[str, set[str]]:
     """Return what the options of a verb may hold; see `kinds_of`."""
-    return kinds_of(VERBS[verb](), READERS)
+    readers = {group: readers_of(group) for group in READERS if group in groups_of(verb)}
+    return kinds_of(settings_of_verb(verb)(), readers)
 
 
 def words_of_run(verb: str, arguments: Sequence[str]) -> list[str]:
     """Return the words by which profile, beams and encoder that are not chosen are those of the
     checkpoint's run, so that options change these. The run also says whether there are
     baselines."""
-    groups = [
-        group for group, default in groups_of(verb).items() if default in READERS.get(group, ())
-    ]
-    if not groups or not hasattr(VERBS[verb], "checkpoint"):
+    groups = [group for group, default in groups_of(verb).items() if default in readers_of(group)]
+    if not groups or not hasattr(settings_of_verb(verb), "checkpoint"):
         return []
     # Hydra knows what quotes and interpolations stand for
     named = [word for word in arguments if word.startswith("checkpoint=")]
@@ -97,7 +96,7 @@ def words_of_run(verb: str, arguments: Sequence[str]) -> list[str]:
         if group in chosen:
             continue
         section = "profile" if group == "trained_on" else group
-        trained_on = group_of_run(checkpoint, section, READERS[group])
+        trained_on = group_of_run(checkpoint, section, readers_of(group))
         if trained_on is not None:
             refuse_code(trained_on, group, chosen)
             ConfigStore.instance().store(group=group, name=OF_RUN, node=trained_on)
@@ -193,7 +192,7 @@ def run_hydra(
     sys.argv = ["knobwise", "-m", *with_variants(in_grammar(verb, options, sweep=True))]
     common = {word.lower() for word in sys.argv}
     typed = set(map(key_of, sys.argv))
-    usual = OmegaConf.structured(VERBS[verb])
+    usual = OmegaConf.structured(settings_of_verb(verb))
     with explained(verb, arguments):
         _refuse_what_no_job_reads(verb, sys.argv[2:])
         hydra.main(version_base="1.3", config_path=str(CONF), config_name=verb)(job)()

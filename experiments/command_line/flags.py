@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from knobwise.common.errors import InputError
 from knobwise.experiments.command_line.registry import groups_of, options_in
-from knobwise.experiments.settings.options import VERBS
+from knobwise.experiments.settings.verbs import settings_of_verb
 
 SWEEP = ("-m", "--multirun")
 """The flags that Hydra gets; its others read settings from elsewhere, or a pickle."""
@@ -125,7 +125,7 @@ def refuse_flags(schema: str, arguments: Sequence[str]) -> None:
         if not (schema.startswith("train") or set(SWEEP).isdisjoint(arguments)):
             raise InputError("-m: sweeps are for knobwise train")
         return
-    options = [option.key for option in options_in(VERBS[schema](), groups_of(schema))]
+    options = [option.key for option in options_in(settings_of_verb(schema)(), groups_of(schema))]
     names = {name.replace("-", "_") for name, _ in flagged}
     if schema == "train" and names & OF_SELECTORS:
         schema = "train_selector"

@@ -17,7 +17,7 @@ from knobwise.experiments.command_line.registry import (
     options_in,
     question_of,
 )
-from knobwise.experiments.settings.options import VERBS
+from knobwise.experiments.settings.verbs import settings_of_verb
 
 SWEEPS = """
 Sweeps: knobwise train -m key=a,b … is Hydra's multirun. It runs every combination, by default one
@@ -55,7 +55,7 @@ def help_lines(verb: str) -> list[Option]:
     """Return every option of a verb with its default."""
     if verb in ("compare", "decide"):
         # not composed, since `runs` and `requests` have no default
-        settings = VERBS[verb]()
+        settings = settings_of_verb(verb)()
     else:
         settings = read_settings(verb, [])
     return list(options_in(settings, groups_of(verb)))
@@ -63,7 +63,7 @@ def help_lines(verb: str) -> list[Option]:
 
 def show_help(verb: str) -> None:
     """Print the options that people use most, then all others by section, then the experiments."""
-    print(" ".join(str(VERBS[verb].__doc__).split()), "\n")
+    print(" ".join(str(settings_of_verb(verb).__doc__).split()), "\n")
     lines = help_lines(verb)
     common = COMMON.get(verb, "").split() or [line.key for line in lines]
     # of several choices of a group that have an option, the first counts

@@ -15,7 +15,7 @@ from omegaconf.errors import OmegaConfBaseException
 from knobwise.common.errors import InputError
 from knobwise.experiments.command_line.flags import in_our_words, meaning_of
 from knobwise.experiments.command_line.registry import choices_of, groups_of, options_in
-from knobwise.experiments.settings.options import VERBS
+from knobwise.experiments.settings.verbs import settings_of_verb
 from knobwise.experiments.settings.words import nearest, typed
 
 FILES = {"profile": "table", "trained_on": "table", "beams": "files"}
@@ -71,7 +71,7 @@ def _suggestion(verb: str, arguments: Sequence[str]) -> str:
     groups = {**groups_of(verb), "experiment": None}
     # the choices that have each option; "" for all
     choices: dict[str, list[str]] = {}
-    for option in options_in(VERBS[verb](), groups):
+    for option in options_in(settings_of_verb(verb)(), groups):
         choices.setdefault(option.key, []).append(option.choice)
     names = list(choices)
     for argument in arguments:

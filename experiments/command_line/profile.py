@@ -17,7 +17,7 @@ from knobwise.common.errors import InputError, Missing
 from knobwise.common.extras import install_command
 from knobwise.common.files import write_json
 from knobwise.experiments.settings.device import a_device
-from knobwise.experiments.settings.options import InspectRun, ProfileRun
+from knobwise.experiments.settings.measuring_options import InspectRun, ProfileRun
 from knobwise.experiments.settings.profiles import TableProfile, read_profile, workers_of
 from knobwise.experiments.settings.words import typed
 from knobwise.profiling.endpoint.settings import NAME as ENDPOINT

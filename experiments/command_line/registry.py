@@ -10,32 +10,37 @@ import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from functools import cache
+from importlib import import_module
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING, OmegaConf
 
 from knobwise.experiments.settings.choices import CHOICES, CONF, experiments
-from knobwise.experiments.settings.options import VERBS
-from knobwise.experiments.settings.profiles import PROFILES
-from knobwise.experiments.settings.selector_options import (
-    BeamFiles,
-    BuiltinBeams,
-    ClipLora,
-    SmollmBeams,
-    StoredEncoder,
-)
+from knobwise.experiments.settings.verbs import settings_of_verb
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
-READERS: Mapping[str, Mapping[str, type[DataclassInstance]]] = {
-    "profile": PROFILES,
-    "trained_on": PROFILES,
-    "beams": {"builtin": BuiltinBeams, "files": BeamFiles, "smollm2": SmollmBeams},
-    "encoder": {"stored": StoredEncoder, "clip": ClipLora},
+READERS = {
+    "profile": "profiles:PROFILES",
+    "trained_on": "profiles:PROFILES",
+    "beams": "selector_options:BEAMS",
+    "encoder": "selector_options:ENCODERS",
 }
-"""The groups whose choices have options of their own."""
+"""The groups whose choices have options of their own: where these are, as module:name in
+`knobwise.experiments.settings`."""
+
+
+@cache
+def readers_of(group: str) -> Mapping[str, type[DataclassInstance]]:
+    """Return the choices of a group that have options of their own: a dataclass for each name."""
+    if group not in READERS:
+        return {}
+    module, _, name = READERS[group].partition(":")
+    choices = getattr(import_module(f"knobwise.experiments.settings.{module}"), name)
+    readers: Mapping[str, type[DataclassInstance]] = choices
+    return readers
 
 
 def schema_of(verb: str, arguments: Sequence[str]) -> str:
@@ -66,9 +71,9 @@ def register(verb: str) -> None:
     Nothing else, since Hydra copies all that it was told for each composition.
     """
     store = ConfigStore.instance()
-    store.store(name=f"{verb}_schema", node=VERBS[verb])
+    store.store(name=f"{verb}_schema", node=settings_of_verb(verb))
     for group in groups_of(verb):
-        choices = READERS.get(group) or CHOICES.get(group, {})
+        choices = readers_of(group) or CHOICES.get(group, {})
         for name, node in choices.items():
             store.store(group=group, name=name, node=node)
 
@@ -77,7 +82,7 @@ def choices_of(group: str) -> list[str]:
     """Return the names of all choices of a config group, the experiments included."""
     if group == "experiment":
         return experiments()
-    return sorted(READERS.get(group) or CHOICES[group])
+    return sorted(readers_of(group) or CHOICES[group])
 
 
 def question_of(experiment: str) -> str:
@@ -137,7 +142,7 @@ def options_in(
         if f.name in groups and f.name != "experiment":
             default = groups[f.name] or "none"
             meaning = f"Group: {', '.join(choices_of(f.name))}. {meaning}"
-            for name, reader in READERS.get(f.name, {}).items():
+            for name, reader in readers_of(f.name).items():
                 nested[f"{key}={name}"] = reader()
         yield Option(key, default, meaning)
         for choice, part in nested.items():

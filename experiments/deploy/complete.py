@@ -24,7 +24,7 @@ from knobwise.common.errors import InputError, naming
 from knobwise.common.json_text import decoded
 from knobwise.envs.tables.profile_table import ProfileTable, Split
 from knobwise.experiments.evidence.run_folder import checkpoint_at
-from knobwise.experiments.settings.options import ProfileRun
+from knobwise.experiments.settings.measuring_options import ProfileRun
 from knobwise.experiments.settings.profiles import (
     PROFILES,
     TableProfile,

@@ -20,7 +20,7 @@ from knobwise.envs.readers.frames import Lines, read_frame, with_chats
 from knobwise.envs.readers.nested import unnested
 from knobwise.envs.tables.columns import FEATURES, Column, columns_of
 from knobwise.experiments.evidence.run_folder import controller_at
-from knobwise.experiments.settings.options import DecideRun
+from knobwise.experiments.settings.deployment_options import DecideRun
 from knobwise.experiments.settings.profiles import of_run
 from knobwise.serving.inputs import limit_of
 

@@ -15,7 +15,7 @@ from threadpoolctl import threadpool_limits
 from knobwise.agents.calibration.ways import WAYS
 from knobwise.agents.evaluation.baselines import FittedStatic
 from knobwise.agents.evaluation.limits import budget_with
-from knobwise.agents.evaluation.problems import problem_of
+from knobwise.agents.evaluation.problems import judged_part, problem_of
 from knobwise.agents.selector.clip_encoder import as_read
 from knobwise.agents.selector.selector import Selector
 from knobwise.agents.training.checkpoint import Loaded, load_checkpoint
@@ -34,16 +34,16 @@ from knobwise.experiments.evidence.controllers import (
     validation_scores,
 )
 from knobwise.experiments.evidence.decisions import write_decisions
-from knobwise.experiments.evidence.evaluate import check_fits, judged_part
+from knobwise.experiments.evidence.evaluate import check_fits
 from knobwise.experiments.evidence.run_folder import checkpoint_at
 from knobwise.experiments.evidence.schema import RunResults
 from knobwise.experiments.evidence.selectors import evaluate_selectors
 from knobwise.experiments.report.report import print_results
 from knobwise.experiments.settings.beams import check_judged, read_data
+from knobwise.experiments.settings.deployment_options import EvaluateRun, ExplainRun, ExportRun
 from knobwise.experiments.settings.device import a_device
-from knobwise.experiments.settings.options import EvaluateRun, ExplainRun, ExportRun
 from knobwise.experiments.settings.profiles import measured_at_once, of_run, read_profile
-from knobwise.experiments.train.controller import evaluate_beside_baselines
+from knobwise.experiments.train.judging import evaluate_beside_baselines
 from knobwise.profiling.endpoint.settings import NAME as ENDPOINT
 from knobwise.profiling.endpoint.settings import NAMES, options_in
 

@@ -30,7 +30,7 @@ from knobwise.experiments.evidence.results import read_results
 from knobwise.experiments.evidence.run_folder import checkpoint_at
 from knobwise.experiments.report.choices import decision, print_explanation
 from knobwise.experiments.report.tables import print_lines, print_table, table_of
-from knobwise.experiments.settings.options import ExplainRun
+from knobwise.experiments.settings.deployment_options import ExplainRun
 from knobwise.experiments.settings.profiles import read_questions
 from knobwise.serving.knob_policy import KnobPolicy
 from knobwise.serving.tracker import LatencyTracker

@@ -24,8 +24,8 @@ from knobwise.envs.tables.profile_table import ProfileTable
 from knobwise.experiments.deploy.evaluate import fitting_profile
 from knobwise.experiments.evidence.run_folder import checkpoint_at
 from knobwise.experiments.report.tables import print_lines
-from knobwise.experiments.settings.options import ExportRun
-from knobwise.experiments.train.controller import copy_policy
+from knobwise.experiments.settings.deployment_options import ExportRun
+from knobwise.experiments.train.judging import copy_policy
 from knobwise.serving.onnx_graph import (
     Deployed,
     OnnxController,

@@ -51,7 +51,7 @@ from knobwise.experiments.report.comparison import Comparison
 from knobwise.experiments.report.report import print_comparison, write_page
 from knobwise.experiments.report.runs import Run
 from knobwise.experiments.report.words import FROZEN, LEARNED, STATIC
-from knobwise.experiments.settings.options import EvaluateRun, LiveConfig
+from knobwise.experiments.settings.deployment_options import EvaluateRun, LiveConfig
 from knobwise.profiling.measuring.adaptive_model import AdaptiveVLM, clock_ms, clocked_by
 from knobwise.profiling.measuring.machine import one_thread
 from knobwise.profiling.measuring.measuring import collected_between

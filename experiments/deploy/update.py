@@ -29,7 +29,7 @@ from knobwise.common.words import counted, points
 from knobwise.experiments.evidence.run_folder import VERSION, checkpoint_at
 from knobwise.experiments.inspection.logs import facts_of_times
 from knobwise.experiments.report.inspection import said_of_times
-from knobwise.experiments.settings.options import UpdateRun
+from knobwise.experiments.settings.deployment_options import UpdateRun
 from knobwise.experiments.settings.profiles import LongTables, read_profile
 from knobwise.experiments.settings.words import typed
 from knobwise.serving.versions import (

@@ -17,13 +17,13 @@ from knobwise.agents.evaluation.policy import Baseline
 from knobwise.agents.problem import Problem
 from knobwise.agents.training.checkpoint import Loaded
 from knobwise.envs.bandit.reward import RewardTable, expected_utility
-from knobwise.envs.demonstrations.beam_table import BeamTable
 from knobwise.envs.tables.cells import Cells
 from knobwise.envs.tables.cost_words import unit_in
 from knobwise.envs.tables.profile_table import ProfileTable
 from knobwise.experiments.evidence.decisions import BEFORE, IF_FREE, SAMPLE
 from knobwise.experiments.evidence.evaluate import Deadlines, Policies, alone, evaluate
 from knobwise.experiments.evidence.mean_budgets import MeanBudgets
+from knobwise.experiments.evidence.profile_facts import profile_of
 from knobwise.experiments.evidence.results import value_of
 from knobwise.experiments.evidence.schema import (
     Chosen,
@@ -32,7 +32,6 @@ from knobwise.experiments.evidence.schema import (
     DatasetRow,
     GrpoGain,
     PolicyRow,
-    ProfileFacts,
     RunResults,
 )
 from knobwise.experiments.evidence.statistics import with_interval
@@ -212,14 +211,6 @@ def costs_of(
         if limits and name in limits:
             costs[name]["limit"] = limits[name]
     return costs
-
-
-def profile_of(table: ProfileTable | BeamTable) -> ProfileFacts:
-    """Return name, digest and sizes of a profile or of beams."""
-    facts: ProfileFacts = {"name": table.name, "digest": table.digest}
-    if isinstance(table, BeamTable):
-        return facts | {"samples": table.num_queries, "candidates": len(table.candidates)}
-    return facts | {"samples": table.num_samples, "configurations": table.num_configurations}
 
 
 def configurations_of(

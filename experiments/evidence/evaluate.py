@@ -24,17 +24,14 @@ from knobwise.agents.evaluation.policy import Baseline, Policy
 from knobwise.agents.problem import Problem
 from knobwise.agents.teacher.experts import Experts
 from knobwise.common.errors import InputError
-from knobwise.common.progress import progress, say
-from knobwise.envs.bandit.budgets import subsample
+from knobwise.common.progress import progress
 from knobwise.envs.bandit.reward import RewardTable
-from knobwise.envs.tables.profile_table import ProfileTable, Split
+from knobwise.envs.tables.profile_table import ProfileTable
 from knobwise.experiments.evidence.decisions import Columns, decision_rows
 from knobwise.experiments.evidence.schema import RunResults
 from knobwise.experiments.evidence.summarise import with_references
 from knobwise.experiments.evidence.task import DEADLINE, Task
 
-MAX_JUDGED = 1 << 16
-"""Test samples that policies are judged on; of a larger test part these are spread evenly."""
 Policies = Mapping[str, Mapping[int | None, Any]]
 """Name → seed → policy; the seed is None where none changes the policy."""
 
@@ -91,15 +88,6 @@ def evaluate(
                 )
                 tick(len(frames), name)
     return pl.concat(frames)
-
-
-def judged_part(split: Split) -> Split:
-    """Return a split whose test part has at most `MAX_JUDGED` samples; if it had more, a message
-    says so."""
-    test = subsample(split.test, MAX_JUDGED)
-    if len(test) < len(split.test):
-        say(f"judged is a sample: {len(test):,} of {len(split.test):,} test samples")
-    return split._replace(test=test)
 
 
 def check_fits(name: str, agent: DeployedController, table: ProfileTable) -> None:

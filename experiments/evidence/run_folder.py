@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, TextIO
 
 from filelock import lock_descriptor
 
-from knobwise.agents.deployed.controller import NumpyController
 from knobwise.common.checks import folder_name
 from knobwise.common.errors import InputError
 from knobwise.common.files import FULL, is_damaged, locked, replace_link, sync, write_text
@@ -24,6 +23,7 @@ from knobwise.experiments.settings.config_file import NAME as CONFIG
 from knobwise.experiments.settings.config_file import settings_text
 
 if TYPE_CHECKING:
+    from knobwise.agents.deployed.controller import NumpyController
     from knobwise.experiments.settings.tracking import Training
 
 UNFINISHED = ".unfinished"

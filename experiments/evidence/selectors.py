@@ -19,9 +19,9 @@ from knobwise.agents.selector.baselines import SIMPLE
 from knobwise.agents.selector.evaluation import Decided
 from knobwise.agents.training.checkpoint import Loaded
 from knobwise.envs.demonstrations.beam_table import BeamTable
-from knobwise.experiments.evidence.controllers import profile_of
 from knobwise.experiments.evidence.decisions import SAMPLE, Columns
 from knobwise.experiments.evidence.evaluate import evaluate
+from knobwise.experiments.evidence.profile_facts import profile_of
 from knobwise.experiments.evidence.schema import DifferenceRow, PolicyRow, RunResults
 from knobwise.experiments.evidence.summarise import summarise
 from knobwise.experiments.evidence.task import (

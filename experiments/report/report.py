@@ -21,7 +21,7 @@ from knobwise.experiments.report.runs import Run
 from knobwise.experiments.report.sections import content_of
 from knobwise.experiments.report.tables import print_content
 from knobwise.experiments.report.words import shown_by
-from knobwise.experiments.settings.options import CompareRun
+from knobwise.experiments.settings.comparison_options import CompareRun
 
 
 def write_report(run_folder: str | Path) -> Path:

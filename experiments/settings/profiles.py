@@ -389,22 +389,27 @@ def read_questions(config: Profile) -> dict[str, str]:
 
 def _read(config: Profile, settings: dict[str, Any]) -> ProfileTable:
     """Call the reader of a config with its settings."""
-    from knobwise.envs.readers.exp_files import read_core_exp, read_exp5_exp6
-    from knobwise.testbeds.profiles import builtin_profile, ocr_profile, smollm_profile
-    from knobwise.testbeds.simulated.calibrated import simulate
-
     if isinstance(config, SimulatedProfile):
+        from knobwise.testbeds.simulated.calibrated import simulate
+
         return simulate(config)
-    readers: dict[str, Callable[..., ProfileTable]] = {
+    if isinstance(config, OriginalProfile):
+        from knobwise.envs.readers.exp_files import read_core_exp, read_exp5_exp6
+
+        core = isinstance(config, CoreExpProfile)
+        return read_core_exp(**settings) if core else read_exp5_exp6(**settings)
+    if isinstance(config, TableProfile):
+        return _read_table(**settings)
+    if isinstance(config, JointProfile):
+        return _read_joint(**settings)
+    from knobwise.testbeds.profiles import builtin_profile, ocr_profile, smollm_profile
+
+    shipped: dict[str, Callable[..., ProfileTable]] = {
         "builtin": builtin_profile,
         "ocr": ocr_profile,
         "smollm": smollm_profile,
-        "exp5_exp6": read_exp5_exp6,
-        "core_exp": read_core_exp,
-        "table": _read_table,
-        "joint": _read_joint,
     }
-    return readers[config.format](**settings)
+    return shipped[config.format](**settings)
 
 
 def _read_joint(

@@ -130,6 +130,12 @@ class ClipLora:
     those of `data`."""
 
 
+BEAMS = {"builtin": BuiltinBeams, "files": BeamFiles, "smollm2": SmollmBeams}
+"""The choices of the group `beams`, by name."""
+ENCODERS = {"stored": StoredEncoder, "clip": ClipLora}
+"""The choices of the group `encoder`, by name."""
+
+
 @dataclass
 class Variant:
     """One way to post-train the supervised selector. None takes the run's value."""
@@ -219,6 +225,11 @@ class SelectorRun(Training):
         self.variants = {
             name: values for name, values in self.variants.items() if values is not None
         }
+
+    @property
+    def tags(self) -> list[str]:
+        """See `Training`."""
+        return [f"reward-{self.reward.mode}"]
 
     @property
     def plans(self) -> dict[str, Plan]:

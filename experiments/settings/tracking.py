@@ -52,6 +52,11 @@ class Training:
     device: str = "cpu"
     """cpu or cuda."""
 
+    @property
+    def tags(self) -> list[str]:
+        """Tags that its runs are filtered by in W&B."""
+        return []
+
     def __post_init__(self) -> None:
         distinct("seeds", self.seeds)
         for seed in self.seeds:

@@ -26,11 +26,10 @@ from knobwise.agents.training.checkpoint import load_checkpoint
 from knobwise.envs.tables.divisions import divide
 from knobwise.envs.tables.drift import drawn_drift
 from knobwise.envs.tables.profile_table import ProfileTable
-from knobwise.experiments.command_line.registry import READERS
 from knobwise.experiments.evidence.results import read_results
 from knobwise.experiments.evidence.statistics import ends_of, resampled_means
-from knobwise.experiments.settings.profiles import group_of_run, of_run, read_profile
-from knobwise.experiments.train.controller import before_grpo
+from knobwise.experiments.settings.profiles import PROFILES, group_of_run, of_run, read_profile
+from knobwise.experiments.train.judging import before_grpo
 
 Array = NDArray[np.float64]
 SIZE = 0.3
@@ -64,7 +63,7 @@ def utilities(
 
 def main(folder: Path) -> None:
     """Print a line for a run."""
-    profile: Any = OmegaConf.to_object(group_of_run(str(folder), "profile", READERS["profile"]))
+    profile: Any = OmegaConf.to_object(group_of_run(str(folder), "profile", PROFILES))
     table = read_profile(profile)
     budgets_ms = read_results(folder)["budgets_ms"]
     generator = torch.Generator().manual_seed(0)

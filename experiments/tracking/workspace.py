@@ -21,7 +21,7 @@ from knobwise.common.errors import InputError
 from knobwise.common.extras import install_command
 from knobwise.common.files import write_text, written_whole
 from knobwise.common.progress import say
-from knobwise.experiments.settings.options import WorkspaceRun
+from knobwise.experiments.settings.comparison_options import WorkspaceRun
 from knobwise.experiments.settings.tracking import TrackingSettings
 from knobwise.experiments.tracking.tracker import project_of, wandb_mode
 from knobwise.experiments.tracking.wandb_run import environment, reason

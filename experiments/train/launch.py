@@ -1,38 +1,14 @@
-"""A run from settings to a report, for controllers and selectors alike: claim a folder, train,
-judge, write, report, track."""
+"""A run from settings to a report, for controllers and selectors alike: prepare, claim a folder,
+train, and finish."""
 
 from __future__ import annotations
 
-import shlex
-import time
-from datetime import UTC, datetime
 from pathlib import Path
 
-from rich.console import Console
-
 from knobwise.common.progress import say
-from knobwise.envs.demonstrations.beam_table import BeamTable
-from knobwise.envs.tables.profile_table import ProfileTable
-from knobwise.experiments.evidence.decisions import write_decisions
-from knobwise.experiments.evidence.results import write_results
-from knobwise.experiments.evidence.run_folder import (
-    claim,
-    command_of,
-    finished_run,
-    taken_up_if_damaged,
-)
-from knobwise.experiments.evidence.schema import RunResults
-from knobwise.experiments.evidence.statistics import sign_of
-from knobwise.experiments.evidence.task import Row, task_of
-from knobwise.experiments.report.report import print_results, result_images, write_report
-from knobwise.experiments.report.runs import find_runs
-from knobwise.experiments.settings.options import TrainRun
-from knobwise.experiments.settings.selector_options import SelectorRun
-from knobwise.experiments.settings.words import typed
-from knobwise.experiments.tracking.tracker import git_commit, wandb_mode
-from knobwise.experiments.tracking.wandb_results import scores_by_seed
-from knobwise.experiments.tracking.workspace import save_once
-from knobwise.experiments.train.run import Experiment, tracker_of
+from knobwise.experiments.evidence.run_folder import claim, finished_run, taken_up_if_damaged
+from knobwise.experiments.tracking.tracker import git_commit
+from knobwise.experiments.train.run import Experiment
 
 
 def launch(
@@ -48,15 +24,15 @@ def launch(
         once: whether a finished run of the same settings and data is left as it is.
 
     Raises:
-        InputError: the folder cannot be used.
+        InputError: data or settings that cannot be used, or the folder cannot.
     """
-    config = experiment.config
-    table = experiment.table
     # noted first, before anybody edits the code that runs
     commit = git_commit()
+    experiment.prepare()
+    config = experiment.config
     for note in experiment.notes:
         say(note)
-    finished = finished_run(config, named, table.digest) if once else None
+    finished = finished_run(config, named, experiment.table.digest) if once else None
     if finished is not None and not taken_up_if_damaged(finished):
         say(f"already finished, skipped: {finished}")
         return finished
@@ -64,71 +40,9 @@ def launch(
     with claim(config, named) as folder:
         say(f"run: {folder}")
         experiment.train(folder)
-        say("evaluating every policy on the test split …")
-        results, decisions = experiment.evaluate(folder)
-        started = (folder / "config.yaml").stat().st_mtime
-        date = f"{datetime.fromtimestamp(started, UTC):%Y-%m-%d %H:%M}"
-        results |= {
-            "experiment": config.experiment,
-            "command": command_of(overrides),
-            "run": {
-                "started": date,
-                "seconds": round(time.time() - started, 1),
-                "commit": commit,
-            },
-        }
-        write_decisions(folder, decisions)
-        write_results(folder, results)
-        report = write_report(folder)
-        mode = track_results(config, folder, table, results)
-    print_results(results, Console())
-    print(f"report: {report}")
-    if mode == "offline":
-        print(f"W&B:    wandb sync {shlex.quote(str(folder / 'wandb'))}/offline-run-*")
-    print(f"next:   {next_command(folder, is_worse_than_static(results))}")
+        # what judges and reports is imported when there is something to judge
+        from knobwise.experiments.train.finish import finish, print_finished
+
+        results, mode = finish(experiment, folder, overrides, commit)
+    print_finished(folder, results, mode)
     return folder
-
-
-def is_worse_than_static(results: RunResults) -> bool:
-    """Tell whether the controller is shown to be worse than what it is compared with."""
-    task = task_of(results)
-    learned: Row = task.row(results, "controller", task.main_condition(results))
-    return any(sign_of(learned.get(f"{name}_ci95")) < 0 for name in task.compared[:1])
-
-
-def next_command(folder: Path, worse: bool = False) -> str:
-    """Return the command that usually follows a run, as a shell takes it; a controller that is
-    `worse` than static is not for export."""
-    if (folder / "controller.npz").exists() and not worse:
-        return f"knobwise export {typed('checkpoint', folder)}"
-    # to compare takes two
-    if len(find_runs([str(folder.parent)])[0]) > 1:
-        return f"knobwise compare {shlex.quote(str(folder.parent))}"
-    return f"knobwise evaluate {typed('checkpoint', folder)}"
-
-
-def track_results(
-    config: TrainRun | SelectorRun,
-    folder: Path,
-    table: ProfileTable | BeamTable,
-    results: RunResults,
-) -> str:
-    """Log to W&B the results, and the test scores of each seed in the run that trained it.
-
-    Returns:
-        The mode of W&B.
-    """
-    model = None
-    kept = (results.get("best_policy", ""), results.get("best_seed"))
-    if wandb_mode(config.tracking) != "disabled":
-        for (stage, seed), scores in scores_by_seed(results, folder).items():
-            with tracker_of(config, folder, table, "train", seed, stage=stage) as tracker:
-                model = tracker.log_scores(scores, (stage, seed) == kept) or model
-    with tracker_of(config, folder, table, "evaluate") as tracker:
-        # drawing pictures takes longer than everything else here
-        images = result_images(results) if tracker.mode != "disabled" else {}
-        tracker.log_results(results, images, model)
-    if tracker.mode == "online" and config.tracking.workspace:
-        knobs = [knob.name for knob in getattr(table, "knobs", ())]
-        save_once(config.tracking, Path(config.runs), knobs)
-    return tracker.mode

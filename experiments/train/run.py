@@ -17,32 +17,40 @@ from knobwise.agents.training.trainer import Trainer
 from knobwise.common.files import written_whole
 from knobwise.envs.demonstrations.beam_table import BeamTable
 from knobwise.envs.tables.profile_table import ProfileTable
-from knobwise.experiments.evidence.controllers import profile_of
+from knobwise.experiments.evidence.profile_facts import profile_of
 from knobwise.experiments.evidence.schema import RunResults
 from knobwise.experiments.settings.device import a_device
-from knobwise.experiments.settings.options import TrainRun
-from knobwise.experiments.settings.selector_options import SelectorRun
+from knobwise.experiments.settings.tracking import Training
 from knobwise.experiments.tracking.tracker import Tracker, wandb_mode
 
 
 class Experiment(ABC):
-    """A training of controllers or selectors. Construction refuses settings that cannot work.
+    """A training of controllers or selectors: `prepare`, `train`, `evaluate`. Construction refuses
+    settings that cannot work.
 
     Raises:
         InputError: a device that is not there, tracking that cannot be used.
     """
 
-    config: TrainRun | SelectorRun
+    config: Training
     table: ProfileTable | BeamTable
-    """The data to train on."""
+    """The data to train on, once it is prepared."""
     notes: list[str]
-    """Facts about the data that a person should know."""
+    """Facts about the data that a person should know, once it is prepared."""
 
-    def __init__(self, config: TrainRun | SelectorRun, threads: int = 1) -> None:
+    def __init__(self, config: Training, threads: int = 1) -> None:
         self.config = config
         set_up_torch(threads)
         wandb_mode(config.tracking)
         a_device(config.device, usable=True)
+
+    @abstractmethod
+    def prepare(self) -> None:
+        """Read the data, and make what is trained, before anything is written.
+
+        Raises:
+            InputError: data or settings that cannot be used.
+        """
 
     @abstractmethod
     def train(self, folder: Path) -> None:
@@ -85,7 +93,7 @@ def seed_folder(folder: Path, seed: int) -> Path:
 
 def run_logged(
     trainer: Trainer,
-    config: TrainRun | SelectorRun,
+    config: Training,
     folder: Path,
     table: ProfileTable | BeamTable,
     stage: str = "",
@@ -104,7 +112,7 @@ def run_logged(
 
 
 def tracker_of(
-    config: TrainRun | SelectorRun,
+    config: Training,
     folder: Path,
     table: ProfileTable | BeamTable,
     job_type: str,
@@ -112,16 +120,6 @@ def tracker_of(
     **options: Any,
 ) -> Tracker:
     """Return the tracker of a run, or of one of its seeds, with more arguments of `Tracker`."""
-    # tags that runs are filtered by in W&B
-    if isinstance(config, SelectorRun):
-        tags = [f"reward-{config.reward.mode}"]
-    else:
-        tags = [
-            "taught" if config.policy.teacher else "independent",
-            config.loss.objective,
-            f"reward-{config.reward.kind}",
-            f"advantage-{config.loss.advantage}"[:64],  # the longest that W&B takes
-        ]
     return Tracker(
         folder,
         name=folder.name,
@@ -130,7 +128,7 @@ def tracker_of(
         config=asdict(config),
         settings=config.tracking,
         seed=seed,
-        tags=tags,
+        tags=config.tags,
         profile=profile_of(table),
         **options,
     )

@@ -82,9 +82,13 @@ class SelectorExperiment(Experiment):
     def __init__(self, config: SelectorRun) -> None:
         at_least("jobs", config.jobs, 1)
         at_least("shots", config.shots, 0)
-        self.data = read_data(config.beams, config.encoder)
+        super().__init__(config)
+
+    def prepare(self) -> None:
+        """See `Experiment`: read the beams, and check the settings against them."""
+        self.data = read_data(self.config.beams, self.config.encoder)
         self.table = self.data.table
-        super().__init__(resolve(config, self.table))
+        self.config = resolve(self.config, self.table)
         check(self.config, self.data)
         notes = dict.fromkeys([*self.table.notes, *self.data.test.notes])
         self.notes = [f"{self.table.name}: {note}" for note in notes]

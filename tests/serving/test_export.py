@@ -16,7 +16,7 @@ from knobwise.agents.deployed.arrays import configurations_of
 from knobwise.agents.training.checkpoint import save_checkpoint
 from knobwise.envs import ProfileTable, default_budgets
 from knobwise.experiments.deploy.export import _budgets_of, run
-from knobwise.experiments.settings.options import ExportRun
+from knobwise.experiments.settings.deployment_options import ExportRun
 from knobwise.experiments.settings.profiles import TableProfile
 from knobwise.serving.onnx_graph import Deployed, OnnxController, agreement, write_onnx
 

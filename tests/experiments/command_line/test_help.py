@@ -9,7 +9,7 @@ from knobwise.__main__ import main
 from knobwise.experiments.command_line.compose import composed
 from knobwise.experiments.command_line.help import COMMON, help_lines
 from knobwise.experiments.command_line.registry import choices_of, groups_of
-from knobwise.experiments.settings.options import VERBS
+from knobwise.experiments.settings.verbs import VERBS
 
 
 def shown(capsys, *words):

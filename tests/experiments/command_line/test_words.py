@@ -20,11 +20,11 @@ from knobwise.experiments.command_line.compose import (
     text_options,
 )
 from knobwise.experiments.command_line.grammar import TEXT, kinds_of
-from knobwise.experiments.command_line.registry import READERS
+from knobwise.experiments.command_line.registry import READERS, readers_of
 from knobwise.experiments.deploy.update import CURRENT
 from knobwise.experiments.evidence.run_folder import command_of, run_name
-from knobwise.experiments.settings.options import VERBS
 from knobwise.experiments.settings.profiles import read_profile
+from knobwise.experiments.settings.verbs import VERBS
 from knobwise.experiments.settings.words import typed
 from knobwise.experiments.train.launch import next_command
 
@@ -100,7 +100,7 @@ def test_every_option_that_is_text_holds_what_was_typed(verb, home):
     in_groups = {key for key in options if key.partition(".")[0] in READERS}
     check_text(verb, [], options - in_groups)
     for group in GROUPS.get(verb, ()):
-        for choice, settings in READERS[group].items():
+        for choice, settings in readers_of(group).items():
             held = kinds_of(settings(), {})
             names = {f"{group}.{name}" for name, kinds in held.items() if TEXT in kinds}
             check_text(verb, [f"{group}={choice}"], names)

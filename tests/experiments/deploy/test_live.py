@@ -28,7 +28,7 @@ from knobwise.experiments.deploy import live
 from knobwise.experiments.deploy.live import LiveConfig, Server, draw_stream
 from knobwise.experiments.deploy.live_results import ServedRequest, Stream, live_results
 from knobwise.experiments.evidence.schema import LiveFacts, PolicyRow, RunResults
-from knobwise.experiments.settings.options import EvaluateRun
+from knobwise.experiments.settings.deployment_options import EvaluateRun
 from knobwise.serving import AdaptiveModel
 from knobwise.testbeds import builtin_profile
 from knobwise.testbeds.elastic.adapter import ElasticAdaptive, ElasticRequests

@@ -16,10 +16,11 @@ from knobwise.agents.teacher.regressors import FAMILIES
 from knobwise.envs.demonstrations.settings import METHODS
 from knobwise.experiments.command_line.compose import read_settings
 from knobwise.experiments.command_line.help import help_lines
-from knobwise.experiments.command_line.registry import READERS, choices_of, field_docs
+from knobwise.experiments.command_line.registry import READERS, choices_of, field_docs, readers_of
 from knobwise.experiments.settings.beams import hide, read_data
 from knobwise.experiments.settings.config_file import dotted, settings_text
-from knobwise.experiments.settings.options import VERBS, EvaluateRun, TrainRun, resolve
+from knobwise.experiments.settings.deployment_options import EvaluateRun
+from knobwise.experiments.settings.options import TrainRun, resolve
 from knobwise.experiments.settings.profiles import (
     BuiltinProfile,
     SimulatedProfile,
@@ -29,11 +30,12 @@ from knobwise.experiments.settings.profiles import (
 )
 from knobwise.experiments.settings.selector_options import BeamFiles, SmollmBeams
 from knobwise.experiments.settings.values import training_settings
+from knobwise.experiments.settings.verbs import VERBS, settings_of_verb
 from knobwise.profiling.huggingface.smollm import QUESTIONS_CSV
 from knobwise.profiling.measuring.questions import read_vqa_data
 
-CONFIGS = [*VERBS.values()]
-for readers in READERS.values():
+CONFIGS = [settings_of_verb(verb) for verb in VERBS]
+for readers in map(readers_of, READERS):
     CONFIGS += [reader for reader in readers.values() if reader not in CONFIGS]
 # those that their fields hold by default come behind them
 for config in CONFIGS:

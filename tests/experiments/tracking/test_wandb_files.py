@@ -11,7 +11,7 @@ from wandb_stub import ENTITY, WandbStub, forget_wandb
 
 from knobwise.__main__ import main
 from knobwise.experiments.command_line.compose import read_settings
-from knobwise.experiments.settings.options import WorkspaceRun
+from knobwise.experiments.settings.comparison_options import WorkspaceRun
 from knobwise.experiments.settings.tracking import TrackingSettings
 from knobwise.experiments.tracking.workspace import save_once, view_of
 

@@ -9,7 +9,7 @@ from small_elastic import SmallElastic
 
 from knobwise.envs.readers.long_table import read_long_table
 from knobwise.experiments.command_line.profile import measure
-from knobwise.experiments.settings.options import ProfileRun
+from knobwise.experiments.settings.measuring_options import ProfileRun
 from knobwise.profiling.measuring.settings import VLMProfileConfig
 from knobwise.testbeds.elastic.settings import Configuration
 

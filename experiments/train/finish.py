@@ -1,0 +1,119 @@
+"""What follows a training: judge, write, report, track."""
+
+from __future__ import annotations
+
+import shlex
+import time
+from datetime import UTC, datetime
+from pathlib import Path
+
+from rich.console import Console
+
+from knobwise.common.progress import say
+from knobwise.envs.demonstrations.beam_table import BeamTable
+from knobwise.envs.tables.profile_table import ProfileTable
+from knobwise.experiments.evidence.decisions import write_decisions
+from knobwise.experiments.evidence.results import write_results
+from knobwise.experiments.evidence.run_folder import command_of
+from knobwise.experiments.evidence.schema import RunResults
+from knobwise.experiments.evidence.statistics import sign_of
+from knobwise.experiments.evidence.task import Row, task_of
+from knobwise.experiments.report.report import print_results, result_images, write_report
+from knobwise.experiments.report.runs import find_runs
+from knobwise.experiments.settings.tracking import Training
+from knobwise.experiments.settings.words import typed
+from knobwise.experiments.tracking.tracker import wandb_mode
+from knobwise.experiments.tracking.wandb_results import scores_by_seed
+from knobwise.experiments.tracking.workspace import save_once
+from knobwise.experiments.train.run import Experiment, tracker_of
+
+
+def finish(
+    experiment: Experiment, folder: Path, overrides: list[str], commit: str | None
+) -> tuple[RunResults, str]:
+    """Judge what was trained, write the results and the report, and log them.
+
+    Args:
+        folder: of the run.
+        overrides: the `key=value` words of the command line.
+        commit: of the code that trained, see `git_commit`.
+
+    Returns:
+        The results, and the mode of W&B.
+    """
+    config = experiment.config
+    say("evaluating every policy on the test split …")
+    results, decisions = experiment.evaluate(folder)
+    started = (folder / "config.yaml").stat().st_mtime
+    date = f"{datetime.fromtimestamp(started, UTC):%Y-%m-%d %H:%M}"
+    results |= {
+        "experiment": config.experiment,
+        "command": command_of(overrides),
+        "run": {
+            "started": date,
+            "seconds": round(time.time() - started, 1),
+            "commit": commit,
+        },
+    }
+    write_decisions(folder, decisions)
+    write_results(folder, results)
+    write_report(folder)
+    return results, track_results(config, folder, experiment.table, results)
+
+
+def print_finished(folder: Path, results: RunResults, mode: str) -> None:
+    """Print the results of a run, where its report is, and what usually follows.
+
+    Args:
+        mode: of W&B.
+    """
+    print_results(results, Console())
+    print(f"report: {folder.resolve() / 'report.html'}")
+    if mode == "offline":
+        print(f"W&B:    wandb sync {shlex.quote(str(folder / 'wandb'))}/offline-run-*")
+    print(f"next:   {next_command(folder, is_worse_than_static(results))}")
+
+
+def is_worse_than_static(results: RunResults) -> bool:
+    """Tell whether the controller is shown to be worse than what it is compared with."""
+    task = task_of(results)
+    learned: Row = task.row(results, "controller", task.main_condition(results))
+    return any(sign_of(learned.get(f"{name}_ci95")) < 0 for name in task.compared[:1])
+
+
+def next_command(folder: Path, worse: bool = False) -> str:
+    """Return the command that usually follows a run, as a shell takes it; a controller that is
+    `worse` than static is not for export."""
+    if (folder / "controller.npz").exists() and not worse:
+        return f"knobwise export {typed('checkpoint', folder)}"
+    # to compare takes two
+    if len(find_runs([str(folder.parent)])[0]) > 1:
+        return f"knobwise compare {shlex.quote(str(folder.parent))}"
+    return f"knobwise evaluate {typed('checkpoint', folder)}"
+
+
+def track_results(
+    config: Training,
+    folder: Path,
+    table: ProfileTable | BeamTable,
+    results: RunResults,
+) -> str:
+    """Log to W&B the results, and the test scores of each seed in the run that trained it.
+
+    Returns:
+        The mode of W&B.
+    """
+    model = None
+    kept = (results.get("best_policy", ""), results.get("best_seed"))
+    if wandb_mode(config.tracking) != "disabled":
+        for (stage, seed), scores in scores_by_seed(results, folder).items():
+            with tracker_of(config, folder, table, "train", seed, stage=stage) as tracker:
+                model = tracker.log_scores(scores, (stage, seed) == kept) or model
+    with tracker_of(config, folder, table, "evaluate") as tracker:
+        # drawing pictures takes longer than everything else here
+        images = result_images(results) if tracker.mode != "disabled" else {}
+        tracker.log_results(results, images, model)
+    if tracker.mode == "online" and config.tracking.workspace:
+        knobs = [knob.name for knob in getattr(table, "knobs", ())]
+        save_once(config.tracking, Path(config.runs), knobs)
+    return tracker.mode

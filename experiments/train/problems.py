@@ -1,0 +1,56 @@
+"""What the controllers of a run are trained for: from its settings to the problem of each split."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import TYPE_CHECKING
+
+from knobwise.agents.evaluation.problems import judged_part, problem_of
+from knobwise.agents.evaluation.texts import encoded_by, fit_encoders
+from knobwise.agents.problem import Problem
+from knobwise.agents.training.checkpoint import load_checkpoint
+from knobwise.envs.readers.joint import with_dataset_input
+from knobwise.envs.tables.divisions import divide
+from knobwise.envs.tables.profile_table import ProfileTable
+from knobwise.experiments.evidence.run_folder import checkpoint_at
+from knobwise.experiments.settings.options import TrainRun
+from knobwise.experiments.settings.profiles import read_profile
+
+if TYPE_CHECKING:
+    from knobwise.agents.deployed.text import TextEncoder
+
+
+def facts_of_run(config: TrainRun, table: ProfileTable | None = None) -> ProfileTable:
+    """Return the profile that a run trains on; `table` takes the place of the one that the settings
+    name."""
+    if table is None:
+        table = read_profile(config.profile)
+    return with_dataset_input(table) if config.policy.dataset_input else table
+
+
+def problem_of_run(config: TrainRun, facts: ProfileTable, number: int = 0) -> Problem:
+    """Return the problem of one split of a run.
+
+    Args:
+        facts: see `facts_of_run`.
+        number: of the split, counted from 0.
+
+    Raises:
+        InputError: a split, a text or a budget that cannot be used.
+    """
+    split = judged_part(divide(facts, **asdict(config.split), number=number))
+    encoders = encoders_of_start(config.init_from) or fit_encoders(facts, split, config.chat)
+    encoded = encoded_by(facts, encoders)
+    return problem_of(encoded, split, config.budget, config.unprofiled, encoders)
+
+
+def encoders_of_start(init_from: str | None) -> Mapping[str, TextEncoder]:
+    """Return what encodes texts for the weights that training starts from, which know what these
+    numbers mean; {} for fresh weights."""
+    if not init_from:
+        return {}
+    encoders: Mapping[str, TextEncoder] = load_checkpoint(
+        checkpoint_at(init_from)
+    ).controller.decider.texts
+    return encoders
