@@ -179,7 +179,7 @@ def selector_trainers():
 
 def ctrl_c_in_report():
     """A block in which Ctrl-C is pressed while a run writes its report."""
-    return patch("knobwise.experiments.train.launch.write_report", side_effect=KeyboardInterrupt)
+    return patch("knobwise.experiments.train.finish.write_report", side_effect=KeyboardInterrupt)
 
 
 def same(first, second):

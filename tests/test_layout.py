@@ -110,7 +110,7 @@ def test_only_what_makes_pages_imports_the_report():
     for folder in PLAIN:
         for path in (ROOT / "experiments" / folder).glob("*.py"):
             # a run ends with its report
-            if path.name != "launch.py":
+            if path.name != "finish.py":
                 pages = [name for name in imported(path) if "experiments.report" in name]
                 assert not pages, path
 

@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from knobwise.agents.deployed.text import TextEncoder
 from knobwise.agents.evaluation.limits import allowed_cells, check_limits
 from knobwise.agents.problem import Problem
-from knobwise.agents.teacher.beliefs import fit_beliefs
 from knobwise.common.checks import one_of
 from knobwise.common.progress import say
 from knobwise.envs.bandit.budgets import subsample
@@ -50,8 +49,14 @@ def problem_of(
     one_of("unprofiled", unprofiled, ("predict", "forbid"))
     budget = budget or BudgetConfig()
     check_limits(facts, budget)
-    beliefs = None if unprofiled == "forbid" else fit_beliefs(facts, split)
-    values = facts if beliefs is None else beliefs.filled
+    beliefs = None
+    values = facts
+    if unprofiled == "predict" and not facts.mask.all():
+        # most profiles are whole, and what predicts takes long to import
+        from knobwise.agents.teacher.beliefs import fit_beliefs
+
+        beliefs = fit_beliefs(facts, split)
+        values = facts if beliefs is None else beliefs.filled
     rule = rule_of(budget)
     return Problem(
         facts=facts,

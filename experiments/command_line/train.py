@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 from knobwise.common.progress import has_terminal, say
 from knobwise.experiments.command_line.registry import question_of
 from knobwise.experiments.settings.options import TrainRun
-from knobwise.experiments.settings.selector_options import SelectorRun
 
 if TYPE_CHECKING:
+    from knobwise.experiments.settings.selector_options import SelectorRun
     from knobwise.experiments.train.run import Experiment
 
 
@@ -39,12 +39,12 @@ def train(
     from knobwise.experiments.train.launch import launch
 
     experiment: Experiment
-    if isinstance(config, SelectorRun):
-        from knobwise.experiments.train.selector import SelectorExperiment
-
-        experiment = SelectorExperiment(replace(config, tracking=tracking))
-    else:
+    if isinstance(config, TrainRun):
         from knobwise.experiments.train.controller import ControllerExperiment
 
         experiment = ControllerExperiment(replace(config, tracking=tracking))
+    else:
+        from knobwise.experiments.train.selector import SelectorExperiment
+
+        experiment = SelectorExperiment(replace(config, tracking=tracking))
     return launch(experiment, words, named, once)

@@ -64,6 +64,8 @@ def controller_at(path: str) -> NumpyController:
         from knobwise.serving.knob_policy import KnobPolicy
 
         return KnobPolicy(load_checkpoint(checkpoint_at(path))).agent.decider
+    from knobwise.agents.deployed.controller import NumpyController
+
     try:
         return NumpyController.load(path)
     except (OSError, ValueError) as error:

@@ -11,7 +11,6 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from knobwise.agents.selector.settings import UNREAD
 from knobwise.common.errors import InputError
 from knobwise.envs.bandit.reward_kinds import KINDS
 from knobwise.envs.bandit.settings import WEIGHTS
@@ -43,6 +42,8 @@ def unread(config: Any) -> dict[str, str]:
             have been checked.
     """
     if hasattr(config, "selector"):
+        from knobwise.agents.selector.settings import UNREAD
+
         version = config.selector.version
         return {
             f"selector.{name}": f"selector.version={version}" for name in UNREAD.get(version, ())

@@ -8,20 +8,22 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import polars as pl
 import torch
 
 from knobwise.agents.training.trainer import Trainer
 from knobwise.common.files import written_whole
-from knobwise.envs.demonstrations.beam_table import BeamTable
 from knobwise.envs.tables.profile_table import ProfileTable
 from knobwise.experiments.evidence.profile_facts import profile_of
 from knobwise.experiments.evidence.schema import RunResults
 from knobwise.experiments.settings.device import a_device
 from knobwise.experiments.settings.tracking import Training
 from knobwise.experiments.tracking.tracker import Tracker, wandb_mode
+
+if TYPE_CHECKING:
+    from knobwise.envs.demonstrations.beam_table import BeamTable
 
 
 class Experiment(ABC):

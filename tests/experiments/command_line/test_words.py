@@ -26,7 +26,7 @@ from knobwise.experiments.evidence.run_folder import command_of, run_name
 from knobwise.experiments.settings.profiles import read_profile
 from knobwise.experiments.settings.verbs import VERBS
 from knobwise.experiments.settings.words import typed
-from knobwise.experiments.train.launch import next_command
+from knobwise.experiments.train.finish import next_command
 
 NAMES = [
     "ü",

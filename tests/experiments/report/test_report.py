@@ -41,7 +41,7 @@ from knobwise.experiments.report.sentences import Sentence
 from knobwise.experiments.report.tables import Table
 from knobwise.experiments.report.verdict import shown_by_run, verdict
 from knobwise.experiments.report.words import policy_name
-from knobwise.experiments.train.launch import is_worse_than_static
+from knobwise.experiments.train.finish import is_worse_than_static
 
 BUDGETS = (120.0, 480.0)
 SHOWN = ("controller", "budget_aware_static", "random_forest", "oracle")

@@ -5,9 +5,9 @@ from contextlib import chdir
 import pytest
 from commands import OPTIMISER, TABLE, launch, read_json, words_of, write_table
 
+from knobwise.agents.evaluation import problems
 from knobwise.agents.teacher import experts
 from knobwise.agents.training.checkpoint import load_checkpoint
-from knobwise.experiments.evidence import evaluate
 from knobwise.experiments.evidence.decisions import read_decisions
 from knobwise.experiments.report.sentences import Sentence
 from knobwise.experiments.report.verdict import shown_by_run
@@ -31,9 +31,9 @@ def said(tmp_path_factory):
         write_table(90)
         launch(TRAIN, "name=small")
         patch.setattr(experts, "MAX_SAMPLES", 40)
-        patch.setattr(evaluate, "MAX_JUDGED", 10)
+        patch.setattr(problems, "MAX_JUDGED", 10)
         lines = []
-        patch.setattr(evaluate, "say", lines.append)
+        patch.setattr(problems, "say", lines.append)
         patch.setattr(experts, "say", lines.append)
         launch(TRAIN, "name=large")
         launch("evaluate", [f"checkpoint={RUNS}/large"], "baselines=false json=again.json")

@@ -13,7 +13,7 @@ from helpers import small_beams
 
 from knobwise.__main__ import main
 from knobwise.agents.training.checkpoint import load_checkpoint
-from knobwise.experiments.train import controller
+from knobwise.experiments.train import judging
 
 CONTROLLER = words_of(
     "train name=r seeds=[0,2] policy.fold_networks=2 policy.experts=[] baselines=false"
@@ -112,7 +112,7 @@ def test_a_run_that_was_stopped_before_it_calibrated_what_it_deploys_ends_like_t
 ):
     shutil.copytree(stopped["controller stopped"], tmp_path, dirs_exist_ok=True)
     monkeypatch.chdir(tmp_path)
-    with patch.object(controller, "calibrate_controller", side_effect=KeyboardInterrupt):
+    with patch.object(judging, "calibrate_controller", side_effect=KeyboardInterrupt):
         assert main(CONTROLLER) == 130
     run = run_in(tmp_path)
     training = load_checkpoint(run / "checkpoints/seed2/last.pt").extra["training"]

@@ -29,11 +29,11 @@ import knobwise
 from knobwise.__main__ import main
 from knobwise.agents.calibration import ways
 from knobwise.agents.evaluation import baselines
+from knobwise.agents.teacher import regressors
 from knobwise.agents.training.checkpoint import load_checkpoint
 from knobwise.envs.readers.long_table import long_frame, read_long_table
 from knobwise.experiments.evidence.decisions import read_decisions
 from knobwise.experiments.inspection.attainable import QUICK
-from knobwise.experiments.train import controller
 
 TRAIN = words_of(
     "train",
@@ -146,7 +146,7 @@ def test_an_interrupted_run_resumes_split_by_split():
 def test_every_split_divides_the_folds_of_its_baselines_anew(monkeypatch):
     made = Mock(side_effect=ways.make_baselines)
     monkeypatch.setattr(ways, "make_baselines", made)
-    for module in (baselines, controller):  # without the slowest families
+    for module in (baselines, regressors):  # without the slowest families
         monkeypatch.setattr(module, "FAMILIES", QUICK)
     launch(TRAIN, "baselines=true seeds=[4] split.repeats=2 name=baselines")
     assert [call.args[1] for call in made.call_args_list] == [4, 5]
