@@ -166,6 +166,10 @@ class TrainingFacts(TypedDict, total=False):
     hidden: int
     patience: int
     ended_at: list[int]
+    loss: str
+    """The name of a loss of the user's own."""
+    loss_settings: dict[str, object]
+    """Its own settings."""
 
 
 class RunFacts(TypedDict):

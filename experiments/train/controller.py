@@ -337,6 +337,9 @@ class ControllerExperiment(Experiment):
             "patience": patience_of(first),
             "ended_at": [trainer.state.iteration for trainer in self.trainers],
         }
+        if config.loss.is_own:
+            training["loss"] = config.loss.objective
+            training["loss_settings"] = dict(config.loss.settings or {})
         results |= held_out_choices(best) | validation_scores(best)
         results |= {
             "best_seed": config.seeds[scores.index(max(scores))],

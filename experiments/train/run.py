@@ -118,7 +118,7 @@ def tracker_of(
     else:
         tags = [
             "taught" if config.policy.teacher else "independent",
-            config.loss.objective,
+            config.loss.objective[:64],
             f"reward-{config.reward.kind}",
             f"advantage-{config.loss.advantage}"[:64],  # the longest that W&B takes
         ]
