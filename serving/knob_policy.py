@@ -78,7 +78,7 @@ class KnobPolicy:
     def __init__(self, loaded: Loaded) -> None:
         self.loaded = loaded
         self.agent = loaded.controller
-        if self.agent.constraint == "mean" and not self.agent.calibration.mean:
+        if self.agent.rule.kind == "mean" and not self.agent.calibration.mean:
             raise InputError(
                 "the prices of mean budgets are not calibrated yet; let the training finish"
             )
@@ -244,7 +244,7 @@ class KnobPolicy:
     ) -> str:
         """Return why a configuration was chosen for a request, blocks [d]."""
         if guard is not None and not guard["deployed"]:
-            static = "the static mix" if self.agent.constraint == "mean" else "budget-aware static"
+            static = "the static mix" if self.agent.rule.kind == "mean" else "budget-aware static"
             return f"the guard lets {static} decide, which treats all inputs alike"
         if self.agent.decider.is_unlike(request) and self.agent.decider.static is not None:
             return "a text is unlike those of training, so budget-aware static decides"
@@ -307,7 +307,7 @@ class KnobPolicy:
         mean = agent.decider.mean
         if mean is not None:
             values_ms = torch.from_numpy(mean.values_ms[mean.groups(budgets)])
-            return numbers | {"utility": moments.score(values_ms, "mean")}
+            return numbers | {"utility": moments.score(values_ms, agent.rule)}
         if drift is not None:
             # the teacher expects the drifted latencies
             slow = moments.log_latency + torch.as_tensor(drift[0]).float()
@@ -316,7 +316,10 @@ class KnobPolicy:
             numbers |= {"latency_ms": moved.latency_ms, "slower": slower}
             moments = moved
         deadlines = torch.tensor(budgets)
-        return numbers | {"on_time": moments.meets(deadlines), "utility": moments.score(deadlines)}
+        return numbers | {
+            "on_time": moments.meets(deadlines),
+            "utility": moments.score(deadlines, agent.rule),
+        }
 
 
 def _number_of_inputs(blocks: Arrays, budgets: Array) -> int | None:

@@ -39,6 +39,8 @@ def problem_of(
     beliefs = None if unprofiled == "forbid" else fit_beliefs(facts, split)
     values = facts if beliefs is None else beliefs.filled
     rule = rule_of(budget)
+    if rule.is_own:
+        rule.try_on(values)
     return Problem(
         facts=facts,
         split=split,

@@ -317,7 +317,7 @@ class Own(GRPO):
         """Return contexts as the loss gets them in training, [n, M]."""
         setup = self.setup
         rewards, contexts = setup.rewards_in_training()
-        count = TRIED * setup.networks
+        count = min(TRIED * setup.networks, len(rewards))
         tried: TensorDictBase = contexts[:count].copy()
         tried = self.collect(tried)
         finite = rewards[:count].where(rewards[:count].isfinite(), 0.0)
@@ -325,7 +325,7 @@ class Own(GRPO):
         tried["next"] = TensorDict({"reward": drawn}, [count])
         self.reward_spread = 1.0
         self.prepare(0.0, True)
-        return self._with_rewards(tried.unflatten(0, (-1, setup.networks)))
+        return self._with_rewards(tried.unflatten(0, (count // setup.networks, setup.networks)))
 
     def _with_rewards(self, minibatch: TensorDictBase) -> TensorDictBase:
         return self.setup.with_rewards(minibatch) if self.own.exact else minibatch

@@ -247,7 +247,7 @@ def first_controller(
         InputError: the checkpoint does not fit, see `started_from`.
     """
     fresh = Controller.for_table(
-        problem.facts, fitted, settings.policy, problem.rule.name, problem.cells
+        problem.facts, fitted, settings.policy, problem.rule, problem.cells
     )
     if start is None:
         return fresh
@@ -305,7 +305,7 @@ def make_trainer(
             setup.held_out.policies(setup.held_out_log_probs), logged
         ),
         judged_by=setup.judged_by,
-        identity=(setup.policy, setup.rule.name, setup.start_sums),
+        identity=(setup.policy, setup.rule.words, setup.start_sums),
         trained_on="another profile, policy or starting checkpoint",
         provenance=provenance,
         setup=setup,

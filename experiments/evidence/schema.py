@@ -157,6 +157,13 @@ class GrpoGain(TypedDict, total=False):
     held_out_ci95: Interval | None
 
 
+class RuleFacts(TypedDict):
+    """A rule of the user's own."""
+
+    name: str
+    numbers: dict[str, object]
+
+
 class TrainingFacts(TypedDict, total=False):
     """How long a controller was trained."""
 
@@ -384,6 +391,7 @@ class RunResults(TypedDict, total=False):
     test_candidates: int
     seeds: list[int]
     unit: str
+    rule: RuleFacts
     costs: dict[str, CostFacts]
     budgets_ms: list[float]
     shots: list[int]

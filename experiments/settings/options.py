@@ -13,11 +13,11 @@ from knobwise.common.checks import a_seed, at_least, one_of
 from knobwise.common.errors import InputError
 from knobwise.envs.bandit.reward_kinds import KINDS
 from knobwise.envs.bandit.settings import (
-    REWARDS,
     TRAINING_REWARD,
     BalanceConfig,
     BudgetConfig,
     RewardConfig,
+    reward_of,
 )
 from knobwise.experiments.settings.choices import AUTO, DISTILLED_OPTIMISER, SAMPLED
 from knobwise.experiments.settings.selector_options import SelectorRun
@@ -87,10 +87,11 @@ class TrainRun(Training):
     split: RepeatedSplitConfig = field(default_factory=RepeatedSplitConfig)
     """Shares of the samples, and how many times they are split."""
     budget: BudgetConfig = field(default_factory=BudgetConfig)
-    """The latency constraint: a deadline for each request or, with mean, a limit on mean
-    latency."""
+    """The latency constraint: a deadline for each request or, with mean, a limit on mean latency;
+    or a rule of your own, module:Class."""
     reward: RewardConfig = field(default_factory=lambda: replace(TRAINING_REWARD))
-    """The reward in training. Under budget=mean it is always accuracy − λ·latency."""
+    """The reward in training. Under budget=mean it is always accuracy − λ·latency, and under a rule
+    of your own the rule's."""
     balance: BalanceConfig = field(default_factory=BalanceConfig)
     """How often each sample is drawn in training."""
     policy: PolicyConfig = field(default_factory=lambda: replace(AUTO))
@@ -98,8 +99,8 @@ class TrainRun(Training):
     outcomes, then GRPO; utility: distilled from one network (several times faster), then GRPO;
     independent: from rewards alone, without a teacher."""
     loss: LossConfig = field(default_factory=lambda: replace(SAMPLED))
-    """The policy loss: GRPO on sampled actions (sampled), GRPO over all configurations (exact), or
-    PPO."""
+    """The policy loss: GRPO on sampled actions (sampled), GRPO over all configurations (exact),
+    PPO, or a loss of your own, module:Class."""
     optimiser: OptimiserConfig = field(default_factory=lambda: replace(DISTILLED_OPTIMISER))
     """Iterations, learning rate and schedule of each stage; the default depends on the policy."""
     budgets_ms: list[float] | None = None
@@ -141,11 +142,11 @@ class TrainRun(Training):
 
 
 def resolve(config: TrainRun) -> TrainRun:
-    """Return the settings with what follows from the kind of budget: under a mean budget it has a
-    reward of its own."""
+    """Return the settings with what follows from the kind of budget: a mean budget, and a rule of
+    the user's own, has a reward of its own."""
     if config.budget.constraint == "deadline":
         return config
-    return replace(config, reward=REWARDS[config.budget.constraint])
+    return replace(config, reward=reward_of(config.budget.constraint))
 
 
 @dataclass
@@ -201,6 +202,8 @@ class EvaluateRun(EndpointOptions):
 
     checkpoint: str = "runs/latest"
     """The controller or selector: a checkpoint file, or a run folder (its deployed policy)."""
+    rule: str | None = None
+    """The rule of a run that was trained under one of your own, as module:Class. It is imported."""
     beams: Any = MISSING
     """The beams to judge a selector on."""
     encoder: Any = MISSING
@@ -260,6 +263,8 @@ class ExplainRun:
 
     checkpoint: str = "runs/latest"
     """The folder of a run; with `sample` also a checkpoint."""
+    rule: str | None = None
+    """The rule of a run that was trained under one of your own, as module:Class. It is imported."""
     profile: Any = MISSING
     """With `sample`: the profile that holds it; that of the run unless you give another one."""
     sample: str | None = None
@@ -298,6 +303,8 @@ class ProfileRun(EndpointOptions):
     """A run that was trained on the profile in `out`, of which part of the cells was measured: what
     its controller and static choose on validation and test samples is measured too, and the guard
     is calibrated again by these measurements. Settings of `knobs` are those of the profile."""
+    rule: str | None = None
+    """The rule of a run that was trained under one of your own, as module:Class. It is imported."""
     workers: int = 1
     """Processes that measure or record at the same time, each with a replica of the model. More
     than one needs the extra ray."""
@@ -331,6 +338,8 @@ class ExportRun:
 
     checkpoint: str = "runs/latest"
     """The controller: a checkpoint file, or a run folder (its deployed policy)."""
+    rule: str | None = None
+    """The rule of a run that was trained under one of your own, as module:Class. It is imported."""
     profile: Any = MISSING
     """The profile that decisions are compared on; that of the run unless you give another one,
     which must have the same configurations and features."""
@@ -355,6 +364,8 @@ class DecideRun:
     checkpoint: str = "runs/latest"
     """The controller: a checkpoint file, a run folder (its deployed policy), or an exported
     controller.npz."""
+    rule: str | None = None
+    """The rule of a run that was trained under one of your own, as module:Class. It is imported."""
     budget_ms: float | None = None
     """Budget of requests without a `budget_ms` of their own, in ms (or the profile's cost unit)."""
     out: str = "decisions.csv"
@@ -371,6 +382,8 @@ class UpdateRun:
     checkpoint: str = "runs/latest"
     """A controller for deadlines that has a teacher (policy=auto or policy=utility): a checkpoint,
     a run folder (its deployed policy), or the current version in `out`."""
+    rule: str | None = None
+    """The rule of a run that was trained under one of your own, as module:Class. It is imported."""
     log: str | None = None
     """What it learns from: the folder of `wrap(log=…)` or `AdaptiveModel(log=…)`."""
     out: str = "updated"

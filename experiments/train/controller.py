@@ -116,7 +116,7 @@ class ControllerExperiment(Experiment):
         if config.policy.experts or config.baselines:
             kept = sampled(len(self.fitted), table.num_configurations)
             self.sampled["experts"] = [len(kept), len(self.fitted)]
-        ways = WAYS[self.problem.rule.name]
+        ways = WAYS[self.problem.rule.kind]
         ways.check(table, max(config.split.folds, config.split.repeats))
         # the budgets to judge at, float [B]
         self.budgets_ms = ways.budgets(self.problem, config.budgets_ms)
@@ -236,7 +236,13 @@ class ControllerExperiment(Experiment):
         families = tuple(FAMILIES) if self.config.baselines else policy.experts
         folds = policy.fold_networks if policy.teacher else FOLDS
         return Experts.fit(
-            self.table, self.fitted, budgets_ms, families, self.fold_seed, folds=folds
+            self.table,
+            self.fitted,
+            budgets_ms,
+            families,
+            self.fold_seed,
+            folds=folds,
+            rule=self.problem.rule,
         )
 
     def completed(self, trainer: Trainer) -> Loaded:
@@ -371,7 +377,8 @@ def evaluate_beside_baselines(
         if experts is None:
             budgets_ms = evaluator.problem.rule.deadlines(evaluator.budgets_ms)
             fitted = evaluator.problem.split.fitted
-            experts = Experts.fit(table, fitted, budgets_ms, tuple(FAMILIES), fold_seed)
+            rule = evaluator.problem.rule
+            experts = Experts.fit(table, fitted, budgets_ms, tuple(FAMILIES), fold_seed, rule=rule)
         if evaluator.task.charged and table.features:
             estimate = attainable_by(evaluator.problem, experts, evaluator.budgets_ms)
         baselines = evaluator.baselines(experts, fold_seed)

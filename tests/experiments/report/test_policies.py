@@ -94,7 +94,7 @@ def test_what_the_numbers_would_not_be_about_is_refused():
         knobwise.compare_policies(policies, replace(table, unit="USD"), rows, budgets_ms)
     with input_error("'runs'"):
         knobwise.compare_policies(policies, table, rows, budgets_ms, {"runs": 0.2})
-    loaded.agent.constraint = "mean"
+    loaded.agent.rule = MeanBudget()
     with input_error("run: .* mean budgets"):
         knobwise.compare_policies(policies, table, rows, budgets_ms)
 
