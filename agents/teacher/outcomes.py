@@ -14,7 +14,7 @@ from knobwise.envs.bandit.rules import DEADLINES, Rule, as_rule
 
 HOPELESS = 0.01
 """Where no configuration is more likely than this to be on time, the fastest is chosen; under a
-rule of one's own where a right answer is expected to be worth less."""
+rule of one's own where none is expected to be worth more."""
 
 
 class Prediction(NamedTuple):
@@ -54,11 +54,6 @@ class Prediction(NamedTuple):
         """
         accuracy = self.accuracy.clamp(1e-3, 1.0)
         return as_rule(rule).expected(accuracy, self, limits)
-
-    def likely(self, limits: Tensor, rule: Rule) -> Tensor:
-        """Return what a right answer is expected to be worth, [*] → [*, C]; under deadlines the
-        probability of being on time."""
-        return rule.expected(torch.ones_like(self.accuracy), self, limits)
 
 
 def pick(scores: Tensor, latency_ms: Tensor, mask: Tensor | None) -> Tensor:

@@ -65,10 +65,11 @@ class MemberPredictions(NamedTuple):
 
         Where no configuration inside the mask is likely to be on time, a faster one scores higher.
         """
-        score = self.mean(self.members.score(limits, self.rule))
+        of_members = self.members.score(limits, self.rule)
+        score = self.mean(of_members)
         if not self.rule.late:
             return score
-        likely = self.mean(self.members.likely(limits, self.rule))
+        likely = self.mean(self.rule.likely(of_members, self.members, limits))
         if mask is not None:
             likely = likely.masked_fill(~mask, 0.0)
         # [n, 1], beside scores [n, C]

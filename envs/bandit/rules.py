@@ -40,7 +40,7 @@ from knobwise.envs.tables.cells import Cells, CountedCells
 from knobwise.envs.tables.profile_table import ProfileTable
 
 EXAMPLE = "examples.rules:FallingUtility"
-NODES = 32
+NODES = 16
 """A mean over a predicted latency is that over so many of its quantiles."""
 LONGEST_MS = 1e30
 """The longest latency that a rule is asked about."""
@@ -244,18 +244,9 @@ class Rule:
         asked = torch.broadcast_tensors(
             accuracy.unsqueeze(-1), measurements_ms.clamp_max(LONGEST_MS), limits.unsqueeze(-1)
         )
+        values = self._answer(name, *asked)
         known = ~(asked[0].isnan() | asked[1].isnan())
         key = f"budget={self.name}: {name}"
-        try:
-            values = getattr(self, name)(*asked)
-        except Exception as error:
-            raise InputError(f"{key}: raises {in_a_line(error)}") from error
-        returned = [*values.shape] if isinstance(values, Tensor) else type(values).__name__
-        if returned != [*known.shape]:
-            raise InputError(
-                f"{key}: returns {returned}; must return a tensor {[*known.shape]}, the shape of "
-                "its arguments"
-            )
         wrong = known & ~values.isfinite()
         must = "finite"
         if name == "utility":
@@ -268,6 +259,26 @@ class Rule:
                 f"be {must}"
             )
         return values.detach().to(asked[0].dtype).where(known, torch.nan)
+
+    def _answer(self, name: str, *asked: Tensor) -> Tensor:
+        """Return what a function of the rule says of numbers that broadcast.
+
+        Raises:
+            InputError: it raises, or returns no tensor, or one of another shape.
+        """
+        asked = torch.broadcast_tensors(*asked)
+        key = f"budget={self.name}: {name}"
+        try:
+            values: Tensor = getattr(self, name)(*asked)
+        except Exception as error:
+            raise InputError(f"{key}: raises {in_a_line(error)}") from error
+        returned = [*values.shape] if isinstance(values, Tensor) else type(values).__name__
+        if returned != [*asked[0].shape]:
+            raise InputError(
+                f"{key}: returns {returned}; must return a tensor {[*asked[0].shape]}, the shape "
+                "of its arguments"
+            )
+        return values
 
     def try_on(self, table: ProfileTable) -> None:
         """Ask a rule of the user's own about all cells of a table, under three budgets.
@@ -336,11 +347,20 @@ class Rule:
         """Return what decisions are expected to be worth: accuracies [*, C] and limits [*] →
         [*, C]. It is the mean utility over `NODES` quantiles of the predicted latency, for an
         answer of the expected accuracy."""
+        # predictions have no holes, so only the result is looked at
         total = torch.zeros(())
+        limits = limits.unsqueeze(-1)
         for node in range(NODES):
-            latency_ms = expected.quantile((node + 0.5) / NODES).unsqueeze(-1)
-            total = total + self.mean_utility(accuracy, latency_ms, limits.unsqueeze(-1))
+            latency_ms = expected.quantile((node + 0.5) / NODES).clamp_max(LONGEST_MS)
+            total = total + self._answer("utility", accuracy, latency_ms, limits)
+        if not total.isfinite().all():
+            raise InputError(f"budget={self.name}: utility: is not finite for some latency")
         return total / NODES
+
+    def likely(self, score: Tensor, expected: Expected, limits: Tensor) -> Tensor:
+        """Return what is too low where nothing is worth its time, so that the fastest is chosen,
+        [*, C]: the score, which is what `expected` returned for these limits [*]."""
+        return score
 
     def worth(
         self, accuracy: Tensor, measurements_ms: Tensor, median_ms: Tensor, limits: Tensor
@@ -379,6 +399,10 @@ class Deadline(Rule):
     def expected(self, accuracy: Tensor, expected: Expected, limits: Tensor) -> Tensor:
         """See `Rule`: the expected utility Â·P(latency ≤ b)."""
         return accuracy * expected.meets(limits)
+
+    def likely(self, score: Tensor, expected: Expected, limits: Tensor) -> Tensor:
+        """See `Rule`: the probability of being on time."""
+        return expected.meets(limits)
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ import knobwise
 from knobwise.agents import evaluate_policy
 from knobwise.agents.evaluation.baselines import fit_static
 from knobwise.envs import default_budgets
+from knobwise.envs.bandit.rules import MeanBudget
 
 QUICK = {"teacher_iterations": 4, "pretrain_iterations": 4, "iterations": 4, "contexts": 32}
 
