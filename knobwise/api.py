@@ -17,6 +17,7 @@ import torch
 from knobwise.agents.training.checkpoint import load_checkpoint
 from knobwise.common.errors import InputError, naming
 from knobwise.common.progress import say
+from knobwise.envs.bandit.rules import Rule, given
 from knobwise.envs.readers.embeddings import embedded
 from knobwise.envs.readers.feature_files import attach_features, features_from
 from knobwise.envs.readers.folders import refuse_folder
@@ -86,15 +87,22 @@ def read(data: Any, features: Features = None, **options: Any) -> ProfileTable:
     return read_profile(TableProfile(path=str(path), features=content, **options))
 
 
-def load(path: str | Path = "runs/latest") -> KnobPolicy:
+def load(path: str | Path = "runs/latest", rule: str | type[Rule] | None = None) -> KnobPolicy:
     """Load a trained policy from a checkpoint, or from the folder of a run.
 
     Of a run's seeds it takes the one that was best on validation.
 
+    Args:
+        path: the checkpoint, or the folder.
+        rule: that of a run that was trained under a rule of your own, its class or `module:Class`.
+            A checkpoint names it, but holds no code.
+
     Raises:
         InputError: no such run or checkpoint, a run that is not finished, the checkpoint of a
-            selector.
+            selector, a rule of your own that is not given.
     """
+    if rule is not None:
+        given(rule, "rule")
     return KnobPolicy(load_checkpoint(checkpoint_at(path)))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +11,7 @@ from knobwise import losses
 from knobwise.common.checks import at_least, band, one_of, positive, share
 from knobwise.common.errors import InputError
 
+OBJECTIVES = ("exact", "sampled", "ppo")
 ZSCORE_CLIP = 5.0
 """Where z-scores are cut, as in the original selector."""
 
@@ -108,11 +110,29 @@ class LossConfig(GRPOConfig):
     """`exact`: GRPO in expectation over all configurations; `sampled`: over `group_size` draws;
     `ppo`: TorchRL's ClipPPOLoss on as many draws, with the advantage reward − V, where V is what a
     value network expected of the context before. With advantage=zscore these are standardised over
-    the draws of a step."""
+    the draws of a step. Or a loss of your own as module:Class (also loss=module:Class), see
+    `knobwise.losses.own`."""
+    settings: Any = None
+    """Settings of a loss of your own, by the names of its arguments, such as {power: 2}."""
+
+    @property
+    def is_own(self) -> bool:
+        """True for a loss of the user's own."""
+        return ":" in self.objective
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        one_of("loss.objective", self.objective, ("exact", "sampled", "ppo"))
+        if not self.is_own:
+            one_of("loss.objective", self.objective, (*OBJECTIVES, "module:Class"))
+            if self.settings:
+                raise InputError(
+                    f"loss.settings={self.settings}: are those of a loss of your own, "
+                    "loss=module:Class; leave them out"
+                )
+        if not isinstance(self.settings, Mapping | None):
+            raise InputError(
+                f"loss.settings={self.settings}: must be values by name, such as {{power: 2}}"
+            )
         if self.objective == "ppo":
             one_of("loss.advantage", self.advantage, ("centred", "zscore"))
             if self.kl_to_ref_coeff or self.kl_band is not None:

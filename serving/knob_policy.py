@@ -3,7 +3,6 @@ request."""
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -78,7 +77,7 @@ class KnobPolicy:
     def __init__(self, loaded: Loaded) -> None:
         self.loaded = loaded
         self.agent = loaded.controller
-        if self.agent.constraint == "mean" and not self.agent.calibration.mean:
+        if self.agent.rule.kind == "mean" and not self.agent.calibration.mean:
             raise InputError(
                 "the prices of mean budgets are not calibrated yet; let the training finish"
             )
@@ -244,7 +243,7 @@ class KnobPolicy:
     ) -> str:
         """Return why a configuration was chosen for a request, blocks [d]."""
         if guard is not None and not guard["deployed"]:
-            static = "the static mix" if self.agent.constraint == "mean" else "budget-aware static"
+            static = self.agent.decider.budgets.static_words
             return f"the guard lets {static} decide, which treats all inputs alike"
         if self.agent.decider.is_unlike(request) and self.agent.decider.static is not None:
             return "a text is unlike those of training, so budget-aware static decides"
@@ -270,13 +269,7 @@ class KnobPolicy:
         high: float,
     ) -> list[tuple[float, Configuration]]:
         """Return decisions for one input [1, d], each with the budget from which on it holds."""
-        mean = self.agent.decider.mean
-        if mean is None:
-            count = math.ceil(math.log(high / low) / EXACT)
-            budgets = np.geomspace(low, high, count + 2)
-        else:
-            # no other budget has a price
-            budgets = np.sort(mean.budgets_ms)
+        budgets = self.agent.decider.budgets.between(low, high, EXACT)
         repeated = {}
         for name, block in blocks.items():
             repeated[name] = np.broadcast_to(block, (len(budgets), block.shape[1]))
@@ -304,10 +297,9 @@ class KnobPolicy:
         tensors = {name: torch.tensor(block) for name, block in blocks.items()}
         moments = agent.teacher.moments(agent.controller.normaliser(tensors, len(budgets)))
         numbers |= {"accuracy": moments.accuracy, "latency_ms": moments.latency_ms}
-        mean = agent.decider.mean
-        if mean is not None:
-            values_ms = torch.from_numpy(mean.values_ms[mean.groups(budgets)])
-            return numbers | {"utility": moments.score(values_ms, "mean")}
+        scored = torch.tensor(agent.decider.budgets.limits(budgets))
+        if not agent.rule.late:
+            return numbers | {"utility": moments.score(scored, agent.rule)}
         if drift is not None:
             # the teacher expects the drifted latencies
             slow = moments.log_latency + torch.as_tensor(drift[0]).float()
@@ -315,8 +307,8 @@ class KnobPolicy:
             slower = moved.latency_ms / moments.latency_ms
             numbers |= {"latency_ms": moved.latency_ms, "slower": slower}
             moments = moved
-        deadlines = torch.tensor(budgets)
-        return numbers | {"on_time": moments.meets(deadlines), "utility": moments.score(deadlines)}
+        utility = moments.score(scored, agent.rule)
+        return numbers | {"on_time": moments.meets(scored), "utility": utility}
 
 
 def _number_of_inputs(blocks: Arrays, budgets: Array) -> int | None:

@@ -53,7 +53,7 @@ class Deployed(nn.Module):
             import onnxscript  # noqa: F401
         except ImportError as error:
             raise InputError(f"onnx=true: {error}; {install_command('onnx')}") from error
-        if agent.constraint != "deadline":
+        if agent.rule.kind != "deadline":
             raise InputError(
                 "onnx=true: the controller is for a mean over requests; leave onnx=true out, or "
                 "train one with budget=quantiles"

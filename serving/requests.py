@@ -175,9 +175,7 @@ class Result(NamedTuple):
     def met(self) -> bool:
         """True if the request was answered on time, or within its budget. A mean budget is one of
         all requests, so none of them misses it."""
-        if self.controller.mean is not None:
-            return True
-        return self.total_ms <= self.budget_ms  # not if that is NaN
+        return self.controller.budgets.met(self.total_ms, self.budget_ms)
 
 
 def row_of(result: Result, chances: Mapping[int, float]) -> dict[str, object]:

@@ -111,10 +111,10 @@ class Runtime:
             raise InputError(
                 "runtime: the tracker belongs to another controller; start with tracker=True"
             )
-        by_mean = self.controller.mean is not None
-        self.timed = self.controller.unit == MS and not by_mean
-        self._tracks = tracker is not False and not by_mean
-        if explore and by_mean:
+        budgets = self.controller.budgets
+        self.timed = self.controller.unit == MS and budgets.of_request
+        self._tracks = tracker is not False and budgets.of_request
+        if explore and not budgets.of_request:
             raise InputError(
                 "explore: needs a budget for each request, but the controller is for mean budgets; "
                 "leave it out, or train with budget=quantiles"
@@ -192,8 +192,7 @@ class Runtime:
             if self._watched is not None:
                 self._follow(self._watched)
             controller = self.controller
-            # prices for mean budgets were calibrated without
-            drift = None if controller.mean is not None else self.tracker.drift
+            drift = controller.budgets.drift(self.tracker.drift)
             explored = self._exploration.should_explore()
         static = None
         limit_ms = budget_ms

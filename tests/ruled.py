@@ -3,6 +3,7 @@
 import numpy as np
 
 from knobwise.agents.calibration.mean_policies import MeanBudgetPolicy
+from knobwise.envs.bandit.rules import rule_named
 
 
 class Ruled:
@@ -19,7 +20,7 @@ class Ruled:
     def __init__(self, rule, mean=None):
         self.decider = self
         self.if_free = self
-        self.constraint = "deadline" if mean is None else "mean"
+        self.rule = rule_named("deadline" if mean is None else "mean")
         self._choose = getattr(rule, "choose", rule)
         self._mean = mean
 

@@ -52,7 +52,7 @@ def calibrate_controller(setup: ControllerSetup, budgets_ms: Tensor) -> Deployed
             setup.facts, setup.fitted, controller.normaliser, probability
         )
         calibration.cost_names = [*setup.facts.costs]
-    WAYS[problem.rule.name].plan(calibration, setup, budgets_ms)
+    WAYS[problem.rule.kind].plan(calibration, setup, budgets_ms)
     return DeployedController(controller, teacher, calibration).eval()
 
 

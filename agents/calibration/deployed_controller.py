@@ -99,7 +99,7 @@ class DeployedController(nn.Module):
         super().__init__()
         self.controller = controller
         self.knobs = controller.knobs
-        self.constraint = controller.constraint
+        self.rule = controller.rule
         self.teacher: Any = teacher
         """A `Teacher`, or None."""
         self.calibration = calibration or Calibration()
@@ -247,7 +247,7 @@ class DeployedController(nn.Module):
         calibration = self.calibration
         by_knobs = controller.network.head.by_knobs
         limit = "budget_ms"
-        if controller.constraint == "mean":
+        if controller.rule.kind == "mean":
             # before its prices are calibrated it decides under none
             limit = "mean" if calibration.mean else ""
         header: dict[str, Any] = {

@@ -174,9 +174,14 @@ def _outcomes(
         latency_ms[:, -1] -= table.first_look_ms[cells][:, -1:]
     on_time = share_on_time(latency_ms, budget_ms)
     over = rule.over(table)
+    accuracy = table.accuracy[cells].double()
     if over is not None:
         on_time = on_time * ~over[cells]
-    return torch.stack([on_time, table.accuracy[cells].double() * on_time])
+    if not rule.is_own:
+        return torch.stack([on_time, accuracy * on_time])
+    if over is not None:
+        accuracy = accuracy * ~over[cells]
+    return torch.stack([on_time, rule.mean_utility(accuracy, latency_ms, budget_ms)])
 
 
 def _calibrated(

@@ -33,7 +33,8 @@ def plan_for_deadlines(
         return
     cells = setup.problem.cells
     # the static policy that chooses for a fold is fitted on the others
-    statics = [fit_static(cells, rows) for rows in setup.folds[0]]
+    rule = setup.rule
+    statics = [fit_static(cells, rows, rule) for rows in setup.folds[0]]
     static_choice = _choices(setup, statics, budgets_ms)
 
     def decide(limit_ms: float) -> Tensor:
@@ -66,7 +67,7 @@ def plan_for_deadlines(
         }
     if setup.distiller:
         calibration.guard_of_teacher = calibrated(decide=teacher_decides, margins=(1.0,))
-    calibration.static = fit_static(cells, setup.fitted).arrays()
+    calibration.static = fit_static(cells, setup.fitted, rule).arrays()
 
 
 def _choices(setup: ControllerSetup, policies: Sequence[Policy], limits: Tensor) -> Tensor:

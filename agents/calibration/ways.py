@@ -80,7 +80,7 @@ def deadline_budgets(problem: Problem, wanted: Wanted) -> Tensor:
 
 def deadline_references(problem: Problem, budgets_ms: Tensor) -> list[Baseline]:
     """Make budget-aware static, fitted on all but the test samples, and the oracle."""
-    return [static_of(problem), Oracle(problem.cells, problem.split.test)]
+    return [static_of(problem), Oracle(problem.cells, problem.split.test, problem.rule)]
 
 
 def deadline_baselines(
@@ -96,7 +96,7 @@ def deadline_baselines(
 
 def static_of(problem: Problem) -> Any:
     """Fit budget-aware static on all but the test samples."""
-    return fit_static(problem.cells, problem.split.fitted)
+    return fit_static(problem.cells, problem.split.fitted, problem.rule)
 
 
 def check_one_split(table: ProfileTable, splits: int) -> None:
@@ -169,4 +169,4 @@ WAYS = {
         plan=plan_for_mean_budgets,
     ),
 }
-"""By the name of the rule."""
+"""By the kind of the rule."""

@@ -21,7 +21,7 @@ from knobwise.agents.controller.features import FeatureNormaliser
 from knobwise.agents.controller.networks import KnobNetwork, drift_inputs
 from knobwise.agents.controller.settings import OUTSIDE_THE_NETWORK, PolicyConfig
 from knobwise.envs.bandit.budgets import BudgetEncoding, subsample
-from knobwise.envs.bandit.rules import RULES
+from knobwise.envs.bandit.rules import DEADLINES, Rule, as_rule, rule_named
 from knobwise.envs.tables.cells import Cells
 from knobwise.envs.tables.profile_table import ActionIndex, Knob, ProfileTable
 from knobwise.envs.tables.units import MS
@@ -38,8 +38,9 @@ class Controller(nn.Module):
         normaliser: of the features.
         encoding: of the limit.
         config: the network; `config.networks_trained` is M, how many there are.
-        constraint: of the budget. Under `deadline` a request has `budget_ms`; under `mean` it has
-            `worth_ms`, the milliseconds that a right answer is worth, 1/λ.
+        rule: of the budget, or the name of one of knobwise. Under `deadline` a request has
+            `budget_ms`; under `mean` it has `worth_ms`, the milliseconds that a right answer is
+            worth, 1/λ.
         unit: of the limits: ms, or that of a cost that is no time.
     """
 
@@ -53,17 +54,17 @@ class Controller(nn.Module):
         encoding: BudgetEncoding,
         config: PolicyConfig,
         *,
-        constraint: str = "deadline",
+        rule: Rule | str = DEADLINES,
         unit: str = MS,
     ) -> None:
         super().__init__()
         self.knobs = tuple(knobs)
-        self.constraint = constraint
+        self.rule = as_rule(rule)
         self.unit = unit
         self.register_buffer("configurations", configurations)
         self.index = ActionIndex(configurations)
         self.normaliser = normaliser
-        if not RULES[constraint].late:
+        if not self.rule.late:
             config = replace(config, utility_head=False)
         self.config = config
         self.network = KnobNetwork(normaliser.width, configurations, encoding, config)
@@ -75,7 +76,7 @@ class Controller(nn.Module):
         table: ProfileTable,
         rows: Tensor,
         config: PolicyConfig,
-        constraint: str = "deadline",
+        rule: Rule | str = DEADLINES,
         cells: Cells | None = None,
     ) -> Controller:
         """Return a fresh controller for a table.
@@ -87,7 +88,7 @@ class Controller(nn.Module):
         rows = subsample(rows)
         counted: Cells = table if cells is None else cells
         latencies_ms = counted.latency_ms[rows][counted.mask[rows]]
-        limits = RULES[constraint].limits_seen(latencies_ms)
+        limits = as_rule(rule).limits_seen(latencies_ms)
         encoding = BudgetEncoding(limits, config.budget_width)
         normaliser = FeatureNormaliser.fit(table, rows, config.project, config.dataset_input)
         return cls(
@@ -96,14 +97,14 @@ class Controller(nn.Module):
             normaliser,
             encoding,
             config,
-            constraint=constraint,
+            rule=rule,
             unit=table.unit,
         )
 
     @property
     def limit_key(self) -> str:
         """The key of a request's limit."""
-        return RULES[self.constraint].limit_key
+        return self.rule.limit_key
 
     def forward(
         self,
@@ -186,16 +187,19 @@ class Controller(nn.Module):
     def plain(self) -> dict[str, Any]:
         """Pack settings, knobs and weights into a dictionary of tensors and plain values, the part
         of a checkpoint that `restored` reads."""
-        return {
+        plain = {
             "policy": asdict(self.config),
             "knobs": [[knob.name, list(knob.values)] for knob in self.knobs],
             "features": self.normaliser.sizes,
-            "constraint": self.constraint,
+            "constraint": self.rule.name,
             "unit": self.unit,
             "datasets": self.normaliser.datasets,
             "columns": [list(column) for column in self.normaliser.columns],
             "state": self.state_dict(),
         }
+        if self.rule.is_own:
+            plain["numbers"] = self.rule.numbers
+        return plain
 
     @classmethod
     def restored(cls, plain: dict[str, Any]) -> Controller:
@@ -212,7 +216,7 @@ class Controller(nn.Module):
             normaliser,
             encoding,
             config,
-            constraint=plain["constraint"],
+            rule=rule_named(plain["constraint"], plain.get("numbers")),
             unit=plain["unit"],
         )
         controller.load_state_dict(state)

@@ -25,17 +25,21 @@ ROUNDING = 1e-9
 
 
 class Static:
-    """Takes, for each budget, the configuration with the best mean of accuracy·1[latency ≤ budget].
+    """Takes, for each budget, the configuration with the best mean utility: accuracy·1[latency ≤
+    budget], or that of a rule of one's own.
 
     If no configuration ever met the budget, it takes the one with the lowest mean latency. It never
     reads features.
 
     Attributes:
         latency_ms: [C], the mean latency of each configuration.
-        sorted_ms: [C, n], all measurements of each configuration in order, ∞ for none.
+        sorted_ms: [C, n], all measurements of each configuration in order, ∞ for none; or under a
+            rule of one's own budgets, between which the mean utility is taken for constant.
         running: [C, n + 1], the mean utility under a budget between two of these.
         starts, choices: [s] each: from `starts[i]` ms on, `choices[i]` is best of all.
         log_latency, spread: [C], mean and standard deviation of ln ms; 0 without measurements.
+        has_moments: whether these two are among the arrays, as they are where `sorted_ms` are no
+            measurements.
     """
 
     name = "budget_aware_static"
@@ -44,9 +48,13 @@ class Static:
         self.latency_ms = arrays["latency_ms"]
         self.sorted_ms = arrays["sorted_ms"].astype(np.float64)
         self.running = arrays["running"]
-        logs = np.ma.masked_invalid(log_ms(self.sorted_ms))
-        self.log_latency = logs.mean(1).filled(0.0)
-        self.spread = logs.std(1).filled(0.0)
+        self.has_moments = "log_latency" in arrays
+        if self.has_moments:
+            self.log_latency, self.spread = arrays["log_latency"], arrays["spread"]
+        else:
+            logs = np.ma.masked_invalid(log_ms(self.sorted_ms))
+            self.log_latency = logs.mean(1).filled(0.0)
+            self.spread = logs.std(1).filled(0.0)
         self.starts, self.choices = self._steps()
         self._few = self.starts.tolist()
 

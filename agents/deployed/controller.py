@@ -29,6 +29,7 @@ from .arrays import (
     short,
     with_inner,
 )
+from .budgets import MeanBudgets, RequestBudgets
 from .calibrated import CalibratedMeanBudgets, CostBounds, Guard, Static
 from .network import Heads, Normaliser, one_hot_of
 from .text import TextEncoder, is_text
@@ -65,6 +66,7 @@ class NumpyController:
         texts: what makes a feature block of a text, by the name of both. Such a block is NaN if the
             text is unlike those of training; static then decides, where there is a guard.
         guard, static, mean: what was calibrated, each None where there is none.
+        budgets: what differs between kinds of budget.
         calibrated: `mean` or `guard`, or None.
         costs: what further costs are expected to be, None where none are known.
         limits: on them, as declared in training, where guard and static were calibrated; {} for
@@ -112,9 +114,10 @@ class NumpyController:
         if self.header["guard"]:
             self.static = Static(below(arrays, "static."))
             self.guard = Guard(below(arrays, "guard."), self.static)
-        self._deadlines = self.header["limit"] == "budget_ms"
+        self.budgets = RequestBudgets(self.header["limit"] == "budget_ms")
         if self.header["limit"] == "mean":
             self.mean = CalibratedMeanBudgets(below(arrays, "mean."), self.unit)
+            self.budgets = MeanBudgets(self.mean)
         self.calibrated = self.mean or self.guard
         self.limits: dict[str, float] = self.header.get("limits", {})
         if "costs" in self.header:
@@ -140,7 +143,7 @@ class NumpyController:
     def _try(self) -> None:
         """Decide at each calibrated budget, so that arrays that do not fit together fail now."""
         budgets = self.calibrated.budgets_ms if self.calibrated else np.ones(1)
-        drift = (np.zeros(len(self._named)), 1.0) if self._deadlines else None
+        drift = (np.zeros(len(self._named)), 1.0) if self.budgets.allows_drift else None
         for index in range(len(self._named)):
             self._expected(index, np.zeros(self._heads.width))
         # all features 0, then all missing (NaN), which takes another way through the heads
@@ -150,8 +153,7 @@ class NumpyController:
             many = {name: block[None] for name, block in request.items()}
             self.choose(many, np.array([budget]), None, drift)
         # the decisions above have used up turns
-        if self.mean is not None:
-            self.mean.turns = itertools.count(1)
+        self.budgets.start_over()
 
     def configuration(self, index: int) -> dict[str, Any]:
         """Return the knob values of configuration `index`, by knob name."""
@@ -231,8 +233,9 @@ class NumpyController:
         """Return what static or the static mix chooses within the limits and inside the mask, bool
         [C], also where the policy decides, with its expected latency; without either what the
         policy chooses."""
-        if self.mean is not None and self.mean.mix:
-            return self._by_static(self.mean.mixed(budget_ms, mask))
+        turn = self.budgets.turn(budget_ms, mask)
+        if turn is not None:
+            return self._by_static(turn)
         if self.static is None:
             return self.decide_expected(features, budget_ms, drift, limits, mask)
         limit = budget_ms * self.factor(drift)
@@ -278,7 +281,7 @@ class NumpyController:
     @property
     def _bounds(self) -> CostBounds:
         """What further costs are expected to be. Raises a ValueError if that is not known."""
-        if self.costs is None or not self._deadlines:
+        if self.costs is None or not self.budgets.allows_drift:
             raise ValueError(
                 "limits: need a controller for deadlines that predicts further costs; train it "
                 "with profile.costs=[…]"
@@ -437,7 +440,7 @@ class NumpyController:
             mean = float(offset)
         elif offset.shape == self._even.shape:
             mean = float(offset.dot(self._even))
-        if not (self._deadlines and math.isfinite(mean) and 0 < scale < math.inf):
+        if not (self.budgets.allows_drift and math.isfinite(mean) and 0 < scale < math.inf):
             raise ValueError(
                 f"a drift of {drift}: must be a finite offset, a number or [{len(self._named)}], "
                 "and a scale above 0, for a controller under deadlines"

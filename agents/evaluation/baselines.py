@@ -24,9 +24,19 @@ from knobwise.agents.problem import Problem
 from knobwise.agents.teacher.experts import Expert, Experts
 from knobwise.agents.teacher.outcomes import Prediction
 from knobwise.agents.teacher.regressors import FAMILIES
-from knobwise.envs.bandit.reward import expected_utility
+from knobwise.envs.bandit.budgets import log_measured, subsample
+from knobwise.envs.bandit.rules import DEADLINES, Rule
 from knobwise.envs.readers.joint import rows_by_dataset
 from knobwise.envs.tables.cells import Cells, unread
+
+STEPS = 1024
+"""The steps of static under a rule of the user's own: it is taken for constant between two of so
+many budgets."""
+BEYOND = 3.0
+"""By how much ln of these budgets goes beyond that of all latencies, at both ends."""
+MOST_ASKED = 1 << 29
+"""Static asks such a rule about at most so many answers; of a larger table it is fitted on a
+part."""
 
 # -- without features ------------------------------------------------------------------------------
 
@@ -85,7 +95,10 @@ class FittedStatic(Static):
         sorted_ms: Array = self.sorted_ms.astype(np.float32)
         if not (sorted_ms == self.sorted_ms).all():
             sorted_ms = self.sorted_ms
-        return {"latency_ms": self.latency_ms, "sorted_ms": sorted_ms, "running": self.running}
+        arrays = {"latency_ms": self.latency_ms, "sorted_ms": sorted_ms, "running": self.running}
+        if self.has_moments:
+            arrays |= {"log_latency": self.log_latency, "spread": self.spread}
+        return arrays
 
     def scaled(self, times: Array, accuracies: Array) -> Self:
         """Return static for other times and accuracies: factors [C] on each configuration's."""
@@ -98,10 +111,16 @@ class FittedStatic(Static):
         )
 
 
-def fit_static(cells: Cells, rows: Tensor) -> FittedStatic:
+def fit_static(cells: Cells, rows: Tensor, rule: Rule = DEADLINES) -> FittedStatic:
     """Return budget-aware static fitted on `rows` (int64 [n]); first-stage time is not charged,
-    since static needs no features."""
+    since static needs no features.
+
+    Args:
+        rule: what decisions are worth.
+    """
     cells = unread(cells)
+    if rule.is_own:
+        return FittedStatic(_arrays_under(rule, cells, rows))
     return FittedStatic.fit(
         accuracy=cells.accuracy[rows].numpy(),
         latency_ms=cells.latency_ms[rows].numpy(),
@@ -109,13 +128,48 @@ def fit_static(cells: Cells, rows: Tensor) -> FittedStatic:
     )
 
 
+def _arrays_under(rule: Rule, cells: Cells, rows: Tensor) -> Arrays:
+    """Return what `Static` is made from under a rule of the user's own: mean utilities at `STEPS`
+    budgets, from a fraction of the shortest latency to a multiple of the longest."""
+    count = cells.accuracy.shape[1] * cells.measurements_ms.shape[-1]
+    rows = subsample(rows, max(MOST_ASKED // (count * STEPS), 1))
+    accuracy, measurements_ms = cells.accuracy[rows], cells.measurements_ms[rows]
+    _, latency_ms = averages(cells, rows)
+    logs = log_measured(measurements_ms)
+    known = logs[~logs.isnan()]
+    low, high = float(known.min()) - BEYOND, float(known.max()) + BEYOND
+    # a step lasts from one budget to the next, and has the utility of the one between them
+    starts = torch.linspace(low, high, STEPS)
+    half = (high - low) / (STEPS - 1) / 2
+    seen = cells.mask[rows].any(0)
+    columns = [torch.zeros(len(latency_ms), dtype=torch.float64)]
+    for middle in (starts + half).exp():
+        utility = rule.mean_utility(accuracy, measurements_ms, middle).double()
+        utility = utility.where(cells.mask[rows], torch.nan).nanmean(0)
+        columns.append(utility.where(seen, 0.0))
+    running = torch.stack(columns, 1).cummax(1).values
+    of_configuration = logs.movedim(1, 0).flatten(1).double()
+    mean = of_configuration.nanmean(1)
+    variance = (of_configuration - mean.unsqueeze(1)).square().nanmean(1)
+    return {
+        "latency_ms": latency_ms.numpy(),
+        "sorted_ms": starts.exp().expand(len(latency_ms), -1).numpy(),
+        "running": running.numpy(),
+        # the steps are no measurements
+        "log_latency": mean.nan_to_num().numpy(),
+        "spread": variance.sqrt().nan_to_num().numpy(),
+    }
+
+
 class BestStatic:
     """Takes the configuration with the best mean utility over the rows and budgets [b] in ms."""
 
     name = "best_static"
 
-    def __init__(self, cells: Cells, rows: Tensor, budgets_ms: Tensor) -> None:
-        static = fit_static(cells, rows)
+    def __init__(
+        self, cells: Cells, rows: Tensor, budgets_ms: Tensor, rule: Rule = DEADLINES
+    ) -> None:
+        static = fit_static(cells, rows, rule)
         self._scores = static.mean_utility(budgets_ms.numpy()).mean(0)
         self._latency_ms = static.latency_ms
 
@@ -148,7 +202,7 @@ class LookupTable:
 
 @dataclass
 class PredictThenChoose:
-    """Predicts outcomes, then takes the best expected utility Â·Φ((ln b − μ)/σ).
+    """Predicts outcomes, then takes the best expected utility, Â·Φ((ln b − μ)/σ) under deadlines.
 
     With `accuracy` [C] this counts for every sample, in the place of a prediction.
     """
@@ -157,6 +211,7 @@ class PredictThenChoose:
     expert: Expert
     normaliser: FeatureNormaliser
     accuracy: Tensor | None = None
+    rule: Rule = DEADLINES
     informed = True
 
     def predict(self, features: Arrays, n: int) -> Prediction:
@@ -172,7 +227,7 @@ class PredictThenChoose:
 
     def choose(self, features: Arrays, budgets_ms: Array, mask: Array | None = None) -> Array:
         prediction = self.predict(features, len(budgets_ms))
-        score = prediction.score(torch.tensor(budgets_ms, dtype=torch.float32))
+        score = prediction.score(torch.tensor(budgets_ms, dtype=torch.float32), self.rule)
         return pick(score.numpy(), prediction.log_latency.numpy(), mask)
 
 
@@ -204,8 +259,9 @@ class Oracle:
     name = "oracle"
     hindsight = True
 
-    def __init__(self, cells: Cells, rows: Tensor) -> None:
+    def __init__(self, cells: Cells, rows: Tensor, rule: Rule = DEADLINES) -> None:
         cells = unread(cells)
+        self._rule = rule
         self._accuracy = cells.accuracy[rows]
         self._latency_ms = cells.latency_ms[rows].nan_to_num(torch.inf).numpy()
         self._measurements_ms = cells.measurements_ms[rows]
@@ -213,8 +269,8 @@ class Oracle:
     def choose(self, features: Arrays, budgets_ms: Array, mask: Array | None = None) -> Array:
         # [n, C]: mean utilities of the actual measurements; what was not profiled is never taken
         limits = torch.tensor(budgets_ms, dtype=torch.float32).unsqueeze(1)
-        utility = expected_utility(self._accuracy, self._measurements_ms, limits).nan_to_num(-1.0)
-        return pick(utility.numpy(), self._latency_ms, mask)
+        utility = self._rule.mean_utility(self._accuracy, self._measurements_ms, limits)
+        return pick(utility.nan_to_num(-1.0).numpy(), self._latency_ms, mask)
 
 
 def make_baselines(
@@ -236,20 +292,21 @@ def make_baselines(
     """
     rows = problem.split.fitted
     cells = problem.cells
+    rule = problem.rule
     if experts is None:
-        experts = Experts.fit(problem.facts, rows, budgets_ms, tuple(FAMILIES), seed)
+        experts = Experts.fit(problem.facts, rows, budgets_ms, tuple(FAMILIES), seed, rule=rule)
     _, normaliser, fitted = experts
     # the experts were fitted once, for the baselines and for teachers
     named = {family.expert.name: family.expert for family in fitted}
     mean_accuracy = averages(cells, rows)[0].float()
     return [
-        fit_static(cells, rows),
-        BestStatic(cells, rows, budgets_ms),
+        fit_static(cells, rows, rule),
+        BestStatic(cells, rows, budgets_ms, rule),
         LookupTable(cells, rows),
-        PredictThenChoose("latency_only", named["ridge"], normaliser, mean_accuracy),
-        *(PredictThenChoose(name, expert, normaliser) for name, expert in named.items()),
+        PredictThenChoose("latency_only", named["ridge"], normaliser, mean_accuracy, rule),
+        *(PredictThenChoose(name, expert, normaliser, rule=rule) for name, expert in named.items()),
         Random(seed),
-        Oracle(cells, problem.split.test),
+        Oracle(cells, problem.split.test, rule),
     ]
 
 
@@ -271,7 +328,8 @@ class StaticPerDataset:
         self._parts: list[tuple[Array, Static]] = []
         for name, positions in rows_by_dataset(table, problem.split.test).items():
             rows = fitted[parts.get(name, slice(None))]
-            self._parts.append((positions.numpy(), fit_static(problem.cells, rows)))
+            static = fit_static(problem.cells, rows, problem.rule)
+            self._parts.append((positions.numpy(), static))
 
     def choose(self, features: Arrays, budgets_ms: Array, mask: Array | None = None) -> Array:
         chosen = np.empty(len(budgets_ms), np.int64)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from numbers import Real
 from typing import Any
@@ -48,33 +49,34 @@ NEVER = 700.0
 """The margin of a configuration whose cost was never measured."""
 
 
-def budget_with(constraint: str, limits: Mapping[str, Any]) -> BudgetConfig:
-    """Return the budget of a training, with its limits as `Calibration.limits` has them."""
+def budget_with(rule: Rule, limits: Mapping[str, Any]) -> BudgetConfig:
+    """Return the budget of a training under a rule, with its limits as `Calibration.limits` has
+    them."""
+    budget = BudgetConfig(constraint=rule.name, settings=rule.numbers or None)
     if not limits:
-        return BudgetConfig(constraint=constraint)
-    return BudgetConfig(
-        constraint=constraint, limits=limits["values"], limit_probability=limits["probability"]
-    )
+        return budget
+    return replace(budget, limits=limits["values"], limit_probability=limits["probability"])
 
 
 def allowed_cells(
     values: ProfileTable, facts: ProfileTable, split: Split, rule: Rule
 ) -> Tensor | None:
-    """Return which cells samples may have within limits, by what is expected of them, bool [N, C];
-    None without limits.
+    """Return which cells samples may have, by the rule and within limits by what is expected of
+    them, bool [N, C]; None for all that have values.
 
     Args:
         values: the table with values in all cells that may be chosen otherwise.
         facts: what was measured.
     """
+    own = rule.allowed(values) & values.mask if rule.is_own else values.mask
     if not rule.limits:
-        return None
+        return None if bool((own == values.mask).all()) else own
     # the same features as the controller's, so that the same may be chosen
     normaliser = FeatureNormaliser.fit(facts, subsample(split.fitted))
     arrays = fit_bounds(facts, split.fitted, normaliser, rule.probability)
     bounds = CostBounds(arrays, [*facts.costs])
     x = normaliser.of_rows(facts, torch.arange(facts.num_samples)).numpy()
-    allowed, _ = bounds.allowed(x, bounds.log_limits(dict(rule.limits)), values.mask.numpy())
+    allowed, _ = bounds.allowed(x, bounds.log_limits(dict(rule.limits)), own.numpy())
     return torch.from_numpy(allowed)
 
 

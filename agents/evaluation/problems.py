@@ -58,6 +58,8 @@ def problem_of(
         beliefs = fit_beliefs(facts, split)
         values = facts if beliefs is None else beliefs.filled
     rule = rule_of(budget)
+    if rule.is_own:
+        rule.try_on(values)
     return Problem(
         facts=facts,
         split=split,

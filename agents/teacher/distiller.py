@@ -45,7 +45,7 @@ class Distiller:
             setup.policy,
             normaliser,
             masks,
-            setup.rule.name,
+            setup.rule,
         )
         return self.teacher
 

@@ -24,7 +24,7 @@ from knobwise.agents.teacher.regressors import FAMILIES, KINDS, Regressor, Trees
 from knobwise.agents.teacher.targets import Targets
 from knobwise.common.progress import progress, say
 from knobwise.envs.bandit.budgets import log_measured, subsample
-from knobwise.envs.bandit.reward import share_on_time
+from knobwise.envs.bandit.rules import DEADLINES, Rule
 from knobwise.envs.tables.profile_table import ProfileTable
 from knobwise.envs.tables.splits import FOLDS, Fold, Rows, folds_of
 
@@ -48,6 +48,7 @@ class MeasuredRows(NamedTuple):
         mask: bool [n, C], what was profiled.
         budgets_ms: [B] that utility is averaged over; empty without deadlines.
         folds: positions to fit on and to hold out.
+        rule: what decisions are worth under these budgets.
     """
 
     rows: Tensor
@@ -57,10 +58,16 @@ class MeasuredRows(NamedTuple):
     mask: Tensor
     budgets_ms: Tensor
     folds: Sequence[Fold] = ()
+    rule: Rule = DEADLINES
 
     @classmethod
     def from_table(
-        cls, table: ProfileTable, rows: Tensor, budgets_ms: Tensor, folds: Sequence[Fold] = ()
+        cls,
+        table: ProfileTable,
+        rows: Tensor,
+        budgets_ms: Tensor,
+        folds: Sequence[Fold] = (),
+        rule: Rule = DEADLINES,
     ) -> MeasuredRows:
         """Look up these rows (int64 [n])."""
         return cls(
@@ -71,6 +78,7 @@ class MeasuredRows(NamedTuple):
             mask=table.mask[rows],
             budgets_ms=budgets_ms,
             folds=folds,
+            rule=rule,
         )
 
     def utility(self, scores: Sequence[Tensor], latency: Tensor) -> float:
@@ -84,8 +92,8 @@ class MeasuredRows(NamedTuple):
         # what the best score would have got at each budget
         for budget, score in zip(self.budgets_ms, scores, strict=True):
             chosen = torch.arange(len(score)), pick(score, latency, self.mask)
-            on_time = share_on_time(self.measurements_ms[chosen], budget)
-            total += float((self.accuracy[chosen] * on_time).mean())
+            cells = self.accuracy[chosen], self.measurements_ms[chosen]
+            total += float(self.rule.mean_utility(*cells, budget).mean())
         return total / len(self.budgets_ms)
 
     def residual_spread(self, log_latency: Tensor) -> Tensor:
@@ -189,6 +197,7 @@ class Experts(NamedTuple):
         *,
         normaliser: FeatureNormaliser | None = None,
         folds: int = FOLDS,
+        rule: Rule = DEADLINES,
     ) -> Experts:
         """Fit an expert of each family.
 
@@ -205,6 +214,7 @@ class Experts(NamedTuple):
             seed: of folds and trees.
             normaliser: None fits one on the same rows.
             folds: how many the rows are cut into.
+            rule: what decisions are worth under these budgets.
         """
         division = folds_of(table, rows, seed, folds)
         normaliser = normaliser or FeatureNormaliser.fit(table, rows)
@@ -214,7 +224,7 @@ class Experts(NamedTuple):
             # each stays in its fold, so that networks of the folds have not seen it either
             division = [(places(fit, kept), places(hold, kept)) for fit, hold in division]
             rows = rows[kept]
-        measured = MeasuredRows.from_table(table, rows, budgets_ms, division)
+        measured = MeasuredRows.from_table(table, rows, budgets_ms, division, rule)
         if not families:
             return cls(measured, normaliser, [])
         x = padded(normaliser.of_rows(table, rows)).double().numpy()
@@ -363,7 +373,8 @@ def _spread(measured: MeasuredRows, accuracy: Tensor, log_latency: Tensor) -> Te
     def utility(factor: float) -> float:
         prediction = Prediction(accuracy, log_latency, factor * spread)
         limits = [budget.expand(len(accuracy)) for budget in measured.budgets_ms]
-        return measured.utility([prediction.score(limit) for limit in limits], log_latency)
+        scores = [prediction.score(limit, measured.rule) for limit in limits]
+        return measured.utility(scores, log_latency)
 
     # 1 comes first, so that it wins if the factor does not matter
     factors = sorted(SPREAD_FACTORS, key=lambda factor: abs(factor - 1))

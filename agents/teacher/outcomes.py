@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from statistics import NormalDist
 from typing import NamedTuple
 
 import torch
@@ -9,10 +10,11 @@ from torch import Tensor
 
 from knobwise.agents.deployed import arrays
 from knobwise.envs.bandit.budgets import log_ms
-from knobwise.envs.bandit.rules import RULES
+from knobwise.envs.bandit.rules import DEADLINES, Rule, as_rule
 
 HOPELESS = 0.01
-"""Where no configuration is more likely than this to be on time, the fastest is chosen."""
+"""Where no configuration is more likely than this to be on time, the fastest is chosen; under a
+rule of one's own where none is expected to be worth more."""
 
 
 class Prediction(NamedTuple):
@@ -38,15 +40,20 @@ class Prediction(NamedTuple):
         logs = log_ms(budgets_ms).unsqueeze(-1)
         return torch.special.ndtr((logs - self.log_latency) / self.spread)
 
-    def score(self, limits: Tensor, constraint: str = "deadline") -> Tensor:
+    def quantile(self, share: float) -> Tensor:
+        """Return the latency in ms that this share is below, [*, C]: exp(μ + σ·Φ⁻¹(share))."""
+        z = NormalDist().inv_cdf(share)
+        return torch.exp(self.log_latency + self.spread * z)
+
+    def score(self, limits: Tensor, rule: Rule | str = DEADLINES) -> Tensor:
         """Score every configuration under limits: [*] → [*, C].
 
         Under a deadline b the score is the expected utility Â·Φ((ln b − μ)/σ): feasibility is soft,
         without a cut-off. Under a mean budget a limit is w = 1/price, the ms that a right
-        answer may cost, and the score is Â − L̂/w.
+        answer may cost, and the score is Â − L̂/w. A rule of one's own has its expected utility.
         """
         accuracy = self.accuracy.clamp(1e-3, 1.0)
-        return RULES[constraint].expected(accuracy, self, limits)
+        return as_rule(rule).expected(accuracy, self, limits)
 
 
 def pick(scores: Tensor, latency_ms: Tensor, mask: Tensor | None) -> Tensor:

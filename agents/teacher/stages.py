@@ -105,7 +105,7 @@ class Regression(ControllerStage):
         setup = self.setup
         rows = setup.held_out.by_network[:, : self.teacher.networks].T
         predicted = self.teacher.network(setup.rows.all_features[rows]).predicted()
-        scores = setup.policy.sharpness * predicted.score(limit.to(setup.device), setup.rule.name)
+        scores = setup.policy.sharpness * predicted.score(limit.to(setup.device), setup.rule)
         mask = setup.problem.mask[rows].to(setup.device)
         scores = scores.masked_fill(~mask, -torch.inf).transpose(0, 1)  # [longest, M, C]
         return scores[setup.held_out.positions].log_softmax(-1)

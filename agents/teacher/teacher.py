@@ -26,7 +26,7 @@ from knobwise.agents.teacher.network import WIDEST, OutcomeNetwork
 from knobwise.agents.teacher.outcomes import HOPELESS, Prediction, pick
 from knobwise.agents.teacher.weights import HeldOutScores, stack_weights, weights_of_folds
 from knobwise.envs.bandit.budgets import subsample
-from knobwise.envs.bandit.rules import RULES
+from knobwise.envs.bandit.rules import DEADLINES, Rule, as_rule
 from knobwise.envs.tables.profile_table import ProfileTable
 
 LEARNED = ("latency_offset", "latency_variance", "accuracy_logits")
@@ -43,12 +43,12 @@ class MemberPredictions(NamedTuple):
     Attributes:
         weights: of K members, float [K, 1, 1].
         members: their predictions, [K, n, C].
-        constraint: of the budget, see `Controller`.
+        rule: of the budget, see `Controller`.
     """
 
     weights: Tensor
     members: Prediction
-    constraint: str
+    rule: Rule
 
     def mean(self, values: Tensor) -> Tensor:
         """Return the weighted mean over the members: [K, n, C] → [n, C]."""
@@ -65,10 +65,11 @@ class MemberPredictions(NamedTuple):
 
         Where no configuration inside the mask is likely to be on time, a faster one scores higher.
         """
-        score = self.mean(self.members.score(limits, self.constraint))
-        if not RULES[self.constraint].late:
+        of_members = self.members.score(limits, self.rule)
+        score = self.mean(of_members)
+        if not self.rule.late:
             return score
-        likely = self.mean(self.members.meets(limits))
+        likely = self.mean(self.rule.likely(of_members, self.members, limits))
         if mask is not None:
             likely = likely.masked_fill(~mask, 0.0)
         # [n, 1], beside scores [n, C]
@@ -111,7 +112,7 @@ class Teacher(nn.Module):
         normaliser: of the features.
         experts: beside the network.
         weights: float [1 + experts], the network's first.
-        constraint: of the budget, see `Controller`.
+        rule: of the budget, see `Controller`.
     """
 
     informed = True
@@ -126,14 +127,14 @@ class Teacher(nn.Module):
         normaliser: FeatureNormaliser,
         experts: Sequence[Expert] = (),
         weights: Tensor | None = None,
-        constraint: str = "deadline",
+        rule: Rule | str = DEADLINES,
     ) -> None:
         super().__init__()
         self.network = network
         self.normaliser = normaliser
         self.experts = nn.ModuleList(experts)
         self.register_buffer("weights", torch.ones(1) if weights is None else weights.float())
-        self.constraint = constraint
+        self.rule = as_rule(rule)
         # what was learned after training, see `knobwise update`, [C] each
         count = network.outcome_head.bias.shape[-1] // 3
         for name in LEARNED:
@@ -147,7 +148,7 @@ class Teacher(nn.Module):
         config: PolicyConfig,
         normaliser: FeatureNormaliser,
         network_rows: Tensor,
-        constraint: str = "deadline",
+        rule: Rule | str = DEADLINES,
     ) -> Teacher:
         """Return a fresh network without experts, at the means of these rows (int64 [n]).
 
@@ -159,7 +160,7 @@ class Teacher(nn.Module):
         bins = 0 < normaliser.width <= WIDEST
         network = OutcomeNetwork(normaliser.width, table.num_configurations, config, bins)
         network.start_from(x, table.accuracy[rows], table.latency_ms[rows], network_rows)
-        return cls(network, normaliser, constraint=constraint)
+        return cls(network, normaliser, rule=rule)
 
     @property
     def networks(self) -> int:
@@ -188,7 +189,7 @@ class Teacher(nn.Module):
                     )
                 )
         members = self._moved(concatenated(predictions))
-        return MemberPredictions(x.new_tensor(weights).reshape(-1, 1, 1), members, self.constraint)
+        return MemberPredictions(x.new_tensor(weights).reshape(-1, 1, 1), members, self.rule)
 
     def _moved(self, prediction: Prediction) -> Prediction:
         """Apply what `knobwise update` learned after training: logits of accuracy shift, ln ms
@@ -283,7 +284,7 @@ class Teacher(nn.Module):
         network = OutcomeNetwork(normaliser.width, count, controller.config, bins)
         network.load_state_dict(state)
         experts = [Expert.restored(expert) for expert in plain["experts"]]
-        teacher = cls(network, normaliser, experts, plain["weights"], controller.constraint)
+        teacher = cls(network, normaliser, experts, plain["weights"], controller.rule)
         for name in LEARNED:
             getattr(teacher, name).copy_(plain["learned"][name])
         return teacher.eval()
@@ -332,11 +333,11 @@ def fit_teacher(
         experts: fitted on the same rows and features, for the same limits, in as many folds; None
             fits those of `config`.
     """
-    constraint = network.constraint
+    rule = network.rule
     normaliser = network.normaliser
     families = config.experts if normaliser.width else ()
     if experts is None:
-        budgets_ms = RULES[constraint].deadlines(limits)
+        budgets_ms = rule.deadlines(limits)
         experts = Experts.fit(
             table,
             rows,
@@ -345,6 +346,7 @@ def fit_teacher(
             seed,
             normaliser=normaliser,
             folds=network.networks,
+            rule=rule,
         )
     fitted = experts.of_families(families)
     measured = experts.measured
@@ -352,19 +354,17 @@ def fit_teacher(
     # weights from predictions out of fold
     unseen = _held_out(network, table, measured.rows, folds)
     predictions = [unseen, *(family.out_of_fold for family in fitted)]
-    known = HeldOutScores.of_predictions(predictions, measured, limits, constraint)
+    known = HeldOutScores.of_predictions(predictions, measured, limits, rule)
     weights, of_folds = _weights(known, measured)
     # the teacher of all samples
     all_experts = [family.expert for family in fitted]
-    teacher = Teacher(network.network, normaliser, all_experts, weights, constraint)
+    teacher = Teacher(network.network, normaliser, all_experts, weights, rule)
     # and one for each fold, with the parts that have not seen it
     teachers = []
     for fold, weights_of_fold in enumerate(of_folds):
         experts_of_fold = [family.of_folds[fold] for family in fitted]
         inner = _network_alone(network.network, fold)
-        teachers.append(
-            Teacher(inner, normaliser, experts_of_fold, weights_of_fold, constraint).eval()
-        )
+        teachers.append(Teacher(inner, normaliser, experts_of_fold, weights_of_fold, rule).eval())
     return FittedTeacher(teacher.eval(), teachers, measured.rows, folds)
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from knobwise.agents.teacher.experts import MeasuredRows
 from knobwise.agents.teacher.outcomes import Prediction
 from knobwise.common.paired import is_better
-from knobwise.envs.bandit.rules import RULES
+from knobwise.envs.bandit.rules import DEADLINES, Rule, as_rule
 from knobwise.envs.tables.splits import Fold
 
 ROUNDS = 15
@@ -41,14 +41,15 @@ class HeldOutScores(NamedTuple):
         predictions: Sequence[Prediction],
         measured: MeasuredRows,
         limits: Tensor,
-        constraint: str = "deadline",
+        rule: Rule | str = DEADLINES,
     ) -> HeldOutScores:
         """Score the predictions of K members for held-out samples under limits [B], and look up
-        the actual utility; see `Controller` for `constraint`."""
-        scores = [prediction.score(limits.unsqueeze(1), constraint) for prediction in predictions]
+        the actual utility; see `Controller` for `rule`."""
+        rule = as_rule(rule)
+        scores = [prediction.score(limits.unsqueeze(1), rule) for prediction in predictions]
         by_limit = limits[:, None, None]  # [B, 1, 1], beside outcomes [n, C]
         cells = measured.accuracy, measured.measurements_ms, measured.latency_ms
-        return cls(scores, RULES[constraint].worth(*cells, by_limit), measured.mask)
+        return cls(scores, rule.worth(*cells, by_limit), measured.mask)
 
     def take(self, positions: Tensor) -> HeldOutScores:
         """Return the part for some of the samples, int64 [m]."""

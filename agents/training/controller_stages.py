@@ -8,17 +8,19 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
-from tensordict import TensorDictBase
+from tensordict import TensorDict, TensorDictBase
 from torch import Tensor, nn
 from torchrl.objectives import ClipPPOLoss
 
 from knobwise.agents.controller.actor import collect
 from knobwise.agents.controller.controller import Controller
 from knobwise.agents.training.stage import Stage
+from knobwise.common.errors import InputError
 from knobwise.envs.bandit.outcomes import moments
 from knobwise.losses import ExactGRPOLoss, GRPOLoss, RCELoss
 from knobwise.losses.functional import STD_FLOOR, even_weight, reward_spread
 from knobwise.losses.kl_control import weight_control
+from knobwise.losses.own import OwnLoss
 
 if TYPE_CHECKING:
     from knobwise.agents.training.controllers import ControllerSetup
@@ -26,6 +28,8 @@ if TYPE_CHECKING:
 
 RCE_TEMPERATURES = 3.0, 0.6
 """τ of RCE at its beginning and its end, in units of the spread of rewards; it falls linearly."""
+TRIED = 8
+"""Contexts for each network that a loss of the user's own is tried on."""
 VALUE_COEFF = 1.0
 """Weight of the squared error of PPO's value network."""
 VALUE_UNIT = 3.0
@@ -148,8 +152,12 @@ class GRPO(ControllerStage):
         self.grpo = self._make_loss()
         if setup.loss.kl_band:
             self.kl_controls = [weight_control(self.grpo.kl_to_ref_coeff, setup.loss.kl_band)]
+        self.stored = self._stored()
+
+    def _stored(self) -> set[Any]:
+        """Return the collected keys that the loss reads, and those that metrics need."""
         keys = {*self.grpo.in_keys, "row", "configuration", ("next", "reward")}
-        self.stored = keys - {"action"}
+        return keys - {"action"}
 
     def _make_loss(self) -> Any:
         """Make the LossModule that the stage minimises; subclasses make another."""
@@ -279,7 +287,65 @@ class PPO(GRPO):
         self.setup.critic.load_state_dict(state["critic"])
 
 
+class Own(GRPO):
+    """A loss of the user's own in the place of GRPO's, see `knobwise.losses.own`."""
+
+    def __init__(self, setup: ControllerSetup, own: OwnLoss) -> None:
+        self.own = own
+        self.name = own.name
+        super().__init__(setup)
+        # the draws of a trial are no part of the training
+        with torch.random.fork_rng(devices=[]):
+            self.own.check(self.grpo, self._tried_on(), setup.controller)
+
+    def _stored(self) -> set[Any]:
+        log_probs = self._policies(reference=True)
+        return {*self.setup.actor.in_keys, *log_probs, "row", "configuration", ("next", "reward")}
+
+    def _make_loss(self) -> nn.Module:
+        settings = self._coefficients() | {"functional": False}
+        loss = self.own.make(self.setup.actor, settings)
+        if self.setup.loss.kl_band and not hasattr(loss, "kl_to_ref_coeff"):
+            raise InputError(
+                f"loss.kl_band: {self.own.key} has no kl_to_ref_coeff that could follow the KL; "
+                "leave it out"
+            )
+        return loss
+
+    @torch.no_grad()
+    def _tried_on(self) -> TensorDictBase:
+        """Return contexts as the loss gets them in training, [n, M]."""
+        setup = self.setup
+        rewards, contexts = setup.rewards_in_training()
+        count = min(TRIED * setup.networks, len(rewards))
+        tried: TensorDictBase = contexts[:count].copy()
+        tried = self.collect(tried)
+        finite = rewards[:count].where(rewards[:count].isfinite(), 0.0)
+        drawn = finite.gather(1, tried["configuration"])
+        tried["next"] = TensorDict({"reward": drawn}, [count])
+        self.reward_spread = 1.0
+        self.prepare(0.0, True)
+        return self._with_rewards(tried.unflatten(0, (count // setup.networks, setup.networks)))
+
+    def _with_rewards(self, minibatch: TensorDictBase) -> TensorDictBase:
+        return self.setup.with_rewards(minibatch) if self.own.exact else minibatch
+
+    def collect(self, contexts: TensorDictBase) -> TensorDictBase:
+        """Draw, and note all that a loss may read."""
+        policies = self._policies(reference=True)
+        exact = self.own.exact
+        draws = self.watched or not exact
+        return collect(self.setup.actor, contexts, policies, draws=draws, exact=exact)
+
+    def loss(self, minibatch: TensorDictBase) -> TensorDictBase:
+        """See `OwnLoss`."""
+        return self.own(self.grpo, self._with_rewards(minibatch))
+
+
 def grpo_stage(setup: ControllerSetup) -> GRPO:
-    """Make the last stage by `loss.objective`: draws, all configurations, or PPO with a critic."""
+    """Make the last stage by `loss.objective`: draws, all configurations, PPO with a critic, or a
+    loss of the user's own."""
+    if setup.own_loss is not None:
+        return Own(setup, setup.own_loss)
     kinds = {"sampled": GRPO, "exact": ExactGRPO, "ppo": PPO}
     return kinds[setup.loss.objective](setup)

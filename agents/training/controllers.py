@@ -33,6 +33,7 @@ from knobwise.envs.bandit.reward_kinds import KINDS
 from knobwise.envs.bandit.torchrl_env import ConfigBandit
 from knobwise.envs.tables.drift import rows_of_copies
 from knobwise.envs.tables.profile_table import ProfileTable, Split
+from knobwise.losses.own import OwnLoss
 
 if TYPE_CHECKING:
     from knobwise.agents.training.stage import Log
@@ -55,6 +56,7 @@ class ControllerSetup:
 
     Attributes:
         policy, loss, settings: of `ControllerSettings`; `settings` are those of the optimiser.
+        own_loss: the loss of the user's own, if that is what `loss` names.
         folds: the rows that each fold's network is fitted on, and those that it is judged on.
         fitted: int64 [n], the rows that the deployed network is fitted on.
         limits: float [B], the judged budgets in ms, or values of a right answer.
@@ -80,6 +82,8 @@ class ControllerSetup:
         self.split = problem.split
         self.policy = settings.policy
         self.loss = settings.loss
+        # code of the user's own fails first
+        self.own_loss = OwnLoss(settings.loss) if settings.loss.is_own else None
         self.settings = settings.optimiser
         self.rule = problem.rule
         self.cost_ms = settings.cost_ms
@@ -166,6 +170,8 @@ class ControllerSetup:
     @property
     def exact(self) -> bool:
         """True if GRPO weighs all configurations."""
+        if self.own_loss is not None:
+            return self.own_loss.exact
         return self.loss.objective == "exact"
 
     @property
@@ -241,7 +247,7 @@ def first_controller(
         InputError: the checkpoint does not fit, see `started_from`.
     """
     fresh = Controller.for_table(
-        problem.facts, fitted, settings.policy, problem.rule.name, problem.cells
+        problem.facts, fitted, settings.policy, problem.rule, problem.cells
     )
     if start is None:
         return fresh
@@ -299,7 +305,7 @@ def make_trainer(
             setup.held_out.policies(setup.held_out_log_probs), logged
         ),
         judged_by=setup.judged_by,
-        identity=(setup.policy, setup.rule.name, setup.start_sums),
+        identity=(setup.policy, setup.rule.words, setup.start_sums),
         trained_on="another profile, policy or starting checkpoint",
         provenance=provenance,
         setup=setup,

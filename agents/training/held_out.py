@@ -63,7 +63,9 @@ class HeldOut:
         self.by_network = functional.pad(columns.clamp_min(0), (0, networks - len(rows)))
         # judging takes the cost of a decision off the budgets, so rewards do not charge it
         device = rewards.accuracy.device
-        self.free_rewards = RewardTable(problem.values, rewards.config, device, cells=problem.cells)
+        self.free_rewards = RewardTable(
+            problem.values, rewards.config, device, cells=problem.cells, rule=problem.rule
+        )
 
     @torch.no_grad()
     def log_probs(self, actor: Actor, limit: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ from knobwise.common.errors import InputError
 from knobwise.envs.bandit.budgets import MIN_LATENCY_MS, subsample
 from knobwise.envs.bandit.reward_kinds import KINDS
 from knobwise.envs.bandit.rules import rule_of
-from knobwise.envs.bandit.settings import REWARDS, BudgetConfig, RewardConfig
+from knobwise.envs.bandit.settings import BudgetConfig, RewardConfig, reward_of
 from knobwise.envs.tables.cells import Cells
 from knobwise.envs.tables.profile_table import ProfileTable
 
@@ -250,17 +250,19 @@ def _row_of_id(sample_id: str, dataset: str | None, table: ProfileTable) -> int:
 def reward_for(budget: BudgetConfig, reward: RewardConfig | str | None) -> RewardConfig:
     """Return the settings of a reward that is given as such, by its kind, or not at all.
 
-    The default is that of the constraint of the budget, see `REWARDS`.
+    The default is that of the constraint of the budget, see `reward_of`.
 
     Raises:
         InputError: the reward does not go with the constraint of the budget.
     """
-    reward = reward or REWARDS[rule_of(budget).name]
+    default = reward_of(rule_of(budget).name)
+    reward = reward or default
     if isinstance(reward, str):
         one_of("reward.kind", reward, KINDS)
         reward = RewardConfig(kind=reward, **KINDS[reward].settings)
-    if KINDS[reward.kind].constraint != budget.constraint:
-        suited = [kind for kind, entry in KINDS.items() if entry.constraint == budget.constraint]
+    constraint = KINDS[default.kind].constraint
+    if KINDS[reward.kind].constraint != constraint:
+        suited = [kind for kind, entry in KINDS.items() if entry.constraint == constraint]
         raise InputError(
             f"reward.kind={reward.kind}: does not suit "
             f"budget.constraint={budget.constraint}, which goes with {', '.join(suited)}"

@@ -350,7 +350,9 @@ def oracle(rewards: RewardTable, rows: Tensor, limits: Tensor) -> Tensor:
     if rewards.repeats_ms is not None:
         measured = rewards.repeats_ms.index_select(0, rows)
     limits = limits.unsqueeze(1)
-    if not RULES[rewards.kind.constraint].late:
+    if rewards.rule is not None:
+        gain = rewards.rule.mean_utility(accuracy, measured, limits)
+    elif not RULES[rewards.kind.constraint].late:
         gain = accuracy - measured.nanmean(-1).nan_to_num(torch.inf) / limits
     else:
         count = rewards.count

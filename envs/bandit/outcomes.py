@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
@@ -122,7 +123,9 @@ def priced_outcomes(
     request = row_of.to(device), chosen.unsqueeze(2).to(device), left_ms.to(device)
     reward = rewards.chosen(*request)
     if table.first_look_ms is not None and decisions.reads is not None:
-        of_unread = RewardTable(table, rewards.config, device, cells=unread(counted))
+        of_unread = RewardTable(
+            table, rewards.config, device, cells=unread(counted), rule=rewards.rule
+        )
         reads = decisions.reads.to(device).unsqueeze(1)
         reward = reward.where(reads, of_unread.chosen(*request))
     accuracy = table.accuracy[decisions.cells]
@@ -141,11 +144,13 @@ def deadline_outcomes(
     rewards: RewardTable,
     counted: Cells,
     over: Tensor | None = None,
+    mean_utility: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None,
 ) -> DeadlineOutcomes:
     """Look up what decisions get under deadlines, see `priced_outcomes`.
 
     Args:
         over: bool [N, C], the answers that cost more than a limit; None for none.
+        mean_utility: see `Rule.mean_utility`; None for accuracy · on_time.
     """
     priced = priced_outcomes(table, decisions, rewards, counted)
     measured_ms = table.measurements_ms[decisions.cells] + decisions.added_ms(table)[..., None]
@@ -156,6 +161,9 @@ def deadline_outcomes(
         on_time = on_time * ~over[decisions.cells]
         possible = possible & ~over[decisions.rows]
     fastest_ms = unread_ms(table, decisions.rows).masked_fill(~possible, torch.inf).amin(1)
-    shared = dict(vars(priced)) | {"utility": priced.accuracy * on_time}
+    utility = priced.accuracy * on_time
+    if mean_utility is not None:
+        utility = mean_utility(counted.accuracy[decisions.cells], measured_ms, decisions.limits)
+    shared = dict(vars(priced)) | {"utility": utility}
     feasible = fastest_ms.unsqueeze(1) <= decisions.limits
     return DeadlineOutcomes(**shared, on_time=on_time, feasible=feasible)

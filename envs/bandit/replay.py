@@ -15,6 +15,7 @@ from knobwise.common.checks import one_of
 from knobwise.common.errors import InputError
 from knobwise.envs.bandit.contexts import reward_for
 from knobwise.envs.bandit.reward import RewardTable
+from knobwise.envs.bandit.rules import rule_of
 from knobwise.envs.bandit.settings import BudgetConfig, RewardConfig
 from knobwise.envs.tables.cells import Cells
 from knobwise.envs.tables.profile_table import ActionIndex, ProfileTable
@@ -97,8 +98,9 @@ class Replay:
             one_of("action_keys=knobs: action", action, ["knobs"])
             self.knob_keys = [knob.name for knob in table.knobs]
         # everything lies on the device where decisions arrive
+        rule = rule_of(budget or BudgetConfig())
         config = reward_for(budget or BudgetConfig(), reward)
-        self.rewards = RewardTable(table, config, device, repeats, cost_ms, cells)
+        self.rewards = RewardTable(table, config, device, repeats, cost_ms, cells, rule)
         self.find = ActionIndex(table.configurations).to(device)
         self.configurations = table.configurations.to(device)
         # how many values there are of each part of an action

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -140,6 +141,16 @@ class RewardFunction:
         return torch.where(profiled, rewards.detach().to(torch.float32), torch.nan)
 
 
+class OwnRule(Protocol):
+    """What rewards and searches ask of a rule of the user's own, see `rules.Rule`."""
+
+    def mean_reward(self, accuracy: Tensor, latency_ms: Tensor, limits: Tensor, /) -> Tensor: ...
+
+    def mean_utility(
+        self, accuracy: Tensor, measurements_ms: Tensor, limits: Tensor, /
+    ) -> Tensor: ...
+
+
 class RewardTable:
     """The rewards of a table's configurations, computed on demand.
 
@@ -152,6 +163,7 @@ class RewardTable:
         repeats: `draw` for all measurements of a cell; `median` for its median latency alone.
         cost_ms: the time that a decision and its features take; it is added to every latency.
         cells: what counts of the table; None for all that it has.
+        rule: that of the budget; one of the user's own says what is rewarded.
     """
 
     def __init__(
@@ -162,10 +174,16 @@ class RewardTable:
         repeats: str = "draw",
         cost_ms: float = 0.0,
         cells: Cells | None = None,
+        rule: OwnRule | None = None,
     ) -> None:
         counted: Cells = table if cells is None else cells
         self.config = config
         self.kind = KINDS[config.kind]
+        # only a rule of the user's own rewards by itself
+        by_rule = self.kind.formula is None and not self.kind.is_function
+        self.rule = rule if by_rule else None
+        if by_rule and rule is None:
+            raise InputError(f"reward.kind={config.kind}: is that of a rule of your own")
         self.complexity = complexity(table).to(device)
         self.function = config.function and RewardFunction(config.function, table, device)
         self.accuracy = counted.accuracy.to(device).contiguous()
@@ -259,6 +277,8 @@ class RewardTable:
     ) -> Tensor:
         """Return the reward of each outcome. The arguments broadcast against each other, and the
         result has their common shape; configurations are int64."""
+        if self.rule is not None:
+            return self.rule.mean_reward(accuracy, latency_ms, budgets_ms)
         if self.function:
             return self.function(accuracy, latency_ms, budgets_ms, configurations)
         complexity: Tensor | float = 0.0

@@ -32,11 +32,12 @@ class RewardKind:
     meaning: str
     """For the help."""
     formula: Formula | None
-    """None: the settings name the user's own function, see `RewardFunction`."""
+    """None: code of the user's own rewards, a function (`is_function`, see `RewardFunction`) or a
+    rule, see `Rule`."""
     reads: tuple[str, ...] = ()
     """The weights of `RewardConfig` that the formula reads."""
     constraint: str = "deadline"
-    """The constraint of the budget that it goes with."""
+    """The constraint of the budget that it goes with; `own` for rules of the user's own."""
     uses_complexity: bool = False
     """Without, complexity is 0."""
     judged_by: str = "utility"
@@ -44,6 +45,8 @@ class RewardKind:
     learned_by_teacher: bool = False
     """Whether the teacher learns it. Otherwise the teacher learns utility, which is where training
     by this reward then starts."""
+    is_function: bool = False
+    """Whether the settings name a function."""
     settings: Mapping[str, Any] = field(default_factory=dict)
     """What `reward=KIND` sets beside the kind."""
 
@@ -116,5 +119,11 @@ KINDS = {
         judged_by="reward",
         learned_by_teacher=True,
     ),
-    "function": RewardKind("what `function` returns", None, judged_by="reward"),
+    "function": RewardKind("what `function` returns", None, judged_by="reward", is_function=True),
+    "rule": RewardKind(
+        "what a rule of your own rewards, under it only",
+        None,
+        constraint="own",
+        learned_by_teacher=True,
+    ),
 }

@@ -1,23 +1,25 @@
 """What counts, by the kind of budget: what may be chosen, what decisions get, what is trained.
 
 A rule is chosen once, from the settings of the budget (`rule_of`), and asked from then on. Nothing
-else needs to know which one it is.
+else needs to know which one it is. A rule of the user's own is a subclass of `Rule`.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from types import MappingProxyType
-from typing import ClassVar, Protocol, Self
+from typing import Any, ClassVar, Protocol, Self
 
 import torch
 from torch import Tensor
 
 from knobwise.common.checks import one_of
+from knobwise.common.errors import InputError
+from knobwise.common.imports import imported, in_a_line
 from knobwise.envs.bandit.budgets import (
+    MIN_LATENCY_MS,
     STRATEGIES,
     AnswerValues,
     Strategy,
@@ -26,17 +28,24 @@ from knobwise.envs.bandit.budgets import (
     value_range,
 )
 from knobwise.envs.bandit.outcomes import (
-    DeadlineOutcomes,
     Decisions,
     Outcomes,
     deadline_outcomes,
     priced_outcomes,
 )
 from knobwise.envs.bandit.reward import RewardTable, expected_utility
-from knobwise.envs.bandit.settings import REWARDS, BudgetConfig, RewardConfig
+from knobwise.envs.bandit.settings import BudgetConfig, RewardConfig, reward_of
 from knobwise.envs.tables.beliefs import Beliefs
 from knobwise.envs.tables.cells import Cells, CountedCells
 from knobwise.envs.tables.profile_table import ProfileTable
+
+EXAMPLE = "examples.rules:FallingUtility"
+NODES = 16
+"""A mean over a predicted latency is that over so many of its quantiles."""
+LONGEST_MS = 1e30
+"""The longest latency that a rule is asked about."""
+ROUNDING = 1e-5
+"""By so much a utility may be outside 0 … 1, or fall as the budget grows."""
 
 
 class Expected(Protocol):
@@ -49,28 +58,89 @@ class Expected(Protocol):
         """Return P(latency ≤ budget): budgets [*] → [*, C]."""
         ...
 
+    def quantile(self, share: float, /) -> Tensor:
+        """Return the latency in ms that this share is below."""
+        ...
 
-class Rule(ABC):
-    """What counts under a kind of budget. A *limit* is what a request comes with, in ms."""
 
-    name: ClassVar[str]
-    """As in `budget.constraint`."""
-    limit_key: ClassVar[str]
+@dataclass(frozen=True)
+class Rule:
+    """What counts under a kind of budget. A *limit* is what a request comes with, in ms.
+
+    A rule of your own, `budget=module:Class`, is a subclass with up to three functions of its own:
+    `utility`, `reward` and `allowed`. All else is that of deadlines. Numbers of its own are the
+    fields of a frozen dataclass, each with a default; `budget.settings={tau_ms: 5}` sets them, and
+    checkpoints keep them with the rule's name. The code is no part of a checkpoint.
+    """
+
+    name: ClassVar[str] = ""
+    """As in `budget.constraint`; of a rule of the user's own `module:Class`."""
+    kind: ClassVar[str] = "deadline"
+    """The rule of knobwise that all is like that is no function here, such as words."""
+    limit_key: ClassVar[str] = "budget_ms"
     """The key of a request's limit."""
-    late: ClassVar[bool] = False
+    late: ClassVar[bool] = True
     """Whether answers can be late. Then networks may predict whether they are, learn to follow the
     drift of a machine, and choose the fastest where nothing is in time."""
-    limits: Mapping[str, float] = MappingProxyType({})
+    limits: Mapping[str, float] = field(default_factory=dict)
     """Limits on further costs, by name."""
     probability: float = BudgetConfig.limit_probability
     """With which a choice is to keep each of them."""
 
-    @classmethod
-    @abstractmethod
-    def from_settings(cls, budget: BudgetConfig) -> Self:
-        """Return the rule with these settings."""
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        if "name" not in cls.__dict__:
+            cls.name = f"{cls.__module__}:{cls.__qualname__}"
+
+    # -- what a rule of the user's own may say -----------------------------------------------------
+
+    def utility(self, accuracy: Tensor, latency_ms: Tensor, budget_ms: Tensor) -> Tensor:
+        """Return what answers are worth, by which decisions are judged: from 0 to 1, and no less
+        under a larger budget.
+
+        Args:
+            accuracy, latency_ms, budget_ms: float, of one shape, which may be any. A latency is a
+                single measurement.
+        """
+        return accuracy * (latency_ms <= budget_ms)
+
+    def reward(self, accuracy: Tensor, latency_ms: Tensor, budget_ms: Tensor) -> Tensor:
+        """Return what training rewards, any finite numbers; arguments as in `utility`, which it is
+        unless a rule says otherwise."""
+        return self.utility(accuracy, latency_ms, budget_ms)
+
+    def allowed(self, table: ProfileTable) -> Tensor:
+        """Return which cells may be chosen in training and judging, bool [N, C], at least one for
+        each sample. A deployed controller knows no table, so it may choose any configuration."""
+        return table.mask
 
     # -- what counts -------------------------------------------------------------------------------
+
+    @property
+    def is_own(self) -> bool:
+        """True for a rule of the user's own."""
+        return ":" in self.name
+
+    @property
+    def numbers(self) -> dict[str, Any]:
+        """The numbers of a rule of the user's own, by name."""
+        own = dataclasses.fields(self)[len(dataclasses.fields(Rule)) :]
+        return {each.name: getattr(self, each.name) for each in own}
+
+    @property
+    def words(self) -> str:
+        """The name, with the numbers if it has any."""
+        numbers = ", ".join(f"{name}={value}" for name, value in self.numbers.items())
+        return f"{self.name} ({numbers})" if numbers else self.name
+
+    @classmethod
+    def from_settings(cls, budget: BudgetConfig) -> Self:
+        """Return the rule with these settings.
+
+        Raises:
+            InputError: a rule of the user's own has no such number, or refuses it.
+        """
+        return cls(dict(budget.limits or {}), budget.limit_probability)
 
     def over(self, table: ProfileTable) -> Tensor | None:
         """Return which cells cost more than a limit on further costs, bool [N, C], where an unknown
@@ -128,8 +198,8 @@ class Rule(ABC):
             cells = counted if version is table and counted is not None else self.counted(version)
             of_version = rewards
             if of_version is None or version is not table:
-                config = REWARDS[self.name] if rewards is None else rewards.config
-                of_version = RewardTable(version, config, cells=cells)
+                config = reward_of(self.name) if rewards is None else rewards.config
+                of_version = RewardTable(version, config, cells=cells, rule=self)
             return self.look_up(version, decisions, of_version, cells)
 
         judged = look_up(table)
@@ -141,63 +211,168 @@ class Rule(ABC):
             estimates[name] = beliefs.estimate(decisions.cells, values_in)
         return replace(judged, **estimates)
 
-    @abstractmethod
     def look_up(
         self, table: ProfileTable, decisions: Decisions, rewards: RewardTable, counted: Cells
     ) -> Outcomes:
         """Look up what decisions get in one table, see `outcomes`."""
+        return deadline_outcomes(
+            table, decisions, rewards, counted, self.over(table), self.mean_utility
+        )
+
+    def mean_utility(self, accuracy: Tensor, measurements_ms: Tensor, limits: Tensor) -> Tensor:
+        """Return the mean utility over the measurements of cells; 0 where there are none.
+
+        Accuracy [*], measurements [*, R], limits [*] → [*]. Shapes broadcast.
+        """
+        values = self._asked("utility", accuracy, measurements_ms, limits)
+        return values.nanmean(-1).nan_to_num()
+
+    def mean_reward(self, accuracy: Tensor, latency_ms: Tensor, limits: Tensor) -> Tensor:
+        """Return the rewards of single outcomes, NaN where there are none; shapes broadcast."""
+        return self._asked("reward", accuracy, latency_ms.unsqueeze(-1), limits).squeeze(-1)
+
+    def _asked(
+        self, name: str, accuracy: Tensor, measurements_ms: Tensor, limits: Tensor
+    ) -> Tensor:
+        """Ask a function of the rule about cells, as in `mean_utility`: [*, R], NaN where there is
+        no measurement.
+
+        Raises:
+            InputError: it raises, or returns no tensor, one of another shape, or numbers that are
+                not finite, or no utility.
+        """
+        asked = torch.broadcast_tensors(
+            accuracy.unsqueeze(-1), measurements_ms.clamp_max(LONGEST_MS), limits.unsqueeze(-1)
+        )
+        values = self._answer(name, *asked)
+        known = ~(asked[0].isnan() | asked[1].isnan())
+        key = f"budget={self.name}: {name}"
+        wrong = known & ~values.isfinite()
+        must = "finite"
+        if name == "utility":
+            wrong |= known & ((values < -ROUNDING) | (values > 1 + ROUNDING))
+            must = "from 0 to 1"
+        if wrong.any():
+            first = [float(each[wrong][0]) for each in (values, *asked)]
+            raise InputError(
+                f"{key}: returns {first[0]:g} for accuracy, latency and budget {first[1:]}; must "
+                f"be {must}"
+            )
+        return values.detach().to(asked[0].dtype).where(known, torch.nan)
+
+    def _answer(self, name: str, *asked: Tensor) -> Tensor:
+        """Return what a function of the rule says of numbers that broadcast.
+
+        Raises:
+            InputError: it raises, or returns no tensor, or one of another shape.
+        """
+        asked = torch.broadcast_tensors(*asked)
+        key = f"budget={self.name}: {name}"
+        try:
+            values: Tensor = getattr(self, name)(*asked)
+        except Exception as error:
+            raise InputError(f"{key}: raises {in_a_line(error)}") from error
+        returned = [*values.shape] if isinstance(values, Tensor) else type(values).__name__
+        if returned != [*asked[0].shape]:
+            raise InputError(
+                f"{key}: returns {returned}; must return a tensor {[*asked[0].shape]}, the shape "
+                "of its arguments"
+            )
+        return values
+
+    def try_on(self, table: ProfileTable) -> None:
+        """Ask a rule of the user's own about all cells of a table, under three budgets.
+
+        Raises:
+            InputError: see `_asked`; `allowed` raises or returns something else than what may be
+                chosen; or a utility falls as the budget grows.
+        """
+        key = f"budget={self.name}"
+        median_ms = table.latency_ms.nanmedian().clamp_min(MIN_LATENCY_MS)
+        before = torch.zeros(())
+        for factor in (0.5, 1.0, 2.0):
+            limit = factor * median_ms
+            worth = self.mean_utility(table.accuracy, table.measurements_ms, limit)
+            self.mean_reward(table.accuracy, table.latency_ms, limit)
+            if (worth < before - ROUNDING).any():
+                raise InputError(
+                    f"{key}: utility: an answer is worth less under a larger budget (at "
+                    f"{float(limit):g}); it must not be"
+                )
+            before = worth
+        try:
+            allowed = self.allowed(table)
+        except Exception as error:
+            raise InputError(f"{key}: allowed: raises {in_a_line(error)}") from error
+        right = isinstance(allowed, Tensor) and allowed.dtype == torch.bool
+        if not right or allowed.shape != table.mask.shape:
+            raise InputError(f"{key}: allowed: must return bool {[*table.mask.shape]}")
+        rows = (~(allowed & table.mask).any(1)).nonzero()
+        if len(rows):
+            raise InputError(
+                f"{key}: allowed: leaves {len(rows)} samples without any configuration, the first "
+                f"{table.sample_ids[int(rows[0])]!r}"
+            )
 
     # -- what is trained and expected --------------------------------------------------------------
 
-    @classmethod
-    @abstractmethod
-    def strategy(cls, budget: BudgetConfig) -> type[Strategy]:
+    def strategy(self, budget: BudgetConfig) -> type[Strategy]:
         """Return how training draws limits."""
+        one_of("budget.strategy", budget.strategy, STRATEGIES)
+        return STRATEGIES[budget.strategy]
 
-    @classmethod
-    @abstractmethod
-    def limits_seen(cls, latencies_ms: Tensor) -> Tensor:
+    def limits_seen(self, latencies_ms: Tensor) -> Tensor:
         """Return the limits that a network's encoding of them is standardised by, float [m], of the
-        latencies of its samples, float [n]."""
+        latencies of its samples, float [n]: the latencies themselves."""
+        return latencies_ms
 
-    @classmethod
-    @abstractmethod
-    def judged_limits(cls, table: ProfileTable, cells: Cells, budgets_ms: Tensor | None) -> Tensor:
-        """Return the limits of validation, float [B].
+    def judged_limits(self, table: ProfileTable, cells: Cells, budgets_ms: Tensor | None) -> Tensor:
+        """Return the limits of validation, float [B]: the wanted budgets, or the default ones.
 
         Args:
             cells: what counts of the table.
             budgets_ms: those that are wanted, float [B], if any.
         """
+        return default_budgets(table) if budgets_ms is None else budgets_ms
 
-    @classmethod
-    def charged(cls, reward: RewardConfig | None) -> RewardConfig | None:
-        """Return the reward of training, of a wanted one; None for the default."""
-        return reward
+    def charged(self, reward: RewardConfig | None) -> RewardConfig | None:
+        """Return the reward of training, of a wanted one; None for the default. Here the rule's."""
+        return reward_of(self.name)
 
-    @classmethod
-    def deadlines(cls, limits: Tensor) -> Tensor:
+    def deadlines(self, limits: Tensor) -> Tensor:
         """Return the limits that predictors of latencies learn to keep, float [≤ B]."""
         return limits
 
-    @classmethod
-    @abstractmethod
-    def expected(cls, accuracy: Tensor, expected: Expected, limits: Tensor) -> Tensor:
+    def expected(self, accuracy: Tensor, expected: Expected, limits: Tensor) -> Tensor:
         """Return what decisions are expected to be worth: accuracies [*, C] and limits [*] →
-        [*, C]."""
+        [*, C]. It is the mean utility over `NODES` quantiles of the predicted latency, for an
+        answer of the expected accuracy."""
+        # predictions have no holes, so only the result is looked at
+        total = torch.zeros(())
+        limits = limits.unsqueeze(-1)
+        for node in range(NODES):
+            latency_ms = expected.quantile((node + 0.5) / NODES).clamp_max(LONGEST_MS)
+            total = total + self._answer("utility", accuracy, latency_ms, limits)
+        if not total.isfinite().all():
+            raise InputError(f"budget={self.name}: utility: is not finite for some latency")
+        return total / NODES
 
-    @classmethod
-    @abstractmethod
+    def likely(self, score: Tensor, expected: Expected, limits: Tensor) -> Tensor:
+        """Return what is too low where nothing is worth its time, so that the fastest is chosen,
+        [*, C]: the score, which is what `expected` returned for these limits [*]."""
+        return score
+
     def worth(
-        cls, accuracy: Tensor, measurements_ms: Tensor, median_ms: Tensor, limits: Tensor
+        self, accuracy: Tensor, measurements_ms: Tensor, median_ms: Tensor, limits: Tensor
     ) -> Tensor:
-        """Return what decisions were worth, float [B, n, C], NaN counting as nothing.
+        """Return what decisions were worth, float [B, n, C], NaN counting as nothing: the utility.
 
         Args:
             accuracy, median_ms: [n, C].
             measurements_ms: [n, C, R].
             limits: [B, 1, 1].
         """
+        return self.mean_utility(accuracy, measurements_ms, limits)
 
 
 @dataclass(frozen=True)
@@ -206,46 +381,28 @@ class Deadline(Rule):
     costs more than a limit is late, and in training as good as a wrong one."""
 
     name: ClassVar[str] = "deadline"
-    limit_key: ClassVar[str] = "budget_ms"
-    late: ClassVar[bool] = True
-    limits: Mapping[str, float] = field(default_factory=dict)
-    probability: float = BudgetConfig.limit_probability
 
-    @classmethod
-    def from_settings(cls, budget: BudgetConfig) -> Self:
-        return cls(dict(budget.limits or {}), budget.limit_probability)
+    def mean_utility(self, accuracy: Tensor, measurements_ms: Tensor, limits: Tensor) -> Tensor:
+        """See `Rule`: accuracy · share in time."""
+        return expected_utility(accuracy, measurements_ms, limits)
 
     def look_up(
         self, table: ProfileTable, decisions: Decisions, rewards: RewardTable, counted: Cells
-    ) -> DeadlineOutcomes:
+    ) -> Outcomes:
+        """See `Rule`: the utility is accuracy · on_time."""
         return deadline_outcomes(table, decisions, rewards, counted, self.over(table))
 
-    @classmethod
-    def strategy(cls, budget: BudgetConfig) -> type[Strategy]:
-        one_of("budget.strategy", budget.strategy, STRATEGIES)
-        return STRATEGIES[budget.strategy]
+    def charged(self, reward: RewardConfig | None) -> RewardConfig | None:
+        """See `Rule`: the wanted one."""
+        return reward
 
-    @classmethod
-    def limits_seen(cls, latencies_ms: Tensor) -> Tensor:
-        """See `Rule`: the latencies themselves."""
-        return latencies_ms
-
-    @classmethod
-    def judged_limits(cls, table: ProfileTable, cells: Cells, budgets_ms: Tensor | None) -> Tensor:
-        """See `Rule`: the wanted budgets, or the default ones."""
-        return default_budgets(table) if budgets_ms is None else budgets_ms
-
-    @classmethod
-    def expected(cls, accuracy: Tensor, expected: Expected, limits: Tensor) -> Tensor:
+    def expected(self, accuracy: Tensor, expected: Expected, limits: Tensor) -> Tensor:
         """See `Rule`: the expected utility Â·P(latency ≤ b)."""
         return accuracy * expected.meets(limits)
 
-    @classmethod
-    def worth(
-        cls, accuracy: Tensor, measurements_ms: Tensor, median_ms: Tensor, limits: Tensor
-    ) -> Tensor:
-        """See `Rule`: the utility."""
-        return expected_utility(accuracy, measurements_ms, limits)
+    def likely(self, score: Tensor, expected: Expected, limits: Tensor) -> Tensor:
+        """See `Rule`: the probability of being on time."""
+        return expected.meets(limits)
 
 
 @dataclass(frozen=True)
@@ -254,7 +411,9 @@ class MeanBudget(Rule):
     answer, 1/price: the ms that it may cost."""
 
     name: ClassVar[str] = "mean"
+    kind: ClassVar[str] = "mean"
     limit_key: ClassVar[str] = "worth_ms"
+    late: ClassVar[bool] = False
 
     @classmethod
     def from_settings(cls, budget: BudgetConfig) -> Self:
@@ -265,52 +424,119 @@ class MeanBudget(Rule):
     ) -> Outcomes:
         return priced_outcomes(table, decisions, rewards, counted)
 
-    @classmethod
-    def strategy(cls, budget: BudgetConfig) -> type[Strategy]:
-        one_of("budget.strategy", budget.strategy, STRATEGIES)
+    def strategy(self, budget: BudgetConfig) -> type[Strategy]:
+        super().strategy(budget)
         return AnswerValues
 
-    @classmethod
-    def limits_seen(cls, latencies_ms: Tensor) -> Tensor:
+    def limits_seen(self, latencies_ms: Tensor) -> Tensor:
         """See `Rule`: the least and the greatest value, [2]."""
         return value_range(latencies_ms)
 
-    @classmethod
-    def judged_limits(cls, table: ProfileTable, cells: Cells, budgets_ms: Tensor | None) -> Tensor:
+    def judged_limits(self, table: ProfileTable, cells: Cells, budgets_ms: Tensor | None) -> Tensor:
         """See `Rule`: values of a right answer."""
         return judged_values(cells)
 
-    @classmethod
-    def charged(cls, reward: RewardConfig | None) -> RewardConfig | None:
-        """See `Rule`: a mean budget has a reward of its own."""
-        return REWARDS[cls.name]
-
-    @classmethod
-    def deadlines(cls, limits: Tensor) -> Tensor:
+    def deadlines(self, limits: Tensor) -> Tensor:
         """See `Rule`: none."""
         return limits[:0]
 
-    @classmethod
-    def expected(cls, accuracy: Tensor, expected: Expected, limits: Tensor) -> Tensor:
+    def expected(self, accuracy: Tensor, expected: Expected, limits: Tensor) -> Tensor:
         """See `Rule`: Â − L̂/w, with w the ms that a right answer may cost."""
         return accuracy - expected.latency_ms / limits.unsqueeze(-1)
 
-    @classmethod
     def worth(
-        cls, accuracy: Tensor, measurements_ms: Tensor, median_ms: Tensor, limits: Tensor
+        self, accuracy: Tensor, measurements_ms: Tensor, median_ms: Tensor, limits: Tensor
     ) -> Tensor:
         """See `Rule`: accuracy − latency/w."""
         return (accuracy - median_ms / limits).nan_to_num()
 
 
+DEADLINES = Deadline()
+"""The rule where nothing else is said."""
 RULES: dict[str, type[Rule]] = {rule.name: rule for rule in (Deadline, MeanBudget)}
-"""By the words of `budget.constraint`."""
+"""By the words of `budget.constraint`; beside them the rules of the user's own that the user has
+given to this process. No name in a file adds one."""
 
 
 def rule_of(budget: BudgetConfig) -> Rule:
-    """Return the rule that the settings of a budget ask for. Raises InputError: there is none."""
-    one_of("budget.constraint", budget.constraint, RULES)
-    return RULES[budget.constraint].from_settings(budget)
+    """Return the rule that the settings of a budget ask for, which may be code of the user's own.
+
+    Raises:
+        InputError: there is none, or it takes no such settings.
+    """
+    name = budget.constraint
+    if ":" not in name:
+        one_of("budget.constraint", name, ("deadline", "mean", "module:Class"))
+    rule = RULES[name] if name in RULES else given(name, f"budget={name}")
+    if ":" in rule.name:
+        return own_rule(rule, budget)
+    return rule.from_settings(budget)
+
+
+def given(rule: str | type[Rule], key: str) -> type[Rule]:
+    """Make a rule of the user's own known to this process, by its `module:Class` or itself.
+
+    Args:
+        key: the setting that names it, for the messages.
+
+    Raises:
+        InputError: there is no such class, or it is no rule.
+    """
+    kind: Any = imported(key, rule, "class", EXAMPLE) if isinstance(rule, str) else rule
+    if not (isinstance(kind, type) and issubclass(kind, Rule)) or ":" not in kind.name:
+        raise InputError(
+            f"{key}: is no rule of your own; it must be a subclass of knobwise.envs.bandit.Rule"
+        )
+    names = {kind.name, rule} if isinstance(rule, str) else {kind.name}
+    RULES.update(dict.fromkeys(names, kind))
+    return kind
+
+
+def own_rule(kind: type[Rule], budget: BudgetConfig) -> Rule:
+    """Return a rule of the user's own with the settings of a budget."""
+    numbers = dict(budget.settings or {})
+    known = [each.name for each in dataclasses.fields(kind)[len(dataclasses.fields(Rule)) :]]
+    for name in numbers:
+        if name not in known:
+            raise InputError(
+                f"budget.settings: {name}: {kind.name} has no such number; it has "
+                f"{', '.join(known) or 'none'}"
+            )
+    try:
+        return kind(dict(budget.limits or {}), budget.limit_probability, **numbers)
+    except InputError:
+        raise
+    except Exception as error:
+        raise InputError(f"budget={kind.name}: making one raises {in_a_line(error)}") from error
+
+
+def rule_named(name: str, numbers: Mapping[str, Any] | None = None) -> Rule:
+    """Return the rule that a file names, without its limits: one of knobwise, or one of the user's
+    own that the user has given. Nothing is imported.
+
+    Args:
+        numbers: those of a rule of the user's own.
+
+    Raises:
+        InputError: the user has not given it.
+    """
+    kind = RULES.get(name)
+    if kind is None and ":" in name:
+        # a file may have been moved since
+        _, _, named = name.partition(":")
+        of_name = [each for each in RULES.values() if each.name.partition(":")[2] == named]
+        kind = of_name[-1] if of_name else None
+    if kind is None:
+        raise InputError(
+            f"it was trained under the rule {name}, whose code no file holds; give it again, as "
+            f"rule={name}, or in Python as knobwise.load(…, rule={name.rpartition(':')[2]})"
+        )
+    return own_rule(kind, BudgetConfig(constraint=name, settings=dict(numbers or {})))
+
+
+def as_rule(rule: Rule | str) -> Rule:
+    """Return a rule as it is, or the one of knobwise with this name."""
+    return rule_named(rule) if isinstance(rule, str) else rule
 
 
 def share_over(cost: Tensor, limit: float) -> Tensor:

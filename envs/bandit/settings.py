@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,12 +29,31 @@ class BudgetConfig:
     """`deadline`: every request has its own budget; `mean`: the average over the requests must not
     exceed it, by a Lagrangian relaxation: the policy is conditioned on 1/λ in ms. Training draws it
     evenly on a log scale, and rewards accuracy − λ·latency; λ is calibrated on held-out samples to
-    meet the mean budget."""
+    meet the mean budget. Or a rule of your own as module:Class (also budget=module:Class), see
+    `knobwise.envs.bandit.rules.Rule`."""
+    settings: Any = None
+    """Numbers of a rule of your own, by name, such as {tau_ms: 5}."""
     limits: Any = None
     """Limits on further costs of the profile beside a deadline, by name, such as {usd: 0.002}. An
     answer above a limit counts as late."""
     limit_probability: float = 0.9
     """Only configurations may be chosen that keep each limit with this probability."""
+
+    @property
+    def is_own(self) -> bool:
+        """True for a rule of the user's own."""
+        return ":" in self.constraint
+
+    def __post_init__(self) -> None:
+        if self.settings and not self.is_own:
+            raise InputError(
+                f"budget.settings={self.settings}: are those of a rule of your own, "
+                "budget=module:Class; leave them out"
+            )
+        if not isinstance(self.settings, Mapping | None):
+            raise InputError(
+                f"budget.settings={self.settings}: must be values by name, such as {{tau_ms: 5}}"
+            )
 
 
 @dataclass
@@ -75,7 +95,7 @@ class RewardConfig:
 
     def __post_init__(self) -> None:
         one_of("reward.kind", self.kind, KINDS)
-        if (KINDS[self.kind].formula is None) != (self.function is not None):
+        if KINDS[self.kind].is_function != (self.function is not None):
             raise InputError(
                 "reward=function and reward.function=module:name go together; give both or neither"
             )
@@ -87,3 +107,8 @@ TRAINING_REWARD = RewardConfig(kind="utility", **KINDS["utility"].settings)
 """The default reward of training and of the environments."""
 REWARDS = {"deadline": TRAINING_REWARD, "mean": RewardConfig(kind="priced")}
 """The default reward, by the constraint of the budget."""
+
+
+def reward_of(constraint: str) -> RewardConfig:
+    """Return the default reward under a constraint; of a rule of the user's own its own."""
+    return REWARDS.get(constraint) or RewardConfig(kind="rule")

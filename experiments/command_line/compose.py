@@ -27,7 +27,7 @@ from knobwise.experiments.command_line.flags import SWEEP
 from knobwise.experiments.command_line.grammar import kinds_of, literal
 from knobwise.experiments.command_line.mistakes import explained
 from knobwise.experiments.command_line.registry import READERS, groups_of, readers_of, register
-from knobwise.experiments.settings.choices import CONF
+from knobwise.experiments.settings.choices import CONF, OWN, choice_of
 from knobwise.experiments.settings.profiles import group_of_run, of_run, refuse_code
 from knobwise.experiments.settings.tracking import Training
 from knobwise.experiments.settings.unread import refuse_unread, unread
@@ -148,9 +148,19 @@ def with_variants(arguments: Sequence[str]) -> list[str]:
                 f"{word}: such a setting can run code, so a command takes only hydra/launcher=… "
                 f"and single values of hydra.launcher; put it into a file in {CONF}"
             )
+    _register_own(arguments)
     chosen = re.compile(r"(?:variants|reward\.by_shots)[.=]")
     words = [re.sub(r"^\++(?!hydra\b)", "", argument) for argument in arguments]
     return [f"++{word}" if chosen.match(word) else word for word in words]
+
+
+def _register_own(arguments: Sequence[str]) -> None:
+    """Tell Hydra of choices that are code of the user's own, such as `loss=module:Class`."""
+    for word in arguments:
+        group, _, choices = word.lstrip("+").partition("=")
+        for name in choices.split(",") if group in OWN else ():
+            if ":" in name:
+                ConfigStore.instance().store(group=group, name=name, node=choice_of(group, name))
 
 
 def run_hydra(

@@ -162,6 +162,11 @@ def _run(arguments: list[str]) -> int:
         arguments = _with_runs(arguments)
     config = compose.read_settings(schema, arguments)
     check_written(config, verb)
+    if rule := getattr(config, "rule", None):
+        # a run names its rule, but only the user gives its code
+        from knobwise.envs.bandit.rules import given
+
+        given(rule, f"rule={rule}")
     if verb not in ("decide", "serve"):  # which need no torch for an exported controller
         check_address_space()
     # what runs may need torch, which takes seconds to import

@@ -73,7 +73,7 @@ def complete(
         validation=loaded.extra["validation_rows"],
         test=loaded.extra["test_rows"],
     )
-    budget = budget_with(agent.constraint, agent.calibration.limits)
+    budget = budget_with(agent.rule, agent.calibration.limits)
     again = calibrated_again(agent, problem_of(table, split, budget))
     Loaded(again, loaded.profile_name, table.digest, loaded.extra).save(path)
     exported = path.parent.parent / CONTROLLER

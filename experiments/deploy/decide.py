@@ -124,15 +124,8 @@ def _decided(
         faults.append(wrong)
     limits = _limits(frame, config)
     valid = (limits > 0) & (limits < MAX_MS)
-    reason = "budget_ms must be positive and finite"
-    if controller.mean is not None:
-        means = controller.mean.budgets_ms
-        valid &= pl.Series(np.isclose(limits.to_numpy()[:, None], means, 1e-3, 0).any(1))
-        listed = ", ".join(f"{mean:.4g}" for mean in means)
-        reason = (
-            f"budget_ms must be one of the mean budgets that were calibrated, {listed}; train with "
-            "the budgets_ms that you need"
-        )
+    valid &= pl.Series(controller.budgets.known(limits.to_numpy()))
+    reason = controller.budgets.refusal
     wrong_budget = pl.when(~valid.fill_null(False)).then(pl.lit(reason))
     # the first fault of a row is given
     fault = pl.select(fault=pl.coalesce(*faults, wrong_budget))["fault"]

@@ -24,6 +24,7 @@ from knobwise.common.files import write_json
 from knobwise.common.progress import say
 from knobwise.common.words import quantity
 from knobwise.envs.bandit.reward import RewardTable
+from knobwise.envs.bandit.settings import reward_of
 from knobwise.envs.tables.divisions import divide
 from knobwise.envs.tables.profile_table import ProfileTable, Split
 from knobwise.envs.tables.units import check_time
@@ -126,12 +127,14 @@ def evaluate_controller(loaded: Loaded, config: EvaluateRun) -> tuple[RunResults
     policy = loaded.controller
     split = _split_for(loaded, table, config)
     wanted = wanted_budgets(config, loaded, table)
-    budget = budget_with(policy.constraint, policy.calibration.limits)
+    budget = budget_with(policy.rule, policy.calibration.limits)
     problem = problem_of(table, split, budget, config.unprofiled)
-    budgets_ms = WAYS[policy.constraint].budgets_for(policy, problem, wanted)
+    budgets_ms = WAYS[policy.rule.kind].budgets_for(policy, problem, wanted)
     budgets = ", ".join(quantity(budget, table.unit) for budget in budgets_ms.tolist())
     print(f"judged on {len(split.test):,} test samples, at budgets {budgets}", flush=True)
-    rewards = RewardTable(problem.values, config.reward, cells=problem.cells)
+    rule = problem.rule
+    reward = reward_of(rule.name) if rule.is_own else config.reward
+    rewards = RewardTable(problem.values, reward, cells=problem.cells, rule=rule)
     judged = evaluator_of(problem, budgets_ms, rewards)
     # choices that were measured for judging (`profile complete=`) are those of this static policy
     if policy.calibration.judged and loaded.profile_digest == table.digest:
@@ -165,7 +168,7 @@ def fitting_profile(config: EvaluateRun | ExplainRun | ExportRun, loaded: Loaded
     checkpoint = config.checkpoint
     agent = loaded.controller
     with naming(checkpoint):
-        WAYS[agent.constraint].check_trained(agent)
+        WAYS[agent.rule.kind].check_trained(agent)
     check_fits(checkpoint, agent, table)
     return table
 

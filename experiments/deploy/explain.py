@@ -4,7 +4,7 @@ run show."""
 from __future__ import annotations
 
 import math
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -114,7 +114,8 @@ def _other_choices(policy: KnobPolicy, table: ProfileTable, budget_ms: float) ->
     rows = torch.arange(table.num_samples)
     static: Policy | None = policy.agent.decider.static
     if static is None:
-        static = WAYS[policy.agent.constraint].static(Problem.from_table(table))
+        problem = replace(Problem.from_table(table), rule=policy.agent.rule)
+        static = WAYS[policy.agent.rule.kind].static(problem)
     (choice,) = static.choose(
         {}, np.array([budget_ms]), np.ones((1, table.num_configurations), bool)
     )

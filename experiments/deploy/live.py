@@ -153,6 +153,11 @@ def _refuse_unsuited(checkpoint: str | Path, loaded: Loaded, table: ProfileTable
         raise InputError(
             f"{checkpoint}: live needs a run that was trained on profile {table.name!r}"
         )
+    if loaded.controller.rule.is_own:
+        raise InputError(
+            f"{checkpoint}: was trained under {loaded.controller.rule.name}, but a live run is "
+            "judged by accuracy on time; leave out live=true, which replays the profile"
+        )
     if loaded.controller.calibration.limits:
         raise InputError(
             f"{checkpoint}: was trained with budget.limits, but a live run knows only times; leave "

@@ -72,7 +72,12 @@ def _update(config: UpdateRun, out: Path) -> None:
     """Make a new version, and let it serve if it is better."""
     loaded = load_checkpoint(checkpoint_at(config.checkpoint))
     agent = loaded.controller
-    if agent.constraint != "deadline" or agent.teacher is None:
+    if agent.rule.is_own:
+        raise InputError(
+            f"{config.checkpoint}: was trained under {agent.rule.name}, and a log is judged by "
+            "accuracy on time; train again on a newer profile"
+        )
+    if agent.rule.kind != "deadline" or agent.teacher is None:
         raise InputError(
             f"{config.checkpoint}: decides for mean budgets, or has no teacher whose expectations "
             "could move; train with policy=auto or policy=utility for deadlines"

@@ -16,7 +16,8 @@ from knobwise.agents.evaluation.own_cost import OwnCost, own_costs
 from knobwise.agents.evaluation.policy import Baseline
 from knobwise.agents.problem import Problem
 from knobwise.agents.training.checkpoint import Loaded
-from knobwise.envs.bandit.reward import RewardTable, expected_utility
+from knobwise.envs.bandit.reward import RewardTable
+from knobwise.envs.bandit.rules import DEADLINES, Rule
 from knobwise.envs.tables.cells import Cells
 from knobwise.envs.tables.cost_words import unit_in
 from knobwise.envs.tables.profile_table import ProfileTable
@@ -48,14 +49,14 @@ LEARNED = "controller"
 EVALUATORS: dict[str, type[Deadlines] | type[MeanBudgets]] = {
     kind.task.name: kind for kind in (Deadlines, MeanBudgets)
 }
-"""By the name of the rule, which is that of the task."""
+"""By the kind of the rule, which is the name of the task."""
 
 
 def evaluator_of(
     problem: Problem, budgets_ms: Tensor, rewards: RewardTable | None = None
 ) -> Deadlines | MeanBudgets:
     """Return what judges policies on a problem, at budgets [B]; for `rewards` see `OnTable`."""
-    return EVALUATORS[problem.rule.name](problem, budgets_ms, rewards)
+    return EVALUATORS[problem.rule.kind](problem, budgets_ms, rewards)
 
 
 def evaluate_controllers(
@@ -142,10 +143,12 @@ def controller_results(
         "budgets_ms": evaluator.conditions,
         "rows": policy_rows(task, compared(decisions, evaluator.compared)),
         "configurations": configurations_of(
-            problem.values, evaluator.rows, evaluator.utility_budgets, problem.cells
+            problem.values, evaluator.rows, evaluator.utility_budgets, problem.cells, problem.rule
         ),
         "knob_usage": usage(decisions, (LEARNED, task.low, task.high), settings, knobs),
     }
+    if problem.rule.is_own:
+        results["rule"] = {"name": problem.rule.name, "numbers": problem.rule.numbers}
     if costs:
         results["costs"] = costs
     if bins := reliability(decisions, LEARNED):
@@ -214,13 +217,18 @@ def costs_of(
 
 
 def configurations_of(
-    table: ProfileTable, rows: Tensor, budgets: Sequence[float] = (), cells: Cells | None = None
+    table: ProfileTable,
+    rows: Tensor,
+    budgets: Sequence[float] = (),
+    cells: Cells | None = None,
+    rule: Rule = DEADLINES,
 ) -> list[ConfigurationRow]:
     """Return the means of every configuration that some of these samples (int64 [n]) may have, with
     the mean utility over the budgets if there are any.
 
     Args:
         cells: what counts of the table; None for all that it has.
+        rule: what decisions are worth.
     """
     counted: Cells = table if cells is None else cells
     # how right an answer is does not depend on what it costs
@@ -228,7 +236,7 @@ def configurations_of(
     columns = {"accuracy": accuracy, "latency_ms": counted.latency_ms[rows]}
     if budgets:
         # [n, C, B]; what was not profiled has no utility
-        utility = expected_utility(
+        utility = rule.mean_utility(
             counted.accuracy[rows][..., None],
             counted.measurements_ms[rows][..., None, :],
             torch.tensor(budgets),

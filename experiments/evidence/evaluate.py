@@ -144,7 +144,7 @@ class OnTable:
     ) -> None:
         self.problem = problem
         self.rewards = rewards
-        self.ways = WAYS[problem.rule.name]
+        self.ways = WAYS[problem.rule.kind]
         # a trained controller may bring the policy that it was compared with, the first one
         self.references = self.ways.references(problem, budgets_ms)
         self.table = table = problem.facts

@@ -17,7 +17,6 @@ from knobwise.agents.calibration.deployed_controller import DeployedController
 from knobwise.agents.evaluation.baselines import averages
 from knobwise.agents.evaluation.policy import Policy, choices_of
 from knobwise.agents.problem import Problem
-from knobwise.envs.bandit.reward import expected_utility
 from knobwise.envs.readers.feature_columns import block_columns
 from knobwise.envs.tables.profile_table import ProfileTable
 from knobwise.envs.tables.splits import folds_of
@@ -84,6 +83,7 @@ class Explained:
         prices: Tensor | None = None,
     ) -> None:
         self.table = problem.facts
+        self.rule = problem.rule
         self.values = problem.values
         self.cells = problem.cells
         self.policy = policy
@@ -122,7 +122,7 @@ class Explained:
         if first_look_ms is not None:
             # measurements include the first look: take it off where it is not needed
             measured_ms = measured_ms - (first_look_ms[cells] * ~reads)[..., None]
-        return expected_utility(accuracy, measured_ms, self.budgets_ms)
+        return self.rule.mean_utility(accuracy, measured_ms, self.budgets_ms)
 
 
 def explain_policy(explained: Explained, questions: Mapping[str, str]) -> WhyExplained:

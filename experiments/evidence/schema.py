@@ -157,6 +157,13 @@ class GrpoGain(TypedDict, total=False):
     held_out_ci95: Interval | None
 
 
+class RuleFacts(TypedDict):
+    """A rule of the user's own."""
+
+    name: str
+    numbers: dict[str, object]
+
+
 class TrainingFacts(TypedDict, total=False):
     """How long a controller was trained."""
 
@@ -166,6 +173,10 @@ class TrainingFacts(TypedDict, total=False):
     hidden: int
     patience: int
     ended_at: list[int]
+    loss: str
+    """The name of a loss of the user's own."""
+    loss_settings: dict[str, object]
+    """Its own settings."""
 
 
 class RunFacts(TypedDict):
@@ -380,6 +391,7 @@ class RunResults(TypedDict, total=False):
     test_candidates: int
     seeds: list[int]
     unit: str
+    rule: RuleFacts
     costs: dict[str, CostFacts]
     budgets_ms: list[float]
     shots: list[int]

@@ -38,6 +38,7 @@ from knobwise.common.progress import progress
 from knobwise.envs.bandit.budgets import MIN_LATENCY_MS, SPARSE
 from knobwise.envs.bandit.outcomes import Decisions
 from knobwise.envs.bandit.reward import expected_utility
+from knobwise.envs.bandit.rules import DEADLINES, Rule
 from knobwise.envs.tables.cells import unread
 from knobwise.envs.tables.profile_table import ProfileTable, median_of
 from knobwise.envs.tables.splits import Fold
@@ -248,13 +249,13 @@ def utilities_out_of_fold(
     mask = problem.mask[rows]
     static = torch.empty(len(rows), len(budgets_ms), dtype=torch.int64)
     for fit, hold in measured.folds:
-        policy = fit_static(known or problem.cells, rows[fit])
+        policy = fit_static(known or problem.cells, rows[fit], problem.rule)
         static[hold] = choices_of(policy, {}, budgets_ms.numpy(), mask[hold].numpy())
     reads = torch.zeros(len(budgets_ms), dtype=torch.bool)
     by_static = Decisions(rows, static, budgets_ms, reads=reads)
     of_static = problem.outcomes(by_static, checked=False).utility
     features_ms = problem.facts.features_ms
-    _, scores = quick_stack(experts, budgets_ms - features_ms)
+    _, scores = quick_stack(experts, budgets_ms - features_ms, problem.rule)
     # among equal scores the fastest on average
     slow = measured.latency_ms.nanmean(0)
     chosen = torch.stack([pick(score, slow, mask) for score in scores], 1)
@@ -263,7 +264,9 @@ def utilities_out_of_fold(
     return outcomes.utility.double().numpy(), of_static.double().numpy()
 
 
-def quick_stack(experts: Experts, limits: Tensor) -> tuple[list[Tensor], Tensor]:
+def quick_stack(
+    experts: Experts, limits: Tensor, rule: Rule = DEADLINES
+) -> tuple[list[Tensor], Tensor]:
     """Stack the quick predictors under limits [B] in ms.
 
     Returns:
@@ -272,7 +275,7 @@ def quick_stack(experts: Experts, limits: Tensor) -> tuple[list[Tensor], Tensor]
     """
     predictions = quick_predictions(experts)
     limits = limits.clamp_min(MIN_LATENCY_MS)
-    held_out = HeldOutScores.of_predictions(predictions, experts.measured, limits)
+    held_out = HeldOutScores.of_predictions(predictions, experts.measured, limits, rule)
     return weights_of_folds(held_out, experts.measured.folds)
 
 

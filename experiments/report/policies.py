@@ -95,7 +95,7 @@ def _check(
 def _check_loaded(name: str, policy: KnobPolicy, table: ProfileTable, rows: Tensor) -> None:
     """Refuse a loaded policy that this table or deadlines cannot judge, and samples that it was
     trained on."""
-    if policy.agent.constraint == "mean":
+    if policy.agent.rule.kind == "mean":
         raise InputError(
             f"{name}: decides for mean budgets, but every request is judged by a deadline; "
             "`knobwise evaluate` judges it"

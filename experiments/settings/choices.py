@@ -7,11 +7,13 @@ is named.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 
 from knobwise.agents.controller.settings import EXPERTS, PolicyConfig
 from knobwise.agents.training.settings import OptimiserConfig
+from knobwise.common.checks import one_of
 from knobwise.envs.bandit.reward_kinds import KINDS
 from knobwise.envs.bandit.settings import BudgetConfig, RewardConfig
 from knobwise.experiments.settings.tracking import TrackingSettings
@@ -61,6 +63,25 @@ CHOICES: dict[str, dict[str, object]] = {
     },
 }
 """Group → its choices by name: an instance of the group's dataclass, or its values."""
+
+
+OWN: dict[str, Callable[[str], object]] = {
+    "loss": lambda name: replace(SAMPLED, objective=name),
+    "budget": lambda name: BudgetConfig(constraint=name),
+}
+"""Groups whose choice may be code of the user's own, by its `module:Class`."""
+
+
+def choice_of(group: str, name: str) -> object:
+    """Return a choice of a group by its name, or by the `module:Class` of the user's own.
+
+    Raises:
+        InputError: there is no such choice.
+    """
+    if group in OWN and ":" in name:
+        return OWN[group](name)
+    one_of(group, name, (*CHOICES[group], *(["module:Class"] if group in OWN else ())))
+    return CHOICES[group][name]
 
 
 def experiments() -> list[str]:

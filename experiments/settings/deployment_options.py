@@ -51,6 +51,8 @@ class EvaluateRun(EndpointOptions):
 
     checkpoint: str = "runs/latest"
     """The controller or selector: a checkpoint file, or a run folder (its deployed policy)."""
+    rule: str | None = None
+    """The rule of a run that was trained under one of your own, as module:Class. It is imported."""
     beams: Any = MISSING
     """The beams to judge a selector on."""
     encoder: Any = MISSING
@@ -110,6 +112,8 @@ class ExplainRun:
 
     checkpoint: str = "runs/latest"
     """The folder of a run; with `sample` also a checkpoint."""
+    rule: str | None = None
+    """The rule of a run that was trained under one of your own, as module:Class. It is imported."""
     profile: Any = MISSING
     """With `sample`: the profile that holds it; that of the run unless you give another one."""
     sample: str | None = None
@@ -131,6 +135,8 @@ class ExportRun:
 
     checkpoint: str = "runs/latest"
     """The controller: a checkpoint file, or a run folder (its deployed policy)."""
+    rule: str | None = None
+    """The rule of a run that was trained under one of your own, as module:Class. It is imported."""
     profile: Any = MISSING
     """The profile that decisions are compared on; that of the run unless you give another one,
     which must have the same configurations and features."""
@@ -155,6 +161,8 @@ class DecideRun:
     checkpoint: str = "runs/latest"
     """The controller: a checkpoint file, a run folder (its deployed policy), or an exported
     controller.npz."""
+    rule: str | None = None
+    """The rule of a run that was trained under one of your own, as module:Class. It is imported."""
     budget_ms: float | None = None
     """Budget of requests without a `budget_ms` of their own, in ms (or the profile's cost unit)."""
     out: str = "decisions.csv"
@@ -171,6 +179,8 @@ class UpdateRun:
     checkpoint: str = "runs/latest"
     """A controller for deadlines that has a teacher (policy=auto or policy=utility): a checkpoint,
     a run folder (its deployed policy), or the current version in `out`."""
+    rule: str | None = None
+    """The rule of a run that was trained under one of your own, as module:Class. It is imported."""
     log: str | None = None
     """What it learns from: the folder of `wrap(log=…)` or `AdaptiveModel(log=…)`."""
     out: str = "updated"

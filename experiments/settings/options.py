@@ -13,11 +13,11 @@ from knobwise.common.checks import a_seed, at_least
 from knobwise.common.errors import InputError
 from knobwise.envs.bandit.reward_kinds import KINDS
 from knobwise.envs.bandit.settings import (
-    REWARDS,
     TRAINING_REWARD,
     BalanceConfig,
     BudgetConfig,
     RewardConfig,
+    reward_of,
 )
 from knobwise.experiments.settings.choices import AUTO, DISTILLED_OPTIMISER, SAMPLED
 from knobwise.experiments.settings.tracking import Training
@@ -74,10 +74,11 @@ class TrainRun(Training):
     split: RepeatedSplitConfig = field(default_factory=RepeatedSplitConfig)
     """Shares of the samples, and how many times they are split."""
     budget: BudgetConfig = field(default_factory=BudgetConfig)
-    """The latency constraint: a deadline for each request or, with mean, a limit on mean
-    latency."""
+    """The latency constraint: a deadline for each request or, with mean, a limit on mean latency;
+    or a rule of your own, module:Class."""
     reward: RewardConfig = field(default_factory=lambda: replace(TRAINING_REWARD))
-    """The reward in training. Under budget=mean it is always accuracy − λ·latency."""
+    """The reward in training. Under budget=mean it is always accuracy − λ·latency, and under a rule
+    of your own the rule's."""
     balance: BalanceConfig = field(default_factory=BalanceConfig)
     """How often each sample is drawn in training."""
     policy: PolicyConfig = field(default_factory=lambda: replace(AUTO))
@@ -85,8 +86,8 @@ class TrainRun(Training):
     outcomes, then GRPO; utility: distilled from one network (several times faster), then GRPO;
     independent: from rewards alone, without a teacher."""
     loss: LossConfig = field(default_factory=lambda: replace(SAMPLED))
-    """The policy loss: GRPO on sampled actions (sampled), GRPO over all configurations (exact), or
-    PPO."""
+    """The policy loss: GRPO on sampled actions (sampled), GRPO over all configurations (exact),
+    PPO, or a loss of your own, module:Class."""
     optimiser: OptimiserConfig = field(default_factory=lambda: replace(DISTILLED_OPTIMISER))
     """Iterations, learning rate and schedule of each stage; the default depends on the policy."""
     budgets_ms: list[float] | None = None
@@ -114,7 +115,7 @@ class TrainRun(Training):
         """See `Training`."""
         return [
             "taught" if self.policy.teacher else "independent",
-            self.loss.objective,
+            self.loss.objective[:64],
             f"reward-{self.reward.kind}",
             f"advantage-{self.loss.advantage}"[:64],  # the longest that W&B takes
         ]
@@ -138,8 +139,8 @@ class TrainRun(Training):
 
 
 def resolve(config: TrainRun) -> TrainRun:
-    """Return the settings with what follows from the kind of budget: under a mean budget it has a
-    reward of its own."""
+    """Return the settings with what follows from the kind of budget: a mean budget, and a rule of
+    the user's own, has a reward of its own."""
     if config.budget.constraint == "deadline":
         return config
-    return replace(config, reward=REWARDS[config.budget.constraint])
+    return replace(config, reward=reward_of(config.budget.constraint))

@@ -88,10 +88,12 @@ def _by_kind(kind: str) -> dict[str, str]:
 
 
 def _by_reward(config: Any) -> dict[str, str]:
-    if config.budget.constraint == "mean":
-        # a mean budget has a reward of its own
+    constraint = config.budget.constraint
+    if constraint == "mean" or ":" in constraint:
+        # a mean budget has a reward of its own, and so has a rule of the user's own
         names = ("kind", "function", *WEIGHTS)
-        return _because("budget=mean", ["reward", *(f"reward.{name}" for name in names)])
+        reason = f"budget={constraint}"
+        return _because(reason, ["reward", *(f"reward.{name}" for name in names)])
     return _by_kind(config.reward.kind)
 
 

@@ -12,7 +12,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from knobwise.common.checks import one_of
 from knobwise.common.errors import InputError
-from knobwise.experiments.settings.choices import CHOICES, CONF, experiments
+from knobwise.experiments.settings.choices import CHOICES, CONF, choice_of, experiments
 from knobwise.experiments.settings.config_file import dotted
 from knobwise.experiments.settings.options import TrainRun
 from knobwise.experiments.settings.unread import refuse_unread
@@ -46,8 +46,7 @@ def training_settings(options: Values) -> TrainRun:
         chosen.setdefault("optimiser", chosen["policy"])
     config = OmegaConf.structured(TrainRun(experiment=name, profile=None))
     for group, choice in chosen.items():
-        one_of(group, choice, CHOICES[group])
-        OmegaConf.update(config, group, CHOICES[group][choice])
+        OmegaConf.update(config, group, choice_of(group, choice))
     known = dotted(asdict(TrainRun(profile=None)))
     for key, value in {**dotted(values), **dotted(overrides)}.items():
         if key.partition(".")[0] == "profile":

@@ -97,7 +97,13 @@ class SplitTraining:
         folds = policy.fold_networks if policy.teacher else FOLDS
         fitted = self.problem.split.fitted
         return Experts.fit(
-            self.problem.facts, fitted, budgets_ms, families, self.fold_seed, folds=folds
+            self.problem.facts,
+            fitted,
+            budgets_ms,
+            families,
+            self.fold_seed,
+            folds=folds,
+            rule=self.problem.rule,
         )
 
     def train(self, folder: Path) -> None:
@@ -146,7 +152,7 @@ class ControllerExperiment(Experiment):
         self.table = problem.facts
         self.warnings = warnings_of(self.table)
         self.notes = self._notes_on_table()
-        ways = WAYS[problem.rule.name]
+        ways = WAYS[problem.rule.kind]
         count = max(self.config.split.folds, self.config.split.repeats, 1)
         ways.check(self.table, count)
         budgets_ms = ways.budgets(problem, self.config.budgets_ms)

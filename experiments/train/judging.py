@@ -174,6 +174,9 @@ def judged(training: SplitTraining, best: list[Loaded]) -> tuple[RunResults, pl.
         "patience": patience_of(first),
         "ended_at": [trainer.state.iteration for trainer in training.trainers],
     }
+    if config.loss.is_own:
+        trained["loss"] = config.loss.objective
+        trained["loss_settings"] = dict(config.loss.settings or {})
     results |= held_out_choices(best) | validation_scores(best)
     results |= {
         "best_seed": config.seeds[scores.index(max(scores))],
@@ -205,7 +208,8 @@ def evaluate_beside_baselines(
         if experts is None:
             budgets_ms = evaluator.problem.rule.deadlines(evaluator.budgets_ms)
             fitted = evaluator.problem.split.fitted
-            experts = Experts.fit(table, fitted, budgets_ms, tuple(FAMILIES), fold_seed)
+            rule = evaluator.problem.rule
+            experts = Experts.fit(table, fitted, budgets_ms, tuple(FAMILIES), fold_seed, rule=rule)
         if evaluator.task.charged and table.features:
             estimate = attainable_by(evaluator.problem, experts, evaluator.budgets_ms)
         baselines = evaluator.baselines(experts, fold_seed)

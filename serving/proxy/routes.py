@@ -114,7 +114,7 @@ class Routes:
         self._guards.check_host(request.headers)
         controller = self._runtime.controller
         reads = {"blocks": controller.feature_sizes, "columns": controller.columns}
-        budget = {"unit": controller.unit, "mean": controller.mean is not None}
+        budget = {"unit": controller.unit, "mean": not controller.budgets.of_request}
         state = {"controller": controller.digest, "knobs": controller.knobs, **reads, **budget}
         return JSONResponse({**state, "broken_before": self._broken})
 

@@ -19,6 +19,8 @@ class ServeRun:
     checkpoint: str = "runs/latest"
     """The controller: an exported controller.npz or the folder of one, such as updated/current; a
     run folder (its deployed policy), or a checkpoint file."""
+    rule: str | None = None
+    """The rule of a run that was trained under one of your own, as module:Class. It is imported."""
     endpoint: str | None = None
     """Where the models answer, such as http://127.0.0.1:8001/v1. Its key is read from the
     environment, OPENAI_API_KEY. None: nothing is passed on, and /decide alone decides."""

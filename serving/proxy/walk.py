@@ -174,8 +174,8 @@ class Walk:
         # expectations are those of whoever decides: of the policy with features, or of static
         seen = decision.features is not None and not decision.fell_back
         offset = np.broadcast_to(0.0 if request.drift is None else request.drift[0], len(allowed))
-        # under a mean budget a single answer may cost anything
-        limited = [] if controller.mean is not None else np.flatnonzero(allowed).tolist()
+        # where all requests share a budget a single answer may cost anything
+        limited = np.flatnonzero(allowed).tolist() if controller.budgets.of_request else []
         for index in limited:
             if seen:
                 mean = controller.expected_of(decision.features or {}, left, None, index)[1]
@@ -294,11 +294,10 @@ def checked_budget(value: object, controller: NumpyController, name: str) -> flo
     """Return the budget of a request, in the controller's unit. Raises InputError, with the name of
     its field, for what is none, or for a mean that was not calibrated."""
     budget = limit_of(value, controller.unit, name)
-    if controller.mean is not None:
-        try:
-            controller.mean.groups(np.array([budget]))
-        except ValueError as error:
-            raise InputError(f"{name}: {error}") from error
+    try:
+        controller.budgets.check(budget)
+    except ValueError as error:
+        raise InputError(f"{name}: {error}") from error
     return budget
 
 

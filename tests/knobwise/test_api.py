@@ -225,7 +225,7 @@ def test_fit_takes_the_options_of_the_command_line(options, experts, capsys):
     else:
         assert list(agent.teacher.chosen()["settings"]) == experts
     mean = options.get("budget") == "mean"
-    assert agent.constraint == ("mean" if mean else "deadline")
+    assert agent.rule.name == ("mean" if mean else "deadline")
     assert bool(agent.calibration.guard) == (experts is not None)
     assert len(policy.decide(table.features, 14.0, explain=True)) == 60
     budgets_ms = policy.judged["budgets_ms"]

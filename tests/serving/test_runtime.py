@@ -16,6 +16,7 @@ from replayed import Clock, timed_by, untrained
 from torch.utils.data import default_collate
 
 from knobwise.agents import PolicyConfig
+from knobwise.agents.deployed.budgets import RequestBudgets
 from knobwise.agents.training.checkpoint import Loaded
 from knobwise.common.errors import InputError
 from knobwise.envs.tables.profile_table import Knob
@@ -62,7 +63,7 @@ class ByFeatures:
     configurations = GRID
     feature_sizes = {"image_features": 32, "language_features": 16}
     texts = {}
-    mean = None
+    budgets = RequestBudgets()
     columns = ()
     limits = {}
 

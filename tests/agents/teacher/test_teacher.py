@@ -18,6 +18,7 @@ from knobwise.agents.teacher.outcomes import Prediction
 from knobwise.agents.teacher.teacher import MemberPredictions, Teacher, fit_teacher
 from knobwise.agents.teacher.weights import HeldOutScores, stack_weights
 from knobwise.envs.bandit.budgets import default_budgets, judged_values
+from knobwise.envs.bandit.rules import DEADLINES
 from knobwise.envs.tables.splits import folds_of
 
 FAST = ("ridge", "knn")
@@ -142,7 +143,7 @@ def test_the_moments_of_a_mixture_by_hand():
     # of ln ms: the mean is 3, the mean square .25·(1 + 0) + .75·(1 + 16) = 13, so the variance 4
     members = torch.tensor([[0.2, 0.6], [0.0, 4.0], [1.0, 1.0]])[..., None, None]
     weights = torch.tensor([0.25, 0.75]).reshape(2, 1, 1)
-    moments = MemberPredictions(weights, Prediction(*members), "deadline").moments()
+    moments = MemberPredictions(weights, Prediction(*members), DEADLINES).moments()
     assert torch.cat(moments).flatten().tolist() == pytest.approx([0.5, 3, 2])
 
 
@@ -153,7 +154,7 @@ def test_where_nothing_is_likely_to_be_on_time_the_fastest_is_taken():
     spread = log_latency / torch.special.ndtri(meets).abs()
     prediction = Prediction(torch.tensor([[0.2, 0.9, 0.5]]).expand(3, 3), log_latency, spread)
     alone = Prediction(*(part.unsqueeze(0) for part in prediction))
-    mixture, limits = MemberPredictions(torch.ones(1, 1, 1), alone, "deadline"), torch.ones(3)
+    mixture, limits = MemberPredictions(torch.ones(1, 1, 1), alone, DEADLINES), torch.ones(3)
     close(prediction.meets(limits), meets)
     mask = torch.tensor([[1, 1, 1], [1, 1, 1], [1, 0, 1]]) > 0
     assert mixture.choose(limits, mask).tolist() == [1, 2, 2]

@@ -11,6 +11,7 @@ import knobwise
 from knobwise.agents import evaluate_policy
 from knobwise.agents.evaluation.baselines import fit_static
 from knobwise.envs import default_budgets
+from knobwise.envs.bandit.rules import MeanBudget
 
 QUICK = {"teacher_iterations": 4, "pretrain_iterations": 4, "iterations": 4, "contexts": 32}
 
@@ -94,7 +95,7 @@ def test_what_the_numbers_would_not_be_about_is_refused():
         knobwise.compare_policies(policies, replace(table, unit="USD"), rows, budgets_ms)
     with input_error("'runs'"):
         knobwise.compare_policies(policies, table, rows, budgets_ms, {"runs": 0.2})
-    loaded.agent.constraint = "mean"
+    loaded.agent.rule = MeanBudget()
     with input_error("run: .* mean budgets"):
         knobwise.compare_policies(policies, table, rows, budgets_ms)
 

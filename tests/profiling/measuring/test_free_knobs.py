@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from replayed import Clock, timed_by
 from test_vlm_runner import Blurred
 
+from knobwise.agents.deployed.budgets import RequestBudgets
 from knobwise.envs.readers.long_table import read_long_table
 from knobwise.profiling.design.grid_sampling import sample_grid
 from knobwise.profiling.measuring.adaptive_model import (
@@ -198,7 +199,7 @@ def controller_of(names):
         header={"limit": "budget_ms"},
         fall_back=lambda limit, drift, limits, mask: None,
         limits={},
-        mean=None,
+        budgets=RequestBudgets(),
         decide_expected=lambda blocks, limit, drift, limits, mask: (next(turns), 0.0, 0.1),
     )
 
