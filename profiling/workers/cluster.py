@@ -71,7 +71,7 @@ def _connect(options: WorkerOptions) -> None:
     try:
         # "local" also where another cluster runs on this machine
         ray.init(address=options.address or "local", **quiet)
-    except (OSError, RayError, RuntimeError, ValueError) as error:
+    except Exception as error:  # a plain one where Ray takes too long to start on a busy machine
         where = "workers" if options.address is None else f"ray_address={options.address}"
         raise InputError(
             f"{where}: Ray cannot be reached or started ({in_a_line(error)}); `ray start --head` "
