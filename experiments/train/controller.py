@@ -120,6 +120,8 @@ class ControllerExperiment(Experiment):
         ways.check(table, max(config.split.folds, config.split.repeats))
         # the budgets to judge at, float [B]
         self.budgets_ms = ways.budgets(self.problem, config.budgets_ms)
+        if self.problem.rule.is_own and not number:
+            self.notes.append(f"utility is what the rule {self.problem.rule.words} says")
         if config.budgets_ms is None:
             self.notes += [in_words(note, table.unit) for note in few_budgets(self.budgets_ms)]
         # config.yaml says how wide the layers became
