@@ -56,7 +56,7 @@ def example(name):
 
 def test_every_example_is_here():
     names = words_of("""
-        advantages deploy own_model own_table ppo rewards step_by_hand torchrl_loop
+        advantages deploy losses own_model own_table ppo rewards rules step_by_hand torchrl_loop
         train_with_torchrl_trainer
     """)
     assert sorted(path.stem for path in (ROOT / "examples").glob("*.py")) == names

@@ -94,7 +94,8 @@ class MeanBudgets(RequestBudgets):
 
     def known(self, budgets_ms: Array) -> Array:
         near = np.isclose(budgets_ms[:, None], self.mean.budgets_ms, 1e-3, 0)
-        return np.asarray(near).any(1)
+        kept: Array = np.any(near, axis=1, keepdims=True)[:, 0]
+        return kept
 
     def met(self, total_ms: float, budget_ms: float) -> bool:
         """See `RequestBudgets`: no single request misses the budget of all."""

@@ -251,7 +251,7 @@ class Rule:
         must = "finite"
         if name == "utility":
             wrong |= known & ((values < -ROUNDING) | (values > 1 + ROUNDING))
-            must = "from 0 to 1"
+            must = "finite, from 0 to 1"
         if wrong.any():
             first = [float(each[wrong][0]) for each in (values, *asked)]
             raise InputError(

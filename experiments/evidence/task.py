@@ -309,6 +309,11 @@ def task_of(results: RunResults) -> Task:
     task = TASKS.get(str(results.get("system") or results.get("sense")), DEADLINE)
     if "validation_reward" in results and task.judged_by != "reward":
         task = replace(task, judged_by="reward")
+    if rule := results.get("rule"):
+        # utility is what this rule says
+        numbers = ", ".join(f"{name}={value}" for name, value in rule["numbers"].items())
+        words = f"{rule['name']} ({numbers})" if numbers else rule["name"]
+        task = replace(task, agents=f"controllers under the rule {words}")
     if results.get("judged_by") == "best_beam":
         task = BEST_BEAM
     return with_costs(task, results.get("costs", {}))

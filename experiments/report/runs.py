@@ -157,7 +157,7 @@ def read_runs(folders: Sequence[Path]) -> list[Run]:
     runs = list(map(Run, map(read_results, folders), labels_of(folders), folders))
     first = runs[0]
     for run in runs:
-        if run.task.name != first.task.name:
+        if run.task.agents != first.task.agents:
             raise InputError(
                 f"{run.folder}: is a run of {run.task.agents}, {first.folder} one of "
                 f"{first.task.agents}; their numbers mean different things; compare runs of "

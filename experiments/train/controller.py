@@ -156,6 +156,8 @@ class ControllerExperiment(Experiment):
         count = max(self.config.split.folds, self.config.split.repeats, 1)
         ways.check(self.table, count)
         budgets_ms = ways.budgets(problem, self.config.budgets_ms)
+        if problem.rule.is_own:
+            self.notes.append(f"utility is what the rule {problem.rule.words} says")
         if self.config.budgets_ms is None:
             self.notes += [in_words(note, self.table.unit) for note in few_budgets(budgets_ms)]
         # config.yaml says how wide the layers became
