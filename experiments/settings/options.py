@@ -288,8 +288,8 @@ class ProfileRun(EndpointOptions):
     learner, the built-in in-context learner, smollm2, or with vlm.data a Hugging Face model, openai
     or module:Class, a scorer of your own (docs/demonstrations.md)."""
     data: str | None = None
-    """The questions that a model is measured on, as JSON lines, JSON, Parquet or CSV: id, image,
-    question, answers, optionally image_id and choices."""
+    """The questions that a model is measured on, a table such as JSON lines: id, image, question,
+    answers, optionally image_id and choices."""
     out: str = "profiles/${model}"
     """Folder for the files. Repeat the command to resume an interrupted run."""
     checkpoint: str | None = None
@@ -350,8 +350,8 @@ class DecideRun:
     were refused and the others written, 2 if nothing was written."""
 
     requests: str = MISSING
-    """A CSV, Parquet, JSON or ARFF file with a row for each request: the features as columns, by
-    their names in the training, and optionally `budget_ms` and `sample_id`."""
+    """A table, such as a CSV, with a row for each request: the features as columns, by their names
+    in the training, and optionally `budget_ms` and `sample_id`."""
     checkpoint: str = "runs/latest"
     """The controller: a checkpoint file, a run folder (its deployed policy), or an exported
     controller.npz."""
