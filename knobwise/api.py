@@ -41,7 +41,7 @@ def read(data: Any, features: Features = None, **options: Any) -> ProfileTable:
     """Read a profile: a row for each sample and configuration.
 
     Args:
-        data: the path of a CSV, Parquet, JSON, JSON lines or ARFF file, of a `.safetensors` that
+        data: the path of a table, such as CSV or Parquet, of a `.safetensors` that
             `ProfileTable.save` wrote, of a folder that `knobwise profile` wrote, features
             included, or of the results of a tool (see docs/profiles.md); a list of paths, of one
             tool or of scores and times; or a data frame of polars or pandas.

@@ -1,4 +1,4 @@
-"""Folders where a file is wanted: what they are, and what to give instead."""
+"""What names tables have, and folders where a file is wanted: what to give instead."""
 
 from __future__ import annotations
 
@@ -9,14 +9,19 @@ from typing import NoReturn
 
 from knobwise.common.errors import InputError
 
-TABLES = (".csv", ".tsv", ".json", ".jsonl", ".ndjson", ".parquet", ".pq", ".arff", ".gz")
-"""Suffixes of files that may be tables."""
+TABLES = (".csv", ".tsv", ".json", ".jsonl", ".ndjson", ".parquet", ".pq", ".arff")
+"""Suffixes of the files that `frames` reads, which text may have before .gz."""
 HYDRA = ".hydra"
 """The folder that Hydra makes in the folder of each job."""
 DEPTH = 3
 """Jobs of a multirun lie at most so deep: in `multirun/DATE/TIME/NUMBER`."""
 MOST_NAMED = 3
 """So many jobs or files are named."""
+
+
+def is_table(name: str) -> bool:
+    """Return whether a file of this name is meant as a table."""
+    return name.removesuffix(".gz").endswith(TABLES)
 
 
 def refuse_folder(path: Path) -> NoReturn:
@@ -50,7 +55,7 @@ def _jobs(path: Path) -> Iterator[Path]:
 
 def _tables(path: Path) -> list[Path]:
     """Return the files of a folder that may be tables, by name."""
-    return sorted(file for file in path.iterdir() if file.suffix in TABLES and file.is_file())
+    return sorted(file for file in path.iterdir() if is_table(file.name) and file.is_file())
 
 
 def _named(path: Path, files: Iterator[Path] | list[Path]) -> str:

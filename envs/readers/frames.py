@@ -30,7 +30,7 @@ from knobwise.common.text_files import (
     with_points,
 )
 from knobwise.envs.readers.arff import arff_frame
-from knobwise.envs.readers.folders import refuse_folder
+from knobwise.envs.readers.folders import TABLES, is_table, refuse_folder
 from knobwise.envs.readers.nested import NO_COLUMN, mixed_column
 from knobwise.envs.readers.split_json import is_split, rows_of_split
 
@@ -83,6 +83,10 @@ def _read(path: Path, noted: list[str] | None, lines: Lines | None) -> pl.DataFr
         refuse_folder(path)
     if not path.is_file():
         raise InputError(f"{path}: no such file")
+    if not is_table(path.name):
+        raise InputError(
+            f"{path}: not a table; known are {', '.join(TABLES)}; text may also end in .gz"
+        )
     name = path.name.removesuffix(".gz")
     notes = [] if noted is None else noted
     try:
@@ -99,8 +103,8 @@ def _read(path: Path, noted: list[str] | None, lines: Lines | None) -> pl.DataFr
         if name.endswith(".arff"):
             text = text_of(content if isinstance(content, bytes) else path.read_bytes())
             return arff_frame(text)
-        if name.endswith((".parquet", ".pq")):
-            return read_parquet(path)
+        # what is left of TABLES
+        return read_parquet(path)
     except (InputError, MemoryError):
         raise
     except Exception as error:
@@ -108,10 +112,6 @@ def _read(path: Path, noted: list[str] | None, lines: Lines | None) -> pl.DataFr
         raise InputError(
             f"{path}: cannot be read as {kind} ({str(error).partition(chr(10))[0]})"
         ) from error
-    raise InputError(
-        f"{path}: not a table; known are .csv, .tsv, .parquet, .json, .jsonl, .ndjson and .arff; "
-        "text may also end in .gz"
-    )
 
 
 def _delimited(content: bytes | Path, notes: list[str], lines: Lines | None) -> pl.DataFrame:

@@ -52,8 +52,8 @@ EPOCH = 1e9
 def read_long_table(
     path: str | Path | Sequence[str | Path], *, name: str | None = None, **choices: Any
 ) -> ProfileTable:
-    """Read a long table from CSV, Parquet, JSON or JSON lines (by suffix; text also gzipped), or
-    the files of a tool that `tool_files` knows.
+    """Read a long table from a file of any format that `frames` reads (by suffix; text also
+    gzipped), or the files of a tool that `tool_files` knows.
 
     Args:
         path: the file, or the folder of a tool; or several, which are stacked if they are of one

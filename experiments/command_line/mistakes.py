@@ -13,6 +13,7 @@ from hydra.errors import HydraException
 from omegaconf.errors import OmegaConfBaseException
 
 from knobwise.common.errors import InputError
+from knobwise.envs.readers.folders import is_table
 from knobwise.experiments.command_line.flags import in_our_words, meaning_of
 from knobwise.experiments.command_line.registry import choices_of, groups_of, options_in
 from knobwise.experiments.settings.verbs import settings_of_verb
@@ -20,8 +21,6 @@ from knobwise.experiments.settings.words import nearest, typed
 
 FILES = {"profile": "table", "trained_on": "table", "beams": "files"}
 """Groups of what is read, and their choice for a file of any name."""
-TABLES = (".csv", ".parquet", ".jsonl", ".gz")
-"""How the names of files end that are meant as a profile."""
 
 MERGING = r"Error merging override (\S+)\s+"
 LISTED = MERGING + r"Cannot convert 'list' to string.*"
@@ -76,7 +75,7 @@ def _suggestion(verb: str, arguments: Sequence[str]) -> str:
     names = list(choices)
     for argument in arguments:
         key, _, value = argument.lstrip("+~-").partition("=")
-        if Path(key).suffix in TABLES or os.path.isfile(argument):
+        if is_table(key) or os.path.isfile(argument):
             # the file alone
             value = argument
             key = "profile"

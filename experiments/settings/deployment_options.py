@@ -156,8 +156,8 @@ class DecideRun:
     were refused and the others written, 2 if nothing was written."""
 
     requests: str = MISSING
-    """A CSV, Parquet, JSON or ARFF file with a row for each request: the features as columns, by
-    their names in the training, and optionally `budget_ms` and `sample_id`."""
+    """A table, such as a CSV, with a row for each request: the features as columns, by their names
+    in the training, and optionally `budget_ms` and `sample_id`."""
     checkpoint: str = "runs/latest"
     """The controller: a checkpoint file, a run folder (its deployed policy), or an exported
     controller.npz."""

@@ -32,8 +32,8 @@ class ProfileRun(EndpointOptions):
     learner, the built-in in-context learner, smollm2, or with vlm.data a Hugging Face model, openai
     or module:Class, a scorer of your own (docs/demonstrations.md)."""
     data: str | None = None
-    """The questions that a model is measured on, as JSON lines, JSON, Parquet or CSV: id, image,
-    question, answers, optionally image_id and choices."""
+    """The questions that a model is measured on, a table such as JSON lines: id, image, question,
+    answers, optionally image_id and choices."""
     out: str = "profiles/${model}"
     """Folder for the files. Repeat the command to resume an interrupted run."""
     checkpoint: str | None = None

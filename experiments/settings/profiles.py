@@ -160,7 +160,7 @@ class TableProfile(LongTables):
 
     format: str = "table"
     path: Any = field(default=MISSING, metadata={"kinds": {"text", "a list of texts"}})
-    """CSV, Parquet, JSON or JSON lines; results of promptfoo, inspect-ai or evalscope, as a file or
+    """A table, such as CSV or Parquet; results of promptfoo, inspect-ai or evalscope, as a file or
     folder; or a complete `.safetensors` that `ProfileTable.save` wrote. A list of files of one tool
     is stacked; [scores.csv,times.csv] are joined by ids and knobs."""
     features: Any = None

@@ -123,7 +123,7 @@ class ClipLora:
     model: str | None = None
     """CLIP model with its processor: a folder, or a name on the Hugging Face hub."""
     data: str | None = None
-    """Items as JSON lines, JSON, Parquet or CSV: id, image, question, answers. For beams in JSON,
+    """Items, a table such as JSON lines: id, image, question, answers. For beams in JSON,
     item i is query i; in a `.safetensors`, queries are named by the ids of their items."""
     bank: str | None = None
     """File of the candidates, an item for each, in the order of their embeddings; None if they are

@@ -75,7 +75,7 @@ class VLMTaskConfig:
     """A Hugging Face vision-language model or language model, and the questions that it answers."""
 
     data: str = ""
-    """Items as JSON lines, JSON, Parquet or CSV: id, image (not for a language model), question,
+    """Items, a table such as JSON lines: id, image (not for a language model), question,
     answers, optionally image_id, choices, question_type and part. Each is a query, and without
     `bank` a possible demonstration of the others. smollm2 comes with questions of its own."""
     bank: str = ""

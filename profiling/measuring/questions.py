@@ -171,7 +171,7 @@ def _start(question: str) -> str:
 def read_vqa_data(
     path: str | Path, bank: str | Path | None = None, images: bool | None = True
 ) -> VQAData:
-    """Read queries and bank from JSON lines, JSON, Parquet or CSV.
+    """Read queries and bank from tables, such as JSON lines.
 
     Each row is an item with these columns:
 

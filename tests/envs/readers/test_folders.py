@@ -34,8 +34,10 @@ def test_a_multirun_of_hydra_is_named_with_its_settings(multirun, inside, capsys
 
 def test_another_folder_is_named_with_the_tables_in_it(tmp_path):
     (tmp_path / "t.csv").write_text("")
-    (tmp_path / "notes.txt").write_text("")
-    with input_error(r"folder.*t\.csv"):
+    (tmp_path / "u.arff.gz").write_text("")
+    for other in ("notes.txt", "notes.txt.gz"):
+        (tmp_path / other).write_text("")
+    with input_error(r"give a file, such as t\.csv, u\.arff\.gz \("):
         knobwise.read(tmp_path)
     with input_error("folder"):
         knobwise.read(tmp_path / "..")

@@ -149,6 +149,7 @@ MISTAKES = {
     "train baselines=4.5": "baselines=4.5",
     "train profile=measured.csv": "did you mean profile=table profile.path=measured.csv?",
     "train measured.csv": "did you mean profile=table profile.path=measured.csv?",
+    "train m.arff.gz": "did you mean profile=table profile.path=m.arff.gz?",
     "evaluate beams=/data/b.json": "did you mean beams=files beams.path=/data/b.json?",
     "train profile.path=a.csv": "did you mean profile=table profile.path=a.csv?",
     "train experiment=selector_seeds beams.path=b": "did you mean beams=files beams.path=b?",
