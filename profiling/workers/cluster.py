@@ -10,7 +10,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import ray
-from ray.exceptions import RayError
 
 from knobwise.common.checks import at_least
 from knobwise.common.errors import InputError
