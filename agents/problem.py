@@ -4,7 +4,7 @@ and experiments are made from."""
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Self
 
@@ -64,6 +64,11 @@ class Problem:
             everything = torch.arange(table.num_samples)
             split = Split(everything, everything[:0], everything[:0])
         return cls(table, split, rule_of(budget or BudgetConfig()))
+
+    def budgets(self, wanted: Sequence[float] | None = None) -> Tensor:
+        """Return the budgets to judge at, float [B]: the wanted ones, or those that suit the
+        table."""
+        return self.rule.budgets(self.facts, self.split, wanted)
 
     def judged_on(self, rows: Tensor) -> Self:
         """Return the problem with other test samples, int64 [n]."""

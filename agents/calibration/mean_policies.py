@@ -17,7 +17,7 @@ from knobwise.agents.calibration.prices import (
     oracle_at_mean,
     static_hull,
 )
-from knobwise.agents.evaluation.baselines import PredictThenChoose, averages
+from knobwise.agents.evaluation.baselines import PredictThenChoose
 from knobwise.agents.evaluation.policy import Array, requests_of
 from knobwise.agents.problem import Problem
 from knobwise.agents.teacher.experts import Experts, FittedExpert
@@ -25,7 +25,7 @@ from knobwise.agents.teacher.outcomes import pick
 from knobwise.agents.teacher.regressors import FAMILIES
 from knobwise.common.paired import is_better, standard_error
 from knobwise.envs.bandit.budgets import value_range
-from knobwise.envs.tables.cells import Cells
+from knobwise.envs.tables.cells import Cells, averages
 from knobwise.envs.tables.profile_table import ProfileTable
 
 VALUES = 400

@@ -9,33 +9,13 @@ instead of searching. Costs are latencies in ms, but may be any numbers ≥ 0.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
-from knobwise.agents.evaluation.baselines import averages
-from knobwise.agents.evaluation.budgets import judged_budgets
 from knobwise.agents.teacher.outcomes import pick
-from knobwise.envs.bandit.budgets import DEFAULT_QUANTILES
-from knobwise.envs.tables.profile_table import ProfileTable
 
 ROUNDING = 1e-9
 """Relative distance of a price above its breakpoint; rounding of Â − λ·L̂ then does not matter."""
-
-
-def mean_budgets(
-    table: ProfileTable, rows: Tensor, budgets_ms: Sequence[float] | None = None
-) -> Tensor:
-    """Return mean budgets in ms, float64 [B]: those given (see `judged_budgets`), or the default.
-
-    The default are the distinct 10/25/50/75/90 % quantiles of the configurations' mean latencies,
-    so that a single configuration can keep each.
-    """
-    if budgets_ms is not None:
-        return judged_budgets(table, budgets_ms).double()
-    cost = averages(table, rows)[1]
-    return cost.quantile(torch.tensor(DEFAULT_QUANTILES, dtype=cost.dtype)).unique()
 
 
 def choose_at_price(

@@ -19,16 +19,13 @@ from knobwise.agents.calibration.mean_policies import (
     make_priced_baselines,
 )
 from knobwise.agents.calibration.plans import plan_for_deadlines, plan_for_mean_budgets
-from knobwise.agents.calibration.prices import mean_budgets
 from knobwise.agents.evaluation.baselines import (
     LookupTable,
     Oracle,
     StaticPerDataset,
-    averages,
     fit_static,
     make_baselines,
 )
-from knobwise.agents.evaluation.budgets import judged_budgets
 from knobwise.agents.evaluation.policy import Baseline, Policy
 from knobwise.agents.problem import Problem
 from knobwise.agents.teacher.experts import Experts
@@ -36,8 +33,7 @@ from knobwise.agents.training.controllers import ControllerSetup
 from knobwise.common.errors import InputError
 from knobwise.envs.bandit.rules import Deadline, MeanBudget
 from knobwise.envs.readers.joint import rows_by_dataset
-from knobwise.envs.tables.divisions import budget_rows
-from knobwise.envs.tables.profile_table import ProfileTable
+from knobwise.envs.tables.cells import averages
 
 Wanted = Sequence[float] | None
 """Budgets in the settings, if any."""
@@ -46,12 +42,8 @@ Wanted = Sequence[float] | None
 class Ways(NamedTuple):
     """What differs between rules, as functions of the problem and of B budgets."""
 
-    check: Callable[[ProfileTable, int], None]
-    """Raises InputError for a table, or a number of splits, that the rule does not go with."""
     check_trained: Callable[[DeployedController], None]
     """Raises InputError for a controller that cannot decide yet."""
-    budgets: Callable[[Problem, Wanted], Tensor]
-    """The budgets to judge at, float [B]; by default those that suit the table."""
     budgets_for: Callable[[DeployedController, Problem, Wanted], Tensor]
     """Those to judge a trained controller at. Raises InputError: it cannot decide at these."""
     references: Callable[[Problem, Tensor], list[Any]]
@@ -71,11 +63,6 @@ class Ways(NamedTuple):
 
 def accept(*_: Any) -> None:
     """Accept everything."""
-
-
-def deadline_budgets(problem: Problem, wanted: Wanted) -> Tensor:
-    """Return budgets in ms, or the unit of the table, see `judged_budgets`."""
-    return judged_budgets(problem.facts, wanted, budget_rows(problem.facts, problem.split))
 
 
 def deadline_references(problem: Problem, budgets_ms: Tensor) -> list[Baseline]:
@@ -99,24 +86,10 @@ def static_of(problem: Problem) -> Any:
     return fit_static(problem.cells, problem.split.fitted, problem.rule)
 
 
-def check_one_split(table: ProfileTable, splits: int) -> None:
-    """Raise InputError for several splits, and for a first look to pay for."""
-    if table.first_look_ms is not None or splits > 1:
-        raise InputError(
-            "budget=mean: has one split, so leave out split.folds and split.repeats, and "
-            f"no first stage to pay for, as {table.name!r} has if it names first_look_ms"
-        )
-
-
 def check_prices(controller: DeployedController) -> None:
     """Raise InputError for a controller that does not know the prices of its budgets yet."""
     if not controller.calibration.mean:
         raise InputError("its prices were not calibrated yet; let its training end")
-
-
-def means_of(problem: Problem, wanted: Wanted) -> Tensor:
-    """Return mean budgets, see `mean_budgets`."""
-    return mean_budgets(problem.facts, problem.split.fitted, wanted)
 
 
 def calibrated_means(controller: DeployedController, problem: Problem, wanted: Wanted) -> Tensor:
@@ -143,10 +116,8 @@ def mean_references(problem: Problem, budgets_ms: Tensor) -> list[MixingPolicy]:
 
 WAYS = {
     Deadline.name: Ways(
-        check=accept,
         check_trained=accept,
-        budgets=deadline_budgets,
-        budgets_for=lambda controller, problem, wanted: deadline_budgets(problem, wanted),
+        budgets_for=lambda controller, problem, wanted: problem.budgets(wanted),
         references=deadline_references,
         baselines=deadline_baselines,
         static=static_of,
@@ -155,9 +126,7 @@ WAYS = {
         plan=plan_for_deadlines,
     ),
     MeanBudget.name: Ways(
-        check=check_one_split,
         check_trained=check_prices,
-        budgets=means_of,
         budgets_for=calibrated_means,
         references=mean_references,
         baselines=lambda problem, budgets_ms, experts, seed: make_priced_baselines(

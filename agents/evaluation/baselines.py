@@ -27,7 +27,7 @@ from knobwise.agents.teacher.regressors import FAMILIES
 from knobwise.envs.bandit.budgets import log_measured, subsample
 from knobwise.envs.bandit.rules import DEADLINES, Rule
 from knobwise.envs.readers.joint import rows_by_dataset
-from knobwise.envs.tables.cells import Cells, unread
+from knobwise.envs.tables.cells import Cells, averages, unread
 
 STEPS = 1024
 """The steps of static under a rule of the user's own: it is taken for constant between two of so
@@ -39,18 +39,6 @@ MOST_ASKED = 1 << 29
 part."""
 
 # -- without features ------------------------------------------------------------------------------
-
-
-def averages(cells: Cells, rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Return mean accuracy and mean latency (ms) of each configuration, float64 [C] each.
-
-    A configuration never profiled in these rows counts as always wrong and as slow as the slowest
-    of the others.
-    """
-    accuracy = cells.accuracy[rows].double().nanmean(0)
-    latency = cells.latency_ms[rows].double().nanmean(0)
-    seen = cells.mask[rows].any(0)
-    return accuracy.where(seen, 0.0), latency.where(seen, latency[seen].amax())
 
 
 class FittedStatic(Static):

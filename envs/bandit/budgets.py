@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
 
 from knobwise.common.errors import InputError
 from knobwise.envs.bandit.settings import BudgetConfig
-from knobwise.envs.tables.cells import Cells, unread_ms
+from knobwise.envs.tables.cells import Cells, averages, unread_ms
 from knobwise.envs.tables.profile_table import ProfileTable
 from knobwise.envs.tables.time_outs import time_outs
 
@@ -109,6 +110,53 @@ def default_budgets(table: ProfileTable, rows: Tensor | None = None) -> Tensor:
     above_zero = ordered[ordered > 0]
     least = float(above_zero[0]) if len(above_zero) else MIN_LATENCY_MS
     return budgets.clamp_min(least).unique()
+
+
+def few_budgets(budgets_ms: Tensor) -> list[str]:
+    """Return a note if the default budgets [B] are fewer than usual, else no note.
+
+    Many latencies may be equal, or most lie below the floor of `default_budgets`; either way few
+    different ones are above the smallest budget.
+    """
+    usual = len(DEFAULT_QUANTILES)
+    note = (
+        f"budgets: only {len(budgets_ms)} of {usual} default budgets left, because few different "
+        "latencies lie above the smallest; choose your own with budgets_ms"
+    )
+    return [note] * (len(budgets_ms) < usual)
+
+
+def judged_budgets(
+    table: ProfileTable, budgets_ms: Sequence[float] | None, rows: Tensor | None = None
+) -> Tensor:
+    """Return the budgets in the settings, in ms or the unit of the table, float32 [B].
+
+    The default is `default_budgets` of these rows, int64 [n], or of the whole table.
+
+    Raises:
+        InputError: there is no budget, or one that is not positive.
+    """
+    if budgets_ms is None:
+        return default_budgets(table, rows)
+    if not budgets_ms or not min(budgets_ms) > 0:
+        raise InputError(
+            f"budgets_ms={list(budgets_ms)}: give at least one budget in {table.unit}, all positive"
+        )
+    return torch.tensor(list(budgets_ms))
+
+
+def mean_budgets(
+    table: ProfileTable, rows: Tensor, budgets_ms: Sequence[float] | None = None
+) -> Tensor:
+    """Return mean budgets in ms, float64 [B]: those given (see `judged_budgets`), or the default.
+
+    The default are the distinct 10/25/50/75/90 % quantiles of the configurations' mean latencies,
+    so that a single configuration can keep each.
+    """
+    if budgets_ms is not None:
+        return judged_budgets(table, budgets_ms).double()
+    cost = averages(table, rows)[1]
+    return cost.quantile(torch.tensor(DEFAULT_QUANTILES, dtype=cost.dtype)).unique()
 
 
 def _fastest_of_all(latency_ms: Tensor, mask: Tensor) -> Tensor:

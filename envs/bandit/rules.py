@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Protocol, Self
 
@@ -24,7 +24,9 @@ from knobwise.envs.bandit.budgets import (
     AnswerValues,
     Strategy,
     default_budgets,
+    judged_budgets,
     judged_values,
+    mean_budgets,
     value_range,
 )
 from knobwise.envs.bandit.outcomes import (
@@ -37,7 +39,8 @@ from knobwise.envs.bandit.reward import RewardTable, expected_utility
 from knobwise.envs.bandit.settings import BudgetConfig, RewardConfig, reward_of
 from knobwise.envs.tables.beliefs import Beliefs
 from knobwise.envs.tables.cells import Cells, CountedCells
-from knobwise.envs.tables.profile_table import ProfileTable
+from knobwise.envs.tables.divisions import budget_rows
+from knobwise.envs.tables.profile_table import ProfileTable, Split
 
 EXAMPLE = "examples.rules:FallingUtility"
 NODES = 16
@@ -326,6 +329,14 @@ class Rule:
         latencies of its samples, float [n]: the latencies themselves."""
         return latencies_ms
 
+    def check(self, table: ProfileTable, splits: int) -> None:
+        """Raise InputError for a table, or a number of splits, that the rule does not go with."""
+
+    def budgets(self, table: ProfileTable, split: Split, wanted: Sequence[float] | None) -> Tensor:
+        """Return the budgets that policies are judged at, float [B]: the wanted ones, or those that
+        suit the table."""
+        return judged_budgets(table, wanted, budget_rows(table, split))
+
     def judged_limits(self, table: ProfileTable, cells: Cells, budgets_ms: Tensor | None) -> Tensor:
         """Return the limits of validation, float [B]: the wanted budgets, or the default ones.
 
@@ -431,6 +442,18 @@ class MeanBudget(Rule):
     def limits_seen(self, latencies_ms: Tensor) -> Tensor:
         """See `Rule`: the least and the greatest value, [2]."""
         return value_range(latencies_ms)
+
+    def check(self, table: ProfileTable, splits: int) -> None:
+        """See `Rule`: there is one split, and no first look to pay for."""
+        if table.first_look_ms is not None or splits > 1:
+            raise InputError(
+                "budget=mean: has one split, so leave out split.folds and split.repeats, and "
+                f"no first stage to pay for, as {table.name!r} has if it names first_look_ms"
+            )
+
+    def budgets(self, table: ProfileTable, split: Split, wanted: Sequence[float] | None) -> Tensor:
+        """See `mean_budgets`."""
+        return mean_budgets(table, split.fitted, wanted)
 
     def judged_limits(self, table: ProfileTable, cells: Cells, budgets_ms: Tensor | None) -> Tensor:
         """See `Rule`: values of a right answer."""

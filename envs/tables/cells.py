@@ -49,3 +49,15 @@ def unread(cells: C) -> C:
     if repeats_ms is not None:
         repeats_ms = repeats_ms - cells.first_look_ms.unsqueeze(-1)
     return replace(cells, latency_ms=unread_ms(cells), repeats_ms=repeats_ms, first_look_ms=None)
+
+
+def averages(cells: Cells, rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Return mean accuracy and mean latency (ms) of each configuration, float64 [C] each.
+
+    A configuration never profiled in these rows counts as always wrong and as slow as the slowest
+    of the others.
+    """
+    accuracy = cells.accuracy[rows].double().nanmean(0)
+    latency = cells.latency_ms[rows].double().nanmean(0)
+    seen = cells.mask[rows].any(0)
+    return accuracy.where(seen, 0.0), latency.where(seen, latency[seen].amax())

@@ -28,16 +28,15 @@ from threadpoolctl import threadpool_limits
 from torch import Tensor
 
 from knobwise.agents.deployed.calibrated import Static
-from knobwise.agents.evaluation.baselines import BestStatic, averages, fit_static
-from knobwise.agents.evaluation.budgets import judged_budgets
+from knobwise.agents.evaluation.baselines import BestStatic, fit_static
 from knobwise.agents.evaluation.problems import problem_of
 from knobwise.agents.training.checkpoint import Loaded
 from knobwise.common.errors import InputError
 from knobwise.common.files import write_json
 from knobwise.common.imports import in_a_line
 from knobwise.common.progress import progress, say
-from knobwise.envs.bandit.budgets import MIN_LATENCY_MS
-from knobwise.envs.tables.cells import Cells
+from knobwise.envs.bandit.budgets import MIN_LATENCY_MS, judged_budgets
+from knobwise.envs.tables.cells import Cells, averages
 from knobwise.envs.tables.profile_table import ProfileTable, Split
 from knobwise.experiments.deploy.live_results import (
     Record,

@@ -14,10 +14,10 @@ from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
 from knobwise.agents.calibration.deployed_controller import DeployedController
-from knobwise.agents.evaluation.baselines import averages
 from knobwise.agents.evaluation.policy import Policy, choices_of
 from knobwise.agents.problem import Problem
 from knobwise.envs.readers.feature_columns import block_columns
+from knobwise.envs.tables.cells import averages
 from knobwise.envs.tables.profile_table import ProfileTable
 from knobwise.envs.tables.splits import folds_of
 from knobwise.experiments.evidence.schema import (

@@ -19,10 +19,10 @@ from knobwise.agents.calibration.mean_policies import (
     outcomes_of,
 )
 from knobwise.agents.calibration.prices import oracle_at_mean, static_hull
-from knobwise.agents.evaluation.baselines import averages
 from knobwise.agents.evaluation.limits import further_costs
 from knobwise.agents.problem import Problem
 from knobwise.envs.bandit.reward import RewardTable
+from knobwise.envs.tables.cells import averages
 from knobwise.experiments.evidence.decisions import Columns, array_of
 from knobwise.experiments.evidence.evaluate import OnTable, Policies
 from knobwise.experiments.evidence.schema import ConfigurationRow, RunResults

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from knobwise.agents.evaluation.budgets import few_budgets
 from knobwise.common.errors import InputError
 from knobwise.common.words import number
+from knobwise.envs.bandit.budgets import few_budgets
 from knobwise.experiments.inspection.measured import Finding, Findings, Measured
 
 FEW_SAMPLES = 200

@@ -30,7 +30,6 @@ from knobwise.common.errors import InputError
 from knobwise.common.progress import say
 from knobwise.experiments.evidence.schema import RunResults
 from knobwise.experiments.settings.tracking import TrackingSettings
-from knobwise.experiments.tracking import wandb_results
 from knobwise.experiments.tracking.histograms import EDGES, counts_of, divided, drawn
 from knobwise.experiments.tracking.metrics_file import MetricsFile, Row, place
 from knobwise.experiments.tracking.wandb_run import WandbRun, reason, wandb_run
@@ -218,6 +217,9 @@ class Tracker:
             The artifact of the checkpoint, or None.
         """
         if self._wandb is not None:
+            # what describes a finished run is imported when there is one
+            from knobwise.experiments.tracking import wandb_results
+
             with self._wandb.reporting("the test scores"):
                 self._wandb.run.summary.update(scores)
                 if kept:
@@ -227,6 +229,8 @@ class Tracker:
     def log_results(self, results: RunResults, images: Mapping[str, bytes], model: Any) -> None:
         """Write the results of a finished run to W&B, see `wandb_results.log_results`."""
         if self._wandb is not None:
+            from knobwise.experiments.tracking import wandb_results
+
             with self._wandb.reporting("the results"):
                 wandb_results.log_results(self._wandb.run, self.folder, results, images, model)
 
@@ -295,6 +299,8 @@ class Tracker:
         if self.mode == "online" and self._wandb.run.offline:
             self.mode = self.settings.mode = "offline"  # the next seeds need not wait again
         if self.profile and self.state is not None and self.mode == "online":
+            from knobwise.experiments.tracking import wandb_results
+
             with self._wandb.reporting("the profile"):
                 wandb_results.log_profile(self._wandb.run, self.profile)
 

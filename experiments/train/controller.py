@@ -10,16 +10,15 @@ from typing import TYPE_CHECKING, Any
 import polars as pl
 from torch import Tensor
 
-from knobwise.agents.calibration.ways import WAYS
 from knobwise.agents.controller.features import FeatureNormaliser
 from knobwise.agents.controller.settings import PolicyConfig, hidden_for
-from knobwise.agents.evaluation.budgets import few_budgets
-from knobwise.agents.evaluation.own_cost import expected_cost_ms
+from knobwise.agents.evaluation.expected_cost import expected_cost_ms
 from knobwise.agents.problem import Problem
 from knobwise.agents.training.checkpoint import load_checkpoint
 from knobwise.agents.training.controllers import controller_trainer
 from knobwise.agents.training.trainer import Trainer
 from knobwise.common.progress import progress, say
+from knobwise.envs.bandit.budgets import few_budgets
 from knobwise.envs.bandit.reward_kinds import KINDS
 from knobwise.envs.tables.cost_words import in_words
 from knobwise.envs.tables.profile_table import ProfileTable
@@ -152,10 +151,9 @@ class ControllerExperiment(Experiment):
         self.table = problem.facts
         self.warnings = warnings_of(self.table)
         self.notes = self._notes_on_table()
-        ways = WAYS[problem.rule.kind]
         count = max(self.config.split.folds, self.config.split.repeats, 1)
-        ways.check(self.table, count)
-        budgets_ms = ways.budgets(problem, self.config.budgets_ms)
+        problem.rule.check(self.table, count)
+        budgets_ms = problem.budgets(self.config.budgets_ms)
         if problem.rule.is_own:
             self.notes.append(f"utility is what the rule {problem.rule.words} says")
         if self.config.budgets_ms is None:
@@ -171,8 +169,8 @@ class ControllerExperiment(Experiment):
         config = replace(self.config, budgets_ms=budgets_ms.tolist(), tracking=tracking)
         for number in range(1, count):
             problem = problem_of_run(config, facts, number)
-            budgets_ms = ways.budgets(problem, config.budgets_ms)
-            self.splits.append(SplitTraining(config, problem, budgets_ms, number))
+            training = SplitTraining(config, problem, problem.budgets(config.budgets_ms), number)
+            self.splits.append(training)
 
     def train(self, folder: Path) -> None:
         """See `Experiment`; splits after the first have folders of their own."""

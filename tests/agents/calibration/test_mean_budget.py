@@ -14,10 +14,10 @@ from knobwise.agents.calibration.mean_policies import StaticMix, best_single_at
 from knobwise.agents.calibration.prices import (
     calibrate_prices,
     choose_at_price,
-    mean_budgets,
     oracle_at_mean,
 )
 from knobwise.agents.problem import Problem
+from knobwise.envs.bandit.budgets import mean_budgets
 
 NAN = math.nan
 # the first sample gains .5 for its first unit of cost and .125 for each of the next two; the second

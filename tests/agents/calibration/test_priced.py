@@ -21,11 +21,10 @@ from knobwise.agents.calibration.mean_policies import (
     make_priced_baselines,
     outcomes_of,
 )
-from knobwise.agents.calibration.prices import mean_budgets
 from knobwise.agents.controller.settings import EXPERTS, PolicyConfig
 from knobwise.agents.problem import Problem
 from knobwise.agents.training.settings import OptimiserConfig
-from knobwise.envs.bandit.budgets import value_range
+from knobwise.envs.bandit.budgets import mean_budgets, value_range
 
 # -- by hand ---------------------------------------------------------------------------------------
 

@@ -13,11 +13,11 @@ from tensordict.nn import set_composite_lp_aggregate
 from torchrl.envs.utils import ExplorationType, set_exploration_type
 
 from knobwise.agents.calibration.deployed_controller import DeployedController
-from knobwise.agents.calibration.prices import mean_budgets
 from knobwise.agents.controller.actor import make_actor
 from knobwise.agents.controller.distributions import KnobCategoricals
 from knobwise.agents.controller.settings import PolicyConfig
 from knobwise.agents.training.checkpoint import load_checkpoint, save_checkpoint
+from knobwise.envs.bandit.budgets import mean_budgets
 
 
 @functools.cache

@@ -11,12 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from knobwise.agents.calibration.mean_policies import Mixture, OracleAtMean, StaticMix
-from knobwise.agents.calibration.prices import mean_budgets
 from knobwise.agents.evaluation.baselines import Oracle, fit_static
 from knobwise.agents.evaluation.evaluation import evaluate_policy
 from knobwise.agents.problem import Problem
 from knobwise.agents.teacher.beliefs import fit_beliefs
-from knobwise.envs.bandit.budgets import default_budgets
+from knobwise.envs.bandit.budgets import default_budgets, mean_budgets
 from knobwise.envs.bandit.outcomes import Decisions
 from knobwise.envs.bandit.rules import MeanBudget
 from knobwise.experiments.evidence.mean_budgets import MeanBudgets

@@ -8,13 +8,13 @@ from helpers import close, identical, input_error, small_table, table_of
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from knobwise.agents.evaluation.budgets import few_budgets
 from knobwise.envs import BudgetConfig, default_budgets
 from knobwise.envs.bandit import budgets
 from knobwise.envs.bandit.budgets import (
     MIN_LATENCY_MS,
     STRATEGIES,
     BudgetEncoding,
+    few_budgets,
     judged_values,
     log_measured,
     log_ms,

@@ -29,14 +29,13 @@ from ruled import Ruled, ruled_at_means
 from knobwise.__main__ import main
 from knobwise.agents.calibration.deployed_controller import DeployedController
 from knobwise.agents.calibration.mean_policies import StaticMix
-from knobwise.agents.calibration.prices import mean_budgets
 from knobwise.agents.controller.settings import PolicyConfig
 from knobwise.agents.evaluation.baselines import Oracle, fit_static
 from knobwise.agents.problem import Problem
 from knobwise.agents.teacher.regressors import FAMILIES
 from knobwise.agents.training.checkpoint import Loaded
 from knobwise.common.words import quantity
-from knobwise.envs.bandit.budgets import default_budgets, judged_values
+from knobwise.envs.bandit.budgets import default_budgets, judged_values, mean_budgets
 from knobwise.envs.bandit.rules import MeanBudget
 from knobwise.envs.readers.long_table import long_frame
 from knobwise.envs.tables.profile_table import Split

@@ -4,7 +4,7 @@ import pytest
 import torch
 from helpers import table_of
 
-from knobwise.agents.evaluation.budgets import few_budgets, judged_budgets
+from knobwise.envs.bandit.budgets import few_budgets, judged_budgets
 
 
 @pytest.mark.parametrize(
