@@ -25,7 +25,7 @@ from knobwise.agents.controller.distributions import ConfigurationCategorical, K
 from knobwise.agents.controller.networks import ValueHead, drift_inputs
 from knobwise.common.checks import one_of
 from knobwise.common.errors import InputError
-from knobwise.envs.bandit.replay import ACTIONS
+from knobwise.envs.bandit.actions import ACTIONS
 from knobwise.envs.tables.profile_table import ProfileTable
 
 
