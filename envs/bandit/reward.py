@@ -31,7 +31,7 @@ def share_on_time(
     if count is None:
         count = (~measurements_ms.isnan()).sum(-1, dtype=torch.int32).clamp_min(1)
     on_time = count_true(measurements_ms <= budget_ms.unsqueeze(-1))
-    return on_time.to(measurements_ms.dtype) / count
+    return on_time.to(measurements_ms.dtype).div_(count)
 
 
 def expected_utility(

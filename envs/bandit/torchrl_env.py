@@ -56,8 +56,8 @@ class ConfigBandit(SingleStepEnv):
             context without an axis.
         group_size: G.
         budget, reward: see `Replay`.
-        rows: int64 [n], the samples to draw from (the training split), None for all. From M such
-            lists contexts are drawn in turn, context i from list i mod M.
+        rows: int64 [n], the samples to draw from (the training split), None for all. Of several
+            lists each is drawn from in turn, see `RowSampler`.
         seed: of the contexts; None for a fresh one from torch's generator, see `fresh_seed`.
         observe_features: False leaves features, mask and outcomes out of the observations.
         full_information: add the rewards of all configurations to the observations.
