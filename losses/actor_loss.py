@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any
 
 import torch
 from tensordict import TensorDictBase
@@ -14,16 +13,12 @@ from tensordict.nn import (
     TensorDictParams,
     set_composite_lp_aggregate,
 )
-from tensordict.utils import NestedKey
 from torch import Tensor
 from torch.distributions import Distribution
 from torchrl.objectives import LossModule
 
 from knobwise.common.errors import InputError
-from knobwise.losses.functional import LARGEST
-
-Keys: TypeAlias = NestedKey | list[NestedKey]
-"""A key, or for a `CompositeDistribution` a list of keys."""
+from knobwise.losses.guards import Keys, Read, listed, named, refuse
 
 
 class ActorLoss(LossModule):
@@ -75,7 +70,7 @@ class ActorLoss(LossModule):
         # each key once, the actor's first
         in_keys = dict.fromkeys(self.actor_network.in_keys)
         for keys in self._loss_keys():
-            in_keys |= dict.fromkeys(_listed(keys))
+            in_keys |= dict.fromkeys(listed(keys))
         self.in_keys = list(in_keys)
 
     def _register(self, **coefficients: float | tuple[float, float]) -> None:
@@ -99,7 +94,7 @@ class ActorLoss(LossModule):
 
     def _log_prob(self, dist: Distribution, tensordict: TensorDictBase) -> Tensor:
         """Return ln π of the draws in the tensordict."""
-        keys = _listed(self.tensor_keys.action)
+        keys = listed(self.tensor_keys.action)
         for key in keys:
             self._required(tensordict, key, "the draws")
         if not isinstance(dist, CompositeDistribution):
@@ -121,12 +116,10 @@ class ActorLoss(LossModule):
     @staticmethod
     def _summed(tensordict: TensorDictBase, keys: Keys) -> Tensor | None:
         """Sum what is under these keys; None if any is missing."""
-        parts = [tensordict.get(key, None) for key in _listed(keys)]
+        parts = [tensordict.get(key, None) for key in listed(keys)]
         if any(part is None for part in parts):
             return None
         return sum(parts[1:], parts[0])
-
-    # -- what a loss refuses -----------------------------------------------------------------------
 
     def _required(self, tensordict: TensorDictBase, keys: Keys, meaning: str) -> Tensor:
         """Return what is under a key, or the sum of what is under several.
@@ -136,65 +129,17 @@ class ActorLoss(LossModule):
         """
         values = self._summed(tensordict, keys)
         if values is None:
-            missing = [key for key in _listed(keys) if tensordict.get(key, None) is None]
+            missing = [key for key in listed(keys) if tensordict.get(key, None) is None]
             raise InputError(
-                f"{type(self).__name__}: the tensordict has no {_named(missing)}, {meaning}; "
+                f"{type(self).__name__}: the tensordict has no {named(missing)}, {meaning}; "
                 "collect it with the draws, or name its key by set_keys"
             )
         return values
 
-    def _refuse(
-        self, tensordict: TensorDictBase, read: Sequence[Read], losses: Sequence[Tensor]
-    ) -> None:
-        """Refuse what makes a loss NaN or infinite, by its key and place.
-
-        To be called where `is_finite` says no. Contexts that are padding do not count.
-
-        Raises:
-            InputError: a number is not finite, or a ratio of probabilities overflows.
-        """
-        present = tensordict.get(("collector", "mask"), None)
-        for part in read:
-            finite = part.values.isfinite()
-            if present is not None:
-                finite |= ~present.reshape(present.shape[:1] + (1,) * (finite.ndim - 1))
-            self._refuse_where(~finite, part, "it must be finite")
-        if is_finite(*losses):
-            return
-        for part in read:
-            if part.log_ratio is not None:
-                problem = "the policy's own log-prob is so far from it that their ratio overflows"
-                self._refuse_where(part.log_ratio > LARGEST, part, problem)
-        raise InputError(
-            f"{type(self).__name__}: the loss is not finite, though all that it read is; so the "
-            "actor's log-probs are not: look at its parameters and its inputs"
-        )
-
-    def _refuse_where(self, wrong: Tensor, part: Read, problem: str) -> None:
-        """Raise InputError with the first number that is wrong, if any is."""
-        if wrong.any():
-            place = wrong.nonzero()[0].tolist()
-            value = float(part.values[tuple(place)])
-            raise InputError(
-                f"{type(self).__name__}: {_named(part.keys)} is {value:g} at {place}; {problem}"
-            )
-
-
-class Read(NamedTuple):
-    """What a loss read under a key, or the sum under several."""
-
-    keys: Keys
-    values: Tensor
-    log_ratio: Tensor | None = None
-    """The logarithm of the ratio that it is part of; None if it is part of none."""
-
-
-def _listed(keys: Keys) -> list[NestedKey]:
-    return keys if isinstance(keys, list) else [keys]
-
-
-def _named(keys: Keys) -> str:
-    return " + ".join(map(repr, _listed(keys)))
+    def _refuse(self, tensordict: TensorDictBase, read: list[Read], losses: list[Tensor]) -> None:
+        """Refuse what is not finite, see `losses.guards.refuse`."""
+        present = tensordict.get(("collector", "mask"), None)  # which contexts are no padding
+        refuse(type(self).__name__, read, losses, present)
 
 
 def configuration_log_probs(dist: Distribution) -> Tensor:
@@ -210,40 +155,3 @@ def configuration_log_probs(dist: Distribution) -> Tensor:
         )
     log_probs: Tensor = dist.log_probs
     return log_probs
-
-
-def is_zero(coefficient: Tensor) -> bool:
-    """Tell if a coefficient, a single number, is 0, so that its term need not be computed.
-
-    Under `torch.compile` and vmap that is not known, and the term is computed.
-    """
-    if torch.compiler.is_compiling():
-        return False
-    try:
-        return not coefficient
-    except RuntimeError:
-        return False
-
-
-def is_positive(coefficient: Tensor) -> bool:
-    """Tell if a coefficient is above 0; False under `torch.compile` and vmap, where that is not
-    known."""
-    if torch.compiler.is_compiling():
-        return False
-    try:
-        return bool(coefficient > 0)
-    except RuntimeError:
-        return False
-
-
-def is_finite(*values: Tensor) -> bool:
-    """Tell if all numbers are finite, by one look at their sum; True under `torch.compile` and
-    vmap, where that is not known."""
-    if torch.compiler.is_compiling():
-        return True
-    with torch.no_grad():
-        total = sum(part.sum() for part in values)
-    try:
-        return bool(torch.isfinite(torch.as_tensor(total)))
-    except RuntimeError:
-        return True

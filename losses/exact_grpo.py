@@ -10,8 +10,9 @@ from tensordict import TensorDictBase
 from tensordict.nn import ProbabilisticTensorDictSequential
 from tensordict.utils import NestedKey
 
-from knobwise.losses.actor_loss import Keys, configuration_log_probs, is_zero
+from knobwise.losses.actor_loss import configuration_log_probs
 from knobwise.losses.grpo import Group, GroupLoss
+from knobwise.losses.guards import Keys, is_zero
 
 
 class ExactGRPOLoss(GroupLoss):
@@ -56,25 +57,29 @@ class ExactGRPOLoss(GroupLoss):
         return [*self._keys]
 
     def _group(self, tensordict: TensorDictBase) -> Group:
-        """Return the groups of all configurations, J = C.
-
-        What is masked has weight 0. Finite numbers in its place keep 0 · ∞ out of values and
-        gradients.
-        """
+        """Return the groups of all configurations, J = C."""
         keys = self.tensor_keys
         dist = self._distribution(tensordict)
         reward = self._required(tensordict, keys.reward_per_configuration, "all rewards")
         old = self._required(tensordict, keys.behaviour_log_probs, "all old log-probs")
-        log_prob = configuration_log_probs(dist)
         reference = tensordict.get(keys.reference_log_probs, None)
-        # the behaviour policy never chooses what is masked
-        impossible = old == -torch.inf
+        log_prob = configuration_log_probs(dist)
         weight = old.exp().detach()
+        return self._unmasked(Group(dist, log_prob, old, reference, reward, weight))
+
+    def _unmasked(self, group: Group) -> Group:
+        """Put finite numbers in the place of what is masked, which has weight 0 because the
+        behaviour policy never chooses it: 0 · ∞ would get into values and gradients."""
+        _, log_prob, old, reference, reward, _ = group
+        impossible = old == -torch.inf
         # the objective alone can do with log π = −∞, and is faster without this
         if self.diagnostics or not is_zero(self.kl_to_ref_coeff):
             log_prob = log_prob.masked_fill(impossible, 0.0)
             if reference is not None:
                 reference = reference.masked_fill(impossible, torch.finfo(old.dtype).min)
-        old = old.masked_fill(impossible, 0.0)
-        reward = reward.masked_fill(impossible, 0.0)
-        return Group(dist, log_prob, old, reference, reward, weight)
+        return group._replace(
+            log_prob=log_prob,
+            old=old.masked_fill(impossible, 0.0),
+            reference=reference,
+            reward=reward.masked_fill(impossible, 0.0),
+        )

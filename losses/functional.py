@@ -17,14 +17,14 @@ from torch.nn import functional
 
 from knobwise.common.errors import InputError
 from knobwise.common.imports import imported, in_a_line
+from knobwise.losses.guards import bounded_ratio, without_level
 
 STD_FLOOR = 0.3
 """The least number that z-scores divide by, as a share of the spread of rewards (`reward_spread`),
 unless a floor in units of reward is set."""
 
-
-LARGEST = 80.0
-"""The largest log-ratio whose exponential is computed; e⁸⁰ is still a float32."""
+ZSCORE_CLIP = 5.0
+"""Where z-scores are cut unless a clip is set, as in the original selector."""
 
 
 def expectation(values: Tensor, weight: Tensor | None) -> Tensor:
@@ -99,6 +99,16 @@ def rank_advantage(reward: Tensor, weight: Tensor | None = None) -> Tensor:
     """
     if weight is None:
         weight = torch.full_like(reward, 1 / reward.shape[-1])
+    # [*, J, 1] with [*, 1, J]: the sign is 1 where the second is worse, −1 where it is better
+    comparison = (reward.unsqueeze(-1) - reward.unsqueeze(-2)).sign()
+    differ = 1 - weight.square().sum(-1, keepdim=True)
+    return expectation(comparison, weight.unsqueeze(-2)) / differ.clamp_min(0.5)
+
+
+def faster_rank_advantage(reward: Tensor, weight: Tensor | None = None) -> Tensor:
+    """Compute `rank_advantage` without comparing each with each, which takes J² numbers a group."""
+    if weight is None:
+        weight = torch.full_like(reward, 1 / reward.shape[-1])
     reward = reward.contiguous()  # else searchsorted copies it, and warns
     ordered, order = reward.sort(-1)
     # the weight of the alternatives below each rank, [*, J + 1]
@@ -106,19 +116,13 @@ def rank_advantage(reward: Tensor, weight: Tensor | None = None) -> Tensor:
     # the weight of what is worse, and of what is better; ties are in neither
     worse = below.gather(-1, torch.searchsorted(ordered, reward))
     better = below[..., -1:] - below.gather(-1, torch.searchsorted(ordered, reward, right=True))
-    # the probability that two draws differ
     differ = 1 - weight.square().sum(-1, keepdim=True)
     return (worse - better) / differ.clamp_min(0.5)
 
 
 def centred_advantage(reward: Tensor, weight: Tensor | None = None) -> Tensor:
     """Compute A = r − E r, as in Dr. GRPO (Liu et al. 2025); 0 where all rewards are equal."""
-    if weight is None:
-        level = reward[..., :1]
-    else:
-        level = reward.gather(-1, weight.argmax(-1, keepdim=True))
-    # the mean of equal rewards is rounded, and z-scores would divide the rest by as little
-    reward = reward - level
+    reward = without_level(reward, weight)
     return reward - expectation(reward, weight).unsqueeze(-1)
 
 
@@ -155,7 +159,7 @@ axis. Rewards are in units of their spread. Alternatives of weight 0 must not af
 ADVANTAGES: dict[str, AdvantageFunction] = {
     "zscore": zscore_advantage,
     "centred": centred_advantage,
-    "rank": rank_advantage,
+    "rank": faster_rank_advantage,
     "unnormalised": unnormalised_advantage,
 }
 """By the words of `loss.advantage`; a new one is an entry here, and one of your own needs none."""
@@ -189,7 +193,7 @@ def group_advantage(
     kind: str | AdvantageFunction = "zscore",
     *,
     weight: Tensor | None = None,
-    clip: float | None = 5.0,
+    clip: float | None = None,
     unit: float | None = None,
     std_floor: float | None = None,
     std_eps: float = 0.0,
@@ -200,7 +204,7 @@ def group_advantage(
         reward: [*, J], the group is the last axis.
         kind: one of `ADVANTAGES`, or a function of the rewards and the weights.
         weight: [*, J], sums to 1; None for 1/J each.
-        clip: advantages are cut to ±clip; None for no cut.
+        clip: advantages are cut to ±clip; None for `ZSCORE_CLIP` for z-scores, no cut for others.
         unit: what rewards are divided by, their `reward_spread`; None leaves them as they are.
         std_floor: the floor of `zscore`, as a reward; None for `STD_FLOOR` times the unit, or
             without one times the `reward_spread` of all groups together.
@@ -230,9 +234,9 @@ def group_advantage(
         advantage = zscore_advantage(reward, weight, std_floor=std_floor, std_eps=std_eps)
     else:
         advantage = ADVANTAGES[kind](reward, weight)
-    if clip is None:
-        return advantage
-    return advantage.clamp(-clip, clip)
+    if clip is None and kind == "zscore":
+        clip = ZSCORE_CLIP
+    return advantage if clip is None else advantage.clamp(-clip, clip)
 
 
 def _check_advantage(advantage: object, reward: Tensor) -> None:
@@ -273,15 +277,11 @@ def clipped_surrogate(
     Returns:
         the objective, to be maximised, [*]; and bool [*], True where the clip cut the gradient off.
     """
-    # what the clip cuts off anyway need not overflow, which would make its gradient NaN
-    log_ratio = log_prob - old_log_prob
-    ratio = torch.where(advantage < 0, log_ratio, log_ratio.clamp_max(LARGEST)).exp()
-    free = ratio * advantage
     below, above = both_epsilons(clip_epsilon)
-    clipped = ratio.detach().clamp(1 - below, 1 + above) * advantage
-    # the smaller of both; where that is the clipped one, there is no gradient
-    cut = free > clipped
-    return torch.where(cut, clipped, free), cut
+    ratio = bounded_ratio(log_prob - old_log_prob, advantage)
+    free = ratio * advantage
+    clipped = ratio.clamp(1 - below, 1 + above) * advantage
+    return torch.minimum(free, clipped), free > clipped
 
 
 def k3(log_prob: Tensor, reference_log_prob: Tensor) -> Tensor:

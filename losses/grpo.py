@@ -16,16 +16,10 @@ from torch import Tensor
 from torch.distributions import Distribution
 
 from knobwise.common.checks import at_least, positive
-from knobwise.losses.actor_loss import (
-    ActorLoss,
-    Keys,
-    Read,
-    is_finite,
-    is_positive,
-    is_zero,
-)
+from knobwise.losses.actor_loss import ActorLoss
 from knobwise.losses.functional import (
     AdvantageFunction,
+    Objective,
     advantage_diagnostics,
     even_weight,
     expected_k3,
@@ -34,6 +28,14 @@ from knobwise.losses.functional import (
     known_advantage,
     ratio_diagnostics,
     weight_of_best,
+)
+from knobwise.losses.guards import (
+    Keys,
+    Read,
+    harmless_reference,
+    is_finite,
+    is_positive,
+    is_zero,
 )
 
 
@@ -61,15 +63,18 @@ class GroupLoss(ActorLoss):
         actor_network: a module whose `get_dist(tensordict)` gives a distribution.
         clip_epsilon: ε, or that of the lower and that of the upper end.
         entropy_coeff: η.
-        kl_to_ref_coeff: β; may be changed between steps.
-        reward_spread: rewards are divided by it, so that β, η, the floor and `advantage_clip` mean
-            the same in every unit of reward; see `losses.functional.reward_spread`. None leaves
-            rewards as they are. It may be changed between steps.
-        std_floor, std_eps: of z-scores, in units of reward, see `group_advantage`. Without a floor
-            it is `STD_FLOOR` times the spread, that of the batch if `reward_spread` is None.
+        kl_to_ref_coeff: β; may be changed between steps. `LossConfig` knows whether there was a
+            teacher, and so has another default.
         advantage: one of `ADVANTAGES`, a function of your own, or its `module:name`; see
             `group_advantage`.
-        advantage_clip: advantages are cut to ± this; None for no cut.
+        advantage_clip: advantages are cut to ± this. None: z-scores to ± 5, others not at all.
+        advantage_std_floor, advantage_std_eps: of z-scores, in units of reward, see
+            `group_advantage`. Without a floor it is `STD_FLOOR` times the spread, that of the batch
+            if `reward_spread` is None.
+        reward_spread: rewards are divided by it, so that β, η, the floor and `advantage_clip` mean
+            the same in every unit of reward; see `losses.functional.reward_spread`. None leaves
+            rewards as they are, where a stage of training measures it. It may be changed between
+            steps.
         top: learn only from this many of a group, those with the highest rewards; None for all.
             Advantages are still taken over the whole group. It may be changed between steps, for a
             curriculum.
@@ -103,7 +108,13 @@ class GroupLoss(ActorLoss):
     clip_epsilon: Tensor
     entropy_coeff: Tensor
     kl_to_ref_coeff: Tensor
-    at_least_0 = ("clip_epsilon", "entropy_coeff", "kl_to_ref_coeff", "std_floor", "std_eps")
+    at_least_0 = (
+        "clip_epsilon",
+        "entropy_coeff",
+        "kl_to_ref_coeff",
+        "advantage_std_floor",
+        "advantage_std_eps",
+    )
     above_0 = ("reward_spread", "advantage_clip", "top")
 
     def __init__(
@@ -113,11 +124,11 @@ class GroupLoss(ActorLoss):
         clip_epsilon: float | tuple[float, float] = 0.2,
         entropy_coeff: float = 0.0,
         kl_to_ref_coeff: float = 0.0,
-        advantage: str | AdvantageFunction = "zscore",
-        advantage_clip: float | None = 5.0,
+        advantage: str | AdvantageFunction = "centred",
+        advantage_clip: float | None = None,
+        advantage_std_floor: float | None = None,
+        advantage_std_eps: float = 0.0,
         reward_spread: float | None = None,
-        std_floor: float | None = None,
-        std_eps: float = 0.0,
         top: int | None = None,
         reduction: str | None = None,
         functional: bool = True,
@@ -127,8 +138,8 @@ class GroupLoss(ActorLoss):
         self.top = top
         self.advantage_clip = advantage_clip
         self.reward_spread = reward_spread
-        self.std_floor = std_floor
-        self.std_eps = std_eps
+        self.advantage_std_floor = advantage_std_floor
+        self.advantage_std_eps = advantage_std_eps
         self._began_with_kl = kl_to_ref_coeff > 0
         self._register(
             clip_epsilon=clip_epsilon, entropy_coeff=entropy_coeff, kl_to_ref_coeff=kl_to_ref_coeff
@@ -152,23 +163,9 @@ class GroupLoss(ActorLoss):
             InputError: a key is missing, or what is under it is not finite or makes the loss so.
         """
         group = self._group(tensordict)
-        # a function of the user's is not to blame for rewards that are not finite
-        if callable(self.advantage):
-            self._check(tensordict, group, [])
-        # PPO's objective with the advantages of each group
-        advantage = group_advantage(
-            group.reward,
-            self.advantage,
-            weight=group.weight,
-            clip=self.advantage_clip,
-            unit=self.reward_spread,
-            std_floor=self.std_floor,
-            std_eps=self.std_eps,
-        )
-        # a curriculum learns from the best of a group alone
-        learned = group.weight
-        if self.top is not None:
-            learned = weight_of_best(group.reward, self.top, group.weight)
+        advantage = self._advantage(tensordict, group)
+        learned = self._learned_weight(group)
+        # −E_j[min(ρ_j A_j, clip(ρ_j) A_j)] + β·E_j[k3_j] − η·H; terms of weight 0 are left out
         objective = grpo_objective(
             group.log_prob,
             group.old.detach(),
@@ -184,36 +181,62 @@ class GroupLoss(ActorLoss):
         if objective.kl is not None:
             kl = self.kl_to_ref_coeff * objective.kl
             out["loss_kl_to_ref"] = self._reduce_loss(kl, tensordict)
-        # terms of weight 0 are not computed
         if not is_zero(self.entropy_coeff):
             entropy = self._entropy(group.distribution)
             out["loss_entropy"] = self._reduce_loss(-self.entropy_coeff * entropy, tensordict)
+
         self._check(tensordict, group, [*out.values()])
         if self.diagnostics:
-            used = advantage if learned is None else advantage * (learned > 0)
-            with torch.no_grad():
-                # without a reference the policy is its own, and the KL is 0
-                reference = group.log_prob if group.reference is None else group.reference
-                behaviour = group.old if self.exact else None
-                kl_to_ref = expected_k3(group.log_prob, reference, behaviour, group.weight)
-                log_ratio = group.log_prob - group.old
-                out["entropy"] = self._entropy(group.distribution).mean()
-                out["kl_to_ref"] = kl_to_ref.mean()
-                out |= ratio_diagnostics(log_ratio, group.weight, objective.cut, self.clip_epsilon)
-                out |= advantage_diagnostics(advantage, group.weight, used)
+            out |= self._diagnosed(group, advantage, learned, objective)
         return TensorDict(out, batch_size=[])
 
+    def _advantage(self, tensordict: TensorDictBase, group: Group) -> Tensor:
+        """Return the advantages inside each group, [P, J]."""
+        # a function of the user's is not to blame for rewards that are not finite
+        if callable(self.advantage):
+            self._check(tensordict, group, [])
+        return group_advantage(
+            group.reward,
+            self.advantage,
+            weight=group.weight,
+            clip=self.advantage_clip,
+            unit=self.reward_spread,
+            std_floor=self.advantage_std_floor,
+            std_eps=self.advantage_std_eps,
+        )
+
+    def _learned_weight(self, group: Group) -> Tensor | None:
+        """Return the weights in the surrogate, [P, J], as in `Group`: those of the group, or under
+        a curriculum those of its best alone."""
+        if self.top is None:
+            return group.weight
+        return weight_of_best(group.reward, self.top, group.weight)
+
     def _reference(self, tensordict: TensorDictBase, group: Group) -> Tensor | None:
-        """Select the reference log-probs that the KL is taken to; None if β is 0 or no reference
-        was given."""
+        """Return the log-probs that the KL is taken to, [P, J]; None if β is 0 or no reference was
+        given."""
         if group.reference is None:
             self._refuse_without_reference(tensordict)
             return None
-        if is_zero(self.kl_to_ref_coeff):
-            return None
-        # β may be 0 where that is not known; no ∞ of a far reference may meet the 0
-        current = group.log_prob.detach()
-        return torch.where(self.kl_to_ref_coeff == 0, current, group.reference.detach())
+        return harmless_reference(group.reference, group.log_prob, self.kl_to_ref_coeff)
+
+    @torch.no_grad()
+    def _diagnosed(
+        self, group: Group, advantage: Tensor, learned: Tensor | None, objective: Objective
+    ) -> dict[str, Tensor]:
+        """Return the diagnostics, a single number each."""
+        # without a reference the policy is its own, and the KL is 0
+        reference = group.log_prob if group.reference is None else group.reference
+        behaviour = group.old if self.exact else None
+        kl_to_ref = expected_k3(group.log_prob, reference, behaviour, group.weight)
+        out = {
+            "entropy": self._entropy(group.distribution).mean(),
+            "kl_to_ref": kl_to_ref.mean(),
+        }
+        log_ratio = group.log_prob - group.old
+        out |= ratio_diagnostics(log_ratio, group.weight, objective.cut, self.clip_epsilon)
+        used = advantage if learned is None else advantage * (learned > 0)
+        return out | advantage_diagnostics(advantage, group.weight, used)
 
     # -- what the loss refuses ---------------------------------------------------------------------
 

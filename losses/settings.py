@@ -12,8 +12,6 @@ from knobwise.common.checks import at_least, band, one_of, positive, share
 from knobwise.common.errors import InputError
 
 OBJECTIVES = ("exact", "sampled", "ppo")
-ZSCORE_CLIP = 5.0
-"""Where z-scores are cut, as in the original selector."""
 
 
 def check_clip(value: Any) -> None:
@@ -65,14 +63,14 @@ class GRPOConfig:
     shrinks by a third; β stays within 0.001 and 10. None keeps β as it is."""
 
     def of_grpo(self) -> dict[str, Any]:
-        """Return the settings that `GRPOLoss` and `ExactGRPOLoss` take."""
-        names = "clip_epsilon entropy_coeff kl_to_ref_coeff advantage advantage_clip"
-        settings = {name: getattr(self, name) for name in names.split() if hasattr(self, name)}
-        settings["std_floor"] = self.advantage_std_floor
-        settings["std_eps"] = self.advantage_std_eps
-        if self.advantage == "zscore" and self.advantage_clip is None:
-            settings["advantage_clip"] = ZSCORE_CLIP
-        return settings
+        """Return the settings that `GRPOLoss` and `ExactGRPOLoss` take, by the same names.
+
+        Their defaults are the same, but for what a stage of training knows: β after a teacher, and
+        the spread of rewards, which it sets itself.
+        """
+        names = "advantage advantage_clip advantage_std_floor advantage_std_eps"
+        names += " clip_epsilon entropy_coeff kl_to_ref_coeff"
+        return {name: getattr(self, name) for name in names.split()}
 
     def __post_init__(self) -> None:
         # the defaults are known, so that the command line starts without torch

@@ -15,8 +15,9 @@ from tensordict.utils import NestedKey
 from torch import Tensor
 
 from knobwise.common.errors import InputError
-from knobwise.losses.actor_loss import ActorLoss, Keys, Read, configuration_log_probs, is_finite
+from knobwise.losses.actor_loss import ActorLoss, configuration_log_probs
 from knobwise.losses.functional import reward_weighted_cross_entropy
+from knobwise.losses.guards import Keys, Read, is_finite
 
 
 class RCELoss(ActorLoss):

@@ -16,7 +16,8 @@ from knobwise.agents.calibration import guard as guards
 from knobwise.agents.calibration.guard import GuardRow
 from knobwise.agents.calibration.mean_policies import MeanBudgetPolicy, StaticMix
 from knobwise.agents.controller.controller import Controller
-from knobwise.agents.controller.networks import DRIFT_SCALE, KnobHeads
+from knobwise.agents.controller.drift import DRIFT_SCALE
+from knobwise.agents.controller.networks import KnobHeads
 from knobwise.agents.deployed.arrays import Array, digest_of
 from knobwise.agents.deployed.calibrated import Guard, Static
 from knobwise.agents.deployed.controller import FORMAT, CostLimits, Drift, NumpyController

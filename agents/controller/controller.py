@@ -7,7 +7,6 @@ In the order of the data: `FeatureNormaliser` → `KnobNetwork` → log-probs of
 from __future__ import annotations
 
 import copy
-import math
 import zlib
 from collections.abc import Sequence
 from dataclasses import asdict, replace
@@ -17,9 +16,11 @@ import torch
 from torch import Tensor, nn
 
 from knobwise.agents.controller.distributions import actions_by_name
+from knobwise.agents.controller.drift import drift_inputs
 from knobwise.agents.controller.features import FeatureNormaliser
-from knobwise.agents.controller.networks import KnobNetwork, drift_inputs
+from knobwise.agents.controller.networks import KnobNetwork
 from knobwise.agents.controller.settings import OUTSIDE_THE_NETWORK, PolicyConfig
+from knobwise.agents.controller.side_by_side import for_each
 from knobwise.envs.bandit.budgets import BudgetEncoding, subsample
 from knobwise.envs.bandit.rules import DEADLINES, Rule, as_rule, rule_named
 from knobwise.envs.tables.cells import Cells
@@ -121,27 +122,16 @@ class Controller(nn.Module):
             mask: bool [*, C], None for everything.
             offset: of ln ms, float [*, C], None for no drift.
         """
-        shape = limit.shape
-        n = math.prod(shape)
         by_value = None
         if offset is not None:
             by_value = drift_inputs(offset, self.network.values)
-
-        def for_networks(values: Tensor | None) -> Tensor | None:
-            # every network gets the same requests: [*, …] → [M, n, …]
-            if values is None:
-                return None
-            rest = values.shape[len(shape) :]
-            return values.reshape(n, *rest).expand(self.config.networks_trained, n, *rest)
-
-        log_probs = self.network(
-            for_networks(features),
-            for_networks(limit),
-            mask=for_networks(mask),
-            by_value=for_networks(by_value),
+        # every network gets the same requests, and the last one is deployed
+        inputs = (
+            for_each(values, limit.shape, self.config.networks_trained)
+            for values in (features, limit, mask, by_value)
         )
-        # the last network is the one that is deployed
-        return log_probs[-1].reshape(*shape, -1)
+        log_probs = self.network(*inputs)
+        return log_probs[-1].reshape(*limit.shape, -1)
 
     def sample_actions(self, log_probs: Tensor, deterministic: bool = False) -> dict[str, Any]:
         """Draw the knobs from what the controller returned for requests.

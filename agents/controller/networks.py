@@ -1,7 +1,7 @@
-"""The networks of a controller, M of them side by side, each fitted on other samples.
-
-`KnobNetwork` is the policy: normalised features and a limit in, log-probs of every configuration
+"""The network of a controller: normalised features and a limit in, log-probs of every configuration
 out.
+
+All tensors have a first axis M, see `side_by_side`; think of M = 1.
 
 A limit is the request's budget in ms, or under a mean budget the value of a right answer in ms
 (1/λ).
@@ -16,25 +16,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from knobwise.agents.controller.drift import drift_values
 from knobwise.agents.controller.settings import PolicyConfig
+from knobwise.agents.controller.side_by_side import StackedLinear
 from knobwise.envs.bandit.budgets import BudgetEncoding
 from knobwise.losses.dropout import Dropout
-
-
-class StackedLinear(nn.Module):
-    """M linear layers side by side: [M, n, inputs] → [M, n, outputs]; `zero` starts them at 0."""
-
-    def __init__(self, networks: int, inputs: int, outputs: int, zero: bool = False) -> None:
-        super().__init__()
-        bound = 0.0 if zero else max(inputs, 1) ** -0.5
-        self.weight = nn.Parameter(torch.empty(networks, inputs, outputs).uniform_(-bound, bound))
-        self.bias = nn.Parameter(torch.empty(networks, 1, outputs).uniform_(-bound, bound))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.baddbmm(self.bias, x, self.weight)
-
-
-# -- the policy ------------------------------------------------------------------------------------
 
 
 class KnobHeads(nn.Module):
@@ -119,36 +105,6 @@ class UtilityHead(nn.Module):
         accuracy_logits, latency = self.outcomes(hidden).chunk(2, -1)
         on_time = (self.log_slope.exp() * (z.unsqueeze(-1) - latency)).sigmoid()
         return self.sharpness * accuracy_logits.sigmoid() * on_time
-
-
-MAX_VALUES = 64
-"""With more knob values heads are not told their drift."""
-DRIFT_SCALE = 5.0
-"""Factor on offsets, so that they are of the size of the other inputs."""
-
-
-def drift_values(configurations: Tensor, drift: float) -> Tensor:
-    """Return the matrix [V, C] that turns offsets of configurations into offsets of knob values.
-
-    The offset of a knob value is the mean over its configurations, less the mean over all. V is 0
-    where heads know no drift.
-    """
-    count = len(configurations)
-    rows = []
-    for values in configurations.T:
-        kinds = values.unique()
-        if len(kinds) > 1:
-            for kind in kinds:
-                same = values == kind
-                rows.append(same.float() / same.sum() - 1 / count)
-    if not drift or not rows or len(rows) > MAX_VALUES:
-        return torch.zeros(0, count)
-    return torch.stack(rows)
-
-
-def drift_inputs(offset: Tensor, values: Tensor) -> Tensor:
-    """Return what heads read of offsets of ln ms: [*, C] and `drift_values` [V, C] → [*, V]."""
-    return DRIFT_SCALE * (offset @ values.T)
 
 
 class ValueHead(StackedLinear):

@@ -242,8 +242,8 @@ class SequenceGRPO(SelectorStage):
             weight=even_weight(mask),
             clip=self.grpo.advantage_clip,
             unit=self.reward_spread,
-            std_floor=self.grpo.std_floor,
-            std_eps=self.grpo.std_eps,
+            std_floor=self.grpo.advantage_std_floor,
+            std_eps=self.grpo.advantage_std_eps,
         )
         return advantage[mask]
 

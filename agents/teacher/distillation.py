@@ -11,8 +11,8 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
+from knobwise.agents.controller.drift import drift_inputs
 from knobwise.agents.controller.features import FeatureNormaliser
-from knobwise.agents.controller.networks import drift_inputs
 from knobwise.agents.teacher.teacher import FittedTeacher, Teacher
 from knobwise.common.progress import progress
 from knobwise.envs.tables.drift import drawn_drift

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from knobwise.agents.controller.networks import StackedLinear
 from knobwise.agents.controller.settings import PolicyConfig
+from knobwise.agents.controller.side_by_side import StackedLinear
 from knobwise.agents.teacher.outcomes import Prediction
 from knobwise.envs.bandit.budgets import log_measured
 from knobwise.losses.dropout import Dropout

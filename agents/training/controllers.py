@@ -1,15 +1,15 @@
 """What the stages of a controller's training share, in the order in which it is made: samples,
 networks, the actor, and the environment that it acts in.
 
-Several networks are trained side by side, each on contexts of its own samples: a batch is
-[contexts, networks]. With `policy.fold_networks` = 1 there is one; else one for each fold, which is
-judged on the fold's samples, and a last one of all samples, which is deployed.
+There are several networks (`agents.controller.side_by_side`) unless `policy.fold_networks` = 1: one
+for each fold, which is judged on the fold's samples, and a last one of all samples.
 """
 
 from __future__ import annotations
 
 import copy
 import functools
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,10 +17,10 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor, nn
 
-from knobwise.agents.controller.actor import make_actor, make_critic
+from knobwise.agents.controller.actor import Actor, make_actor, make_critic
 from knobwise.agents.controller.controller import Controller
 from knobwise.agents.problem import Problem
-from knobwise.agents.training.augmentation import copies_for_training
+from knobwise.agents.training.augmentation import Copies, copies_for_training
 from knobwise.agents.training.checkpoint import Loaded, load_checkpoint, started_from
 from knobwise.agents.training.controller_settings import ControllerSettings
 from knobwise.agents.training.controller_stages import RCE, ControllerStage, grpo_stage
@@ -110,43 +110,13 @@ class ControllerSetup:
         self.controller.to(self.device).eval()
         self.reference = copy.deepcopy(self.controller).requires_grad_(False)
 
-        # the actor, which also sees copies of the samples: on slower machines, with noisy features
+        # the actor, which also sees copies of the samples, and where it acts
         copies = copies_for_training(problem, self.controller, self.policy, seed)
         self.copied = copies.table
         self.drift = copies.drift
         self.augment = copies.augment
-        self.actor = make_actor(
-            self.controller,
-            problem.facts,
-            self.group_size,
-            all_networks=True,
-            offsets=copies.offsets,
-            noise=copies.noise,
-            mask=problem.mask,
-        ).to(self.device)
-        self.critic: Any = None
-        if self.loss.objective == "ppo":
-            self.critic = make_critic(
-                self.controller, problem.facts, copies.noise, problem.mask
-            ).to(self.device)
-
-        # the environment: contexts for all networks in turn, each of its own rows
-        self.env = ConfigBandit(
-            copies.table,
-            batch_size=self.settings.contexts * self.networks,
-            group_size=self.group_size,
-            budget=settings.budget,
-            reward=self.rule.charged(settings.reward),
-            balance=settings.balance.by,
-            rows=[rows_of_copies(rows, problem.facts, copies.table) for rows in samples.by_network],
-            seed=seed,
-            unprofiled="error",
-            action="configuration",
-            observe_features=False,
-            cost_ms=self.cost_ms,
-            cells=copies.cells,
-            device=self.device,
-        )
+        self.actor, self.critic = self._actor_and_critic(copies)
+        self.env = self._environment(copies, samples.by_network, settings)
         self.held_out = HeldOut(
             problem,
             self.folds[1],
@@ -155,6 +125,43 @@ class ControllerSetup:
             rewards=self.env.rewards,
             judged_by=self.judged_by,
             cost_ms=self.cost_ms,
+        )
+
+    def _actor_and_critic(self, copies: Copies) -> tuple[Actor, Any]:
+        """Return the policy that draws, and for PPO its value network, else None."""
+        facts, mask = self.facts, self.problem.mask
+        actor = make_actor(
+            self.controller,
+            facts,
+            self.group_size,
+            all_networks=True,
+            offsets=copies.offsets,
+            noise=copies.noise,
+            mask=mask,
+        ).to(self.device)
+        if self.loss.objective != "ppo":
+            return actor, None
+        return actor, make_critic(self.controller, facts, copies.noise, mask).to(self.device)
+
+    def _environment(
+        self, copies: Copies, rows: Sequence[Tensor], settings: ControllerSettings
+    ) -> ConfigBandit:
+        """Return where contexts and rewards come from, for each network of its own rows."""
+        return ConfigBandit(
+            copies.table,
+            batch_size=self.settings.contexts * self.networks,
+            group_size=self.group_size,
+            budget=settings.budget,
+            reward=self.rule.charged(settings.reward),
+            balance=settings.balance.by,
+            rows=[rows_of_copies(part, self.facts, copies.table) for part in rows],
+            seed=self.seed,
+            unprofiled="error",
+            action="configuration",
+            observe_features=False,
+            cost_ms=self.cost_ms,
+            cells=copies.cells,
+            device=self.device,
         )
 
     @property

@@ -1,7 +1,7 @@
 """How networks are judged while they train: on samples that they were not fitted on.
 
-M networks lie side by side; those of the folds come first, and the last is fitted on all samples. A
-network of a fold is judged on the fold's held-out samples, the last on none.
+Of several networks (`agents.controller.side_by_side`) those of the folds come first. Each is judged
+on its fold's held-out samples, the last on none.
 """
 
 from __future__ import annotations

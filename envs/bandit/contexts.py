@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import multiprocessing
 import zlib
 from collections.abc import Mapping, Sequence
@@ -11,12 +10,12 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
 from knobwise.common.checks import one_of
 from knobwise.common.errors import InputError
 from knobwise.envs.bandit.budgets import MIN_LATENCY_MS, subsample
 from knobwise.envs.bandit.reward_kinds import KINDS
+from knobwise.envs.bandit.rows import RowSampler
 from knobwise.envs.bandit.rules import rule_of
 from knobwise.envs.bandit.settings import BudgetConfig, RewardConfig, reward_of
 from knobwise.envs.tables.cells import Cells
@@ -32,37 +31,6 @@ def fresh_seed() -> int:
     drawn = int(torch.randint(1 << 62, ()))
     name = multiprocessing.current_process().name
     return drawn ^ (zlib.crc32(name.encode()) if multiprocessing.parent_process() else 0)
-
-
-def row_weights(table: ProfileTable, by: str, rows: Tensor, cells: Cells | None = None) -> Tensor:
-    """Compute how often each sample is drawn, float64 [N].
-
-    Args:
-        table: the profile.
-        by: which groups of samples are balanced, see `BalanceConfig`.
-        rows: int64 [n], the samples to draw from; all others get 0.
-        cells: what counts of the table; None for all that it has.
-
-    Raises:
-        InputError: there is only one group.
-    """
-    if by == "configuration":
-        members = (cells or table).mask[rows].double()
-    else:
-        types = table.question_types or ("unknown",) * table.num_samples
-        names = np.array(table.dataset_names if by == "dataset" else types)
-        kinds, group = np.unique(names[rows.numpy()], return_inverse=True)
-        if len(kinds) < 2:
-            raise InputError(
-                f"balance.by={by}: the training samples of profile {table.name!r} have fewer than "
-                f"two {by}s, so there is nothing to balance"
-            )
-        members = torch.nn.functional.one_hot(torch.from_numpy(group)).double()
-    # members [n, groups]: a sample counts 1/size for each group that it is in
-    # a sample that is not drawn from has weight 0
-    weights = torch.zeros(table.num_samples, dtype=torch.float64)
-    weights[rows] = members @ (1 / members.sum(0).clamp_min(1))
-    return weights
 
 
 class BudgetSampler:
@@ -99,10 +67,8 @@ class ContextSampler:
     Args:
         table: the profile.
         budget: the settings of budgets.
-        rows: int64 [n], the samples to draw from; None for all. From M such lists contexts are
-            drawn in turn, context i from list i mod M.
+        rows, balance: the samples to draw from, and how often each, see `RowSampler`.
         seed: None for a fresh one, see `fresh_seed`.
-        balance: which groups of samples are balanced, see `BalanceConfig`.
         cells: what counts of the table; None for all that it has.
     """
 
@@ -115,26 +81,8 @@ class ContextSampler:
         balance: str = "none",
         cells: Cells | None = None,
     ) -> None:
-        if rows is None:
-            rows = torch.arange(table.num_samples)
-        if isinstance(rows, Tensor) or not len(rows) or not isinstance(rows[0], Tensor):
-            rows = [torch.as_tensor(rows)]
-        lists = [torch.as_tensor(part, dtype=torch.long) for part in rows]
-        self.counts = torch.tensor([len(part) for part in lists])
-        if not self.counts.all():
-            raise InputError("the environment got no samples to draw from")
-        self.rows = pad_sequence(lists, batch_first=True)
-        # budgets are those of all lists together
-        together = torch.cat(lists).unique() if len(lists) > 1 else lists[0]
-        if together.min() < 0 or together.max() >= table.num_samples:
-            raise InputError(
-                f"rows: must be from 0 to {table.num_samples - 1}, the table's samples"
-            )
-        self.budgets = BudgetSampler(cells or table, budget, together)
-        self.weights: Tensor | None = None
-        if balance != "none":
-            weights = row_weights(table, balance, together, cells)
-            self.weights = pad_sequence([weights[part] for part in lists], batch_first=True)
+        self.draw_rows = RowSampler(table, rows, balance, cells)
+        self.budgets = BudgetSampler(cells or table, budget, self.draw_rows.together)
         self.generator = torch.Generator().manual_seed(fresh_seed() if seed is None else seed)
         self.before = self.generator.get_state()  # `set_back` to it draws the last contexts again
 
@@ -155,29 +103,13 @@ class ContextSampler:
         self.before = self.generator.get_state()
         rows = self.draw_rows(count, self.generator)
         if chosen is not None:
-            if not torch.isin(chosen, self.rows).all():
+            if not torch.isin(chosen, self.draw_rows.together).all():
                 raise InputError(
                     f"reset options: row={chosen.tolist()} is not among the rows of this "
                     "environment"
                 )
             rows = chosen
         return rows, self.budgets(rows, self.generator)
-
-    def draw_rows(self, count: int, generator: torch.Generator | None = None) -> Tensor:
-        """Draw rows alone, int64 [count]; without a generator by torch's own."""
-        lists, most = self.rows.shape
-        if lists == 1 and self.weights is None:
-            drawn = torch.randint(most, (count,), generator=generator)
-            return self.rows[0].index_select(0, drawn)
-        turn = torch.arange(count) % lists  # the list that each context is drawn from
-        if self.weights is not None:
-            per_list = math.ceil(count / lists)
-            drawn = torch.multinomial(self.weights, per_list, True, generator=generator)
-            drawn = drawn.T.flatten()[:count]
-        else:
-            # a large number modulo the length, because the lists differ in length
-            drawn = torch.randint(1 << 62, (count,), generator=generator) % self.counts[turn]
-        return self.rows.flatten().index_select(0, turn * most + drawn)
 
     def set_back(self, before: Tensor) -> None:
         """Return to an earlier value of `before`; the contexts drawn after it come again."""

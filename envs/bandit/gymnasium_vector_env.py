@@ -105,7 +105,7 @@ class ConfigBanditVectorEnv(VectorEnv[Observation, NDArray[Any], NDArray[Any]]):
             for name, block in table.features.items()
         }
         self.limit_key = rule_of(budget).limit_key
-        self.knob_keys = self._replay.knob_keys
+        self.knob_keys = self._replay.actions.keys
         blocks: dict[str, spaces.Space[Any]] = {
             name: _box(block) for name, block in self._features.items()
         }
@@ -125,7 +125,7 @@ class ConfigBanditVectorEnv(VectorEnv[Observation, NDArray[Any], NDArray[Any]]):
         if self.knob_keys:
             knobs = zip(self.knob_keys, self.table.knob_sizes, strict=True)
             return spaces.Dict({name: spaces.Discrete(size) for name, size in knobs})
-        if self._replay.action == "configuration":
+        if not self._replay.actions.by_knobs:
             return spaces.Discrete(self.table.num_configurations)
         return spaces.MultiDiscrete(self.table.knob_sizes)
 
@@ -240,7 +240,7 @@ class ConfigBanditVectorEnv(VectorEnv[Observation, NDArray[Any], NDArray[Any]]):
         mask = self.table.mask.index_select(0, rows).numpy().view(np.int8)
         observations |= {self.limit_key: limits.numpy().copy(), "mask": mask}
         infos = {"row": rows.numpy().copy()}
-        if self._replay.action == "configuration":
+        if not self._replay.actions.by_knobs:
             infos["action_mask"] = mask.copy()
         return observations, infos
 
@@ -277,7 +277,7 @@ class ConfigBanditVectorEnv(VectorEnv[Observation, NDArray[Any], NDArray[Any]]):
         rows, limits = self._current
         if not self.knob_keys:
             actions = np.array(actions)  # faster than torch for lists and tuples
-        grouped = self._replay.grouped(actions, self.num_envs)
+        grouped = self._replay.actions.grouped(actions, self.num_envs)
         replayed = self._replay(rows, grouped, limits, self._contexts.generator)
         rewards = self._replay.rewards
         best = oracle(rewards, rows, limits).unsqueeze(1)

@@ -5,7 +5,6 @@ The TorchRL and the gymnasium environments share this module.
 
 from __future__ import annotations
 
-import math
 from typing import Any, NamedTuple
 
 import torch
@@ -13,16 +12,15 @@ from torch import Tensor
 
 from knobwise.common.checks import one_of
 from knobwise.common.errors import InputError
+from knobwise.envs.bandit.actions import ActionForm
 from knobwise.envs.bandit.contexts import reward_for
+from knobwise.envs.bandit.faster import any_nan
 from knobwise.envs.bandit.reward import RewardTable
 from knobwise.envs.bandit.rules import rule_of
 from knobwise.envs.bandit.settings import BudgetConfig, RewardConfig
 from knobwise.envs.tables.cells import Cells
-from knobwise.envs.tables.profile_table import ActionIndex, ProfileTable
+from knobwise.envs.tables.profile_table import ProfileTable
 
-ACTIONS = ("knobs", "configuration")
-"""Kinds of actions: for each knob the index of its value, or the index of a configuration of the
-table."""
 UNPROFILED = ("nearest", "error", "penalty")
 """Ways to treat an action that was never profiled for its sample, see `Replay`."""
 REPEATS = ("draw", "median")
@@ -55,8 +53,7 @@ class Replay:
             several are equally near, the first in the table. `penalty` does so too, but the
             accuracy is 0, and the reward is 1 below that of the sample's worst profiled
             configuration. `error` raises InputError.
-        action: one of `ACTIONS`.
-        action_keys: `action` for one tensor; `knobs` for a key for each knob, its name.
+        action, action_keys: the form of an action, see `envs.bandit.actions`.
         repeats: the measurement of a cell that a decision gets. `draw`: one at random; `median`:
             the median latency. Accuracies are means in either case.
         device: where decisions arrive; None for where the table is.
@@ -86,27 +83,15 @@ class Replay:
         for name in unknown:
             # by these words TorchRL's `GymEnv` knows that it has no frameskip
             raise TypeError(f"the environment got an unexpected keyword argument {name!r}")
-        one_of("action_keys", action_keys, ("action", "knobs"))
         one_of("repeats", repeats, REPEATS)
         one_of("unprofiled", unprofiled, UNPROFILED)
-        one_of("action", action, ACTIONS)
         self.table = table
         self.unprofiled = unprofiled
-        self.action = action
-        self.knob_keys: list[str] = []
-        if action_keys == "knobs":
-            one_of("action_keys=knobs: action", action, ["knobs"])
-            self.knob_keys = [knob.name for knob in table.knobs]
         # everything lies on the device where decisions arrive
         rule = rule_of(budget or BudgetConfig())
         config = reward_for(budget or BudgetConfig(), reward)
         self.rewards = RewardTable(table, config, device, repeats, cost_ms, cells, rule)
-        self.find = ActionIndex(table.configurations).to(device)
-        self.configurations = table.configurations.to(device)
-        # how many values there are of each part of an action
-        self.sizes = {"the configuration": table.num_configurations}
-        if action == "knobs":
-            self.sizes = {f"knob {knob.name}": len(knob.values) for knob in table.knobs}
+        self.actions = ActionForm(table, action, action_keys, device)
 
     def __call__(
         self, rows: Tensor, action: Tensor, limits: Tensor, generator: torch.Generator | None = None
@@ -123,26 +108,17 @@ class Replay:
             InputError: an action outside its range; under `error` an action that was never profiled
                 for its sample.
         """
-        by_knobs = self.action == "knobs"
-        configuration = self.find(action) if by_knobs else action
-        # values that no knob has are found as −1 too, so that most steps need this one number;
-        # it takes long to compare tensors with numbers, and aminmax is slower than both
-        lowest = int(configuration.amin())
-        highest = 0 if by_knobs else int(configuration.amax())
-        if lowest < 0 or highest >= self.table.num_configurations:
-            self._refuse_outside(action if by_knobs else action.unsqueeze(-1))
+        # look the cell of each decision up
+        configuration, unknown = self.actions.configuration_of(action)
         repeat = self.rewards.draw(configuration, generator)
-        inside = configuration if lowest >= 0 else configuration.clamp_min(0)
-        accuracy, latency_ms = self.rewards.outcome(rows, inside, repeat)
-        # configurations that were never profiled at all are −1; a sum shows whether a cell is NaN
-        missing = None
-        if lowest < 0 or (self.rewards.has_gaps and math.isnan(accuracy.sum())):
-            missing = (configuration < 0) | accuracy.isnan()
-            knobs = action if by_knobs else self.configurations[action]
-            nearest = self._nearest(rows, knobs, missing)
+        accuracy, latency_ms = self.rewards.outcome(rows, configuration, repeat)
+        # where it is empty, take another
+        missing = self._missing(accuracy, unknown)
+        if missing is not None:
+            nearest = self._nearest(rows, self.actions.knobs_of(action), missing)
             configuration = configuration.masked_scatter(missing, nearest)
             accuracy, latency_ms = self.rewards.outcome(rows, configuration, repeat)
-        del repeat, inside  # what follows takes their memory
+        del repeat  # what follows takes its memory
         reward = self.rewards.reward_of(accuracy, latency_ms, limits.unsqueeze(-1), configuration)
         if missing is not None and self.unprofiled == "penalty":
             at = missing.nonzero()[:, 0]
@@ -150,6 +126,20 @@ class Replay:
             profiled = self.rewards.all(rows[at], limits[at]).nan_to_num(torch.inf)
             reward = reward.masked_scatter(missing, profiled.amin(1) - 1)
         return Outcome(configuration, reward, accuracy, latency_ms)
+
+    def _missing(self, accuracy: Tensor, unknown: Tensor | None) -> Tensor | None:
+        """Return which decisions were never profiled for their sample, bool [P, G]; None if all
+        were, as mostly.
+
+        Args:
+            accuracy: of their cells, float [P, G], NaN where empty.
+            unknown: bool [P, G], the decisions that are no configuration; None for none.
+        """
+        if unknown is not None:
+            return unknown | accuracy.isnan()
+        if self.rewards.has_gaps and any_nan(accuracy):
+            return accuracy.isnan()
+        return None
 
     def _nearest(self, rows: Tensor, knobs: Tensor, missing: Tensor) -> Tensor:
         """Find the profiled configuration nearest to each missing action, or under `error` refuse.
@@ -165,45 +155,7 @@ class Replay:
                 "were, and unprofiled=nearest replays the nearest of them"
             )
         # the steps of each missing action to every configuration, [m, C]
-        steps = torch.cdist(knobs[missing].float(), self.configurations.float(), p=1)
+        every = self.actions.configurations
+        steps = torch.cdist(knobs[missing].float(), every.float(), p=1)
         steps = steps.masked_fill(self.rewards.accuracy[rows[at]].isnan(), torch.inf)
         return steps.argmin(1)
-
-    def grouped(self, actions: Any, contexts: int, group: int = 1) -> Tensor:
-        """Return actions with all axes that decisions have; axes of length 1 may be missing.
-
-        Knobs that have their own keys, [*] each, are put side by side, [*, K].
-
-        Raises:
-            InputError: actions of another shape, or that are not whole numbers; or a knob is
-                missing.
-        """
-        try:
-            if self.knob_keys:
-                actions = torch.stack([torch.as_tensor(actions[key]) for key in self.knob_keys], -1)
-            action = torch.as_tensor(actions)
-        except (IndexError, KeyError, RuntimeError, TypeError) as error:
-            raise InputError(
-                f"action: must be {', '.join(self.sizes)}; names need action_keys='knobs'; {error}"
-            ) from error
-        shape = [contexts, group]
-        if self.action == "knobs":
-            shape.append(len(self.sizes))
-        wanted = [size for size in shape if size != 1]
-        other = wanted != [*action.squeeze().shape]
-        if other or action.dtype == torch.bool or action.is_floating_point():
-            raise InputError(
-                f"action: is {action.dtype} {[*action.shape]}; must be int64 {wanted}: the index "
-                f"of a value of {' and of '.join(self.sizes)}, for each decision"
-            )
-        # axes of length 1 come back
-        return action.long().reshape(shape)
-
-    def _refuse_outside(self, indices: Tensor) -> None:
-        """Refuse indices that no value has, int64 [P, G, K], or no configuration, [P, G, 1]."""
-        for values, (name, size) in zip(indices.unbind(-1), self.sizes.items(), strict=True):
-            outside = values[(values < 0) | (values >= size)].tolist()
-            if outside:
-                raise InputError(
-                    f"action: {name} has no index {outside[0]}; its indices are 0 to {size - 1}"
-                )

@@ -38,10 +38,8 @@ class ConfigBandit(SingleStepEnv):
     before the step. With `full_information=True` there is also `reward_per_configuration` float32
     [P, C], means over repeated measurements, NaN if not profiled.
 
-    Action: `action` int64 [P, G, K], for each knob the index of its value. Under
-    `action_keys="knobs"` each knob has a key of its own (`max_crops`, …), int64 [P, G], as
-    `make_actor(…, separate=True)` draws them. Under `action="configuration"` `action` is [P, G],
-    the index of a configuration.
+    Action: `action` int64 [P, G, K], for each knob the index of its value; or in another form, see
+    `envs.bandit.actions`.
 
     Reward: float32 [P, G].
 
@@ -58,8 +56,8 @@ class ConfigBandit(SingleStepEnv):
             context without an axis.
         group_size: G.
         budget, reward: see `Replay`.
-        rows: int64 [n], the samples to draw from (the training split), None for all. From M such
-            lists contexts are drawn in turn, context i from list i mod M.
+        rows: int64 [n], the samples to draw from (the training split), None for all. Of several
+            lists each is drawn from in turn, see `RowSampler`.
         seed: of the contexts; None for a fresh one from torch's generator, see `fresh_seed`.
         observe_features: False leaves features, mask and outcomes out of the observations.
         full_information: add the rewards of all configurations to the observations.
@@ -120,22 +118,22 @@ class ConfigBandit(SingleStepEnv):
         self.action_spec = self._actions().to(self.device)
         specs = self._observations()
         self.observation_spec = Composite(specs, shape=self.batch_size).to(self.device)
-        if taken := {*specs, "reward", "done", "terminated"} & {*self.replay.knob_keys}:
+        if taken := {*specs, "reward", "done", "terminated"} & {*self.replay.actions.keys}:
             raise InputError(
                 f"action_keys=knobs: knob {min(taken)} is called like another key; use "
                 "action_keys=action"
             )
 
     def _actions(self) -> TensorSpec:
-        """Describe an action: knob indices [P, (G), K], a key for each knob, or indices of
-        configurations [P, (G)]."""
+        """Describe an action in the form that `replay` reads."""
         sizes = self.table.knob_sizes
         shape = (*self.batch_size, *self.outcome_shape[1:])
-        if self.replay.knob_keys:
-            knobs = zip(self.replay.knob_keys, sizes, strict=True)
+        form = self.replay.actions
+        if form.keys:
+            knobs = zip(form.keys, sizes, strict=True)
             specs = {name: Categorical(size, shape) for name, size in knobs}
             return Composite(specs, shape=self.batch_size)
-        if self.replay.action == "knobs":
+        if form.by_knobs:
             return MultiCategorical(sizes, (*shape, len(sizes)), remove_singleton=False)
         return Categorical(self.table.num_configurations, shape)
 
@@ -171,13 +169,8 @@ class ConfigBandit(SingleStepEnv):
         # torch.multinomial
         counts = self.cells.mask[rows.cpu()].cumsum(1, dtype=torch.int32)
         action = torch.searchsorted(counts, (torch.rand(self.decisions) * counts[:, -1:]).int() + 1)
-        if self.replay.action == "knobs":
-            action = self.table.configurations[action]
-        action = action.to(rows.device)
-        if keys := self.replay.knob_keys:
-            columns = action.view(*self.batch_size, *self.outcome_shape[1:], len(keys)).unbind(-1)
-            return tensordict.update(dict(zip(keys, columns, strict=True)))
-        return tensordict.set("action", action.view(self.action_spec.shape))
+        action = action.view((*self.batch_size, *self.outcome_shape[1:]))
+        return tensordict.update(self.replay.actions.written(action.to(rows.device)))
 
     # -- one decision ------------------------------------------------------------------------------
 
@@ -244,9 +237,9 @@ class ConfigBandit(SingleStepEnv):
         if len(self.batch_size) > 1:
             tensordict = tensordict.select(*self.action_keys).reshape(-1)
         # actions as [P, G, K] or [P, G], whatever keys and axes the policy left out
-        actions = tensordict if self.replay.knob_keys else tensordict["action"]
-        contexts, group = self.decisions
-        action = self.replay.grouped(actions, contexts, group)
+        form = self.replay.actions
+        actions = tensordict if form.keys else tensordict["action"]
+        action = form.grouped(actions, *self.decisions)
         limits = self.current[self.limit_key]
         replayed = self.replay(rows, action, limits, self.contexts.generator)
         content = self.current | self._described() | {"reward": replayed.reward}
@@ -266,7 +259,7 @@ class ConfigBandit(SingleStepEnv):
         blocks = {**self.table.features, "mask": self.cells.mask}
         rows = self.current["row"].cpu()
         out = {name: block.index_select(0, rows).to(self.device) for name, block in blocks.items()}
-        if self.replay.action == "configuration":
+        if not self.replay.actions.by_knobs:
             # TransformedEnv.rand_action wants this spec to equal the one that ActionMask masks
             mask = out["mask"]
             mask = mask.unsqueeze(1) if len(self.outcome_shape) > 1 else mask

@@ -16,6 +16,7 @@ from knobwise.losses.functional import (
     group_advantage,
     k3,
     known_advantage,
+    rank_advantage,
     reward_spread,
     reward_weighted_cross_entropy,
     weight_of_best,
@@ -146,8 +147,8 @@ WEIGHTED = {"weight": torch.tensor([[0.5, 0.25, 0.25]]), "clip": 9.0}
         ),
         # (r − mean)/(std + ε): deviations ±1, std 1
         ("zscore", {"std_floor": 0.0, "std_eps": 0.25}, [3.0, 5.0], rounded([-0.8, 0.8])),
-        # the reward itself, cut at 5, as all of them
-        ("unnormalised", {}, [1.0, 2.0, 6.0], [1.0, 2.0, 5.0]),
+        # the reward itself, cut at 5
+        ("unnormalised", {"clip": 5.0}, [1.0, 2.0, 6.0], [1.0, 2.0, 5.0]),
         ("centred", {"clip": 50.0}, [-10.0, 10.0], [-10.0, 10.0]),
         # mean .5 + .5 + 1.5 = 2.5
         ("centred", WEIGHTED, [1.0, 2.0, 6.0], rounded([-1.5, -0.5, 3.5])),
@@ -273,6 +274,46 @@ def test_rank_advantages_count_the_worse_and_the_better(values):
     worse, better = values < values[:, None], values > values[:, None]
     wanted = (worse.sum(1) - better.sum(1)) / max(len(values) - 1, 1)
     assert group_advantage(values, "rank").tolist() == pytest.approx(wanted.tolist())
+
+
+@given(
+    st.integers(0, 10**6),
+    st.lists(st.integers(1, 4), max_size=2),
+    st.sampled_from([1, 2, 3, 8, 16, 40]),
+    st.sampled_from(["none", "random", "masked"]),
+)
+@settings(max_examples=80, deadline=None)
+def test_rank_advantages_are_those_of_comparing_each_with_each(seed, batch, count, kind):
+    generator = torch.Generator().manual_seed(seed)
+    reward = torch.randint(5, (*batch, count), generator=generator) / 4  # with ties
+    weight = None
+    if kind != "none":
+        weight = torch.rand(reward.shape, generator=generator)
+        if kind == "masked":
+            weight = weight * (torch.rand(reward.shape, generator=generator) < 0.6)
+        weight = weight / weight.sum(-1, keepdim=True).clamp_min(1e-9)
+    close(ADVANTAGES["rank"](reward, weight), rank_advantage(reward, weight))
+
+
+@given(st.integers(0, 10**6), st.sampled_from([0.5, 5.0, 60.0]))
+@settings(max_examples=80, deadline=None)
+def test_the_bound_of_the_ratio_changes_neither_value_nor_gradient(seed, spread):
+    generator = torch.Generator().manual_seed(seed)
+    log_prob, old = spread * torch.randn(2, 4, 6, generator=generator)
+    advantage = torch.randn(4, 6, generator=generator).round(decimals=1)
+    guarded = log_prob.clone().requires_grad_()
+    value, cut = clipped_surrogate(guarded, old, advantage, torch.tensor([0.2, 0.3]))
+    # the plain formula, in numbers that do not overflow
+    plain = log_prob.double().requires_grad_()
+    ratio, gain = (plain - old).exp(), advantage.double()
+    wanted = torch.minimum(ratio * gain, ratio.clamp(0.8, 1.3) * gain)
+    finite = value.isfinite()
+    assert finite[advantage >= 0].all()
+    assert torch.equal(cut[finite], (ratio * gain > wanted)[finite])
+    value[finite].sum().backward()
+    wanted[finite].sum().backward()
+    for first, second in ((value, wanted), (guarded.grad, plain.grad)):
+        torch.testing.assert_close(first[finite], second[finite].float(), rtol=1e-4, atol=1e-6)
 
 
 def test_the_example_of_an_advantage_differs_from_every_built_in():

@@ -138,14 +138,17 @@ def test_groups_that_teach_nothing_are_counted():
 def test_rewards_in_another_unit_give_the_same_loss(objective, advantage, unit):
     loss, data = played(objective, holes=0.3)
     loss.advantage = advantage
+    loss.advantage_clip = 5.0
     loss.kl_to_ref_coeff = loss.entropy_coeff = 0.1
     for parameter in loss.parameters():
         parameter.data += 0.1 * torch.randn_like(parameter)
-    loss.reward_spread, loss.std_floor, loss.std_eps = 0.5, 0.01, 0.01
+    loss.reward_spread = 0.5
+    loss.advantage_std_floor = loss.advantage_std_eps = 0.01
     wanted = loss(data)
     for key in (("next", "reward"), "reward_per_configuration"):
         data[key] = unit * data[key]
-    loss.reward_spread, loss.std_floor, loss.std_eps = 0.5 * unit, 0.01 * unit, 0.01 * unit
+    loss.reward_spread = 0.5 * unit
+    loss.advantage_std_floor = loss.advantage_std_eps = 0.01 * unit
     check(loss(data), **{name: value.item() for name, value in wanted.items()})
 
 

@@ -124,7 +124,7 @@ def far_draws(first, second):
 
 
 def test_a_better_draw_that_was_nearly_impossible_counts_as_much_as_the_clip_lets_it():
-    loss = GRPOLoss(certain_actor(0.6, 0.4))
+    loss = GRPOLoss(certain_actor(0.6, 0.4), advantage="zscore")
     out = loss(far_draws(-200.0, math.log(0.5)))
     # A = ±1: min(ρ, 1.2)·1 and .8·(−1)
     close(out["loss_objective"], -(1.2 - 0.8) / 2)
@@ -171,7 +171,7 @@ def test_an_actor_whose_weights_are_nan_is_to_blame_itself():
 NO_NUMBERS = [
     *[
         ("sampled", name, value)
-        for name in ("clip_epsilon", "std_floor", "std_eps")
+        for name in ("clip_epsilon", "advantage_std_floor", "advantage_std_eps")
         for value in (-1.0, math.nan)
     ],
     *[("sampled", "kl_to_ref_coeff", value) for value in (-1.0, math.nan, math.inf)],

@@ -17,8 +17,8 @@ from helpers import (
 )
 
 from knobwise.agents.calibration.calibrate import calibrate_controller, fit_latency_model
+from knobwise.agents.controller.drift import drift_inputs, drift_values
 from knobwise.agents.controller.features import FeatureNormaliser
-from knobwise.agents.controller.networks import drift_inputs, drift_values
 from knobwise.agents.teacher import distillation
 from knobwise.envs.bandit.budgets import default_budgets
 from knobwise.envs.tables.drift import COPIES, copies_of, drawn_drift

@@ -1,0 +1,121 @@
+"""What computes fast equals the plain form that it stands for, to the bit."""
+
+import math
+
+import pytest
+import torch
+from helpers import identical, repeated, small_table
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from knobwise.envs import RewardConfig
+from knobwise.envs.bandit.actions import ActionForm
+from knobwise.envs.bandit.faster import FEW, any_nan, count_true, flat_index, take
+from knobwise.envs.bandit.reward import RewardTable, share_on_time
+from knobwise.envs.bandit.reward_kinds import KINDS
+
+FASTER = [kind for kind, entry in KINDS.items() if entry.faster]
+WEIGHTS = st.sampled_from([0.0, 0.1, 1.0, 3.7])
+SIZES = st.integers(1, 5)
+
+
+def generator_of(seed):
+    return torch.Generator().manual_seed(seed)
+
+
+def with_gaps(values, share, generator):
+    return values.masked_fill(torch.rand(values.shape, generator=generator) < share, math.nan)
+
+
+@pytest.mark.parametrize("kind", FASTER)
+@settings(max_examples=150, deadline=None)
+@given(
+    st.integers(0, 10**6),
+    st.tuples(SIZES, SIZES, SIZES),
+    st.fixed_dictionaries(dict.fromkeys(["alpha", "beta", "gamma", "delta", "epsilon"], WEIGHTS)),
+    st.sampled_from([0.0, 0.3]),
+    st.sampled_from([0.0, 0.2]),
+)
+def test_rewards(kind, seed, shape, weights, gaps, miss):
+    drawn = generator_of(seed)
+    contexts, group, _ = shape
+    accuracy = with_gaps(torch.rand(contexts, group, 1, generator=drawn), gaps, drawn)
+    # a few budgets are met exactly, and some are infinite
+    latency_ms = torch.randint(1, 9, shape, generator=drawn) / 3
+    latency_ms = with_gaps(latency_ms, gaps, drawn)
+    budget_ms = torch.randint(1, 9, (contexts, 1, 1), generator=drawn) / 3
+    budget_ms[torch.rand(budget_ms.shape, generator=drawn) < 0.1] = math.inf
+    complexity = torch.rand(group, 1, generator=drawn)
+    config = RewardConfig(kind=kind, miss=miss, **weights)
+    arguments = accuracy, latency_ms, budget_ms, complexity, config
+    before = [values.clone() for values in arguments[:4]]
+    identical(KINDS[kind].faster(*arguments), KINDS[kind].formula(*arguments))
+    for values, old in zip(arguments, before, strict=False):
+        identical(values, old)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.integers(0, 10**6), st.sampled_from([1, 2, 3, FEW, FEW + 1, 200]), st.booleans())
+def test_the_share_on_time(seed, measurements, told):
+    drawn = generator_of(seed)
+    measured = torch.randint(1, 9, (3, 4, measurements), generator=drawn).float()
+    measured = with_gaps(measured, 0.3, drawn)
+    budget = torch.tensor([[2.0], [5.0], [math.inf]])
+    count = (~measured.isnan()).sum(-1).clamp_min(1)
+    plain = (measured <= budget.unsqueeze(-1)).sum(-1) / count
+    identical(share_on_time(measured, budget, count if told else None), plain)
+
+
+@given(st.lists(SIZES, min_size=0, max_size=3), st.sampled_from([1, 2, FEW, FEW + 1, 300]))
+def test_counts(shape, alternatives):
+    conditions = torch.rand(*shape, alternatives) < 0.9
+    assert torch.equal(count_true(conditions).long(), conditions.sum(-1))
+    assert torch.equal(count_true(conditions | True).long(), (conditions | True).sum(-1))
+
+
+@given(st.integers(0, 10**6), st.tuples(SIZES, SIZES, SIZES), SIZES, SIZES)
+def test_indexing(seed, shape, contexts, group):
+    drawn = generator_of(seed)
+    values = torch.rand(shape, generator=drawn)
+    first = torch.randint(shape[0], (contexts, 1), generator=drawn)
+    second, third = (torch.randint(n, (contexts, group), generator=drawn) for n in shape[1:])
+    cell = flat_index(first, second, shape[1])
+    identical(take(values[..., 0], cell), values[first, second, 0])
+    identical(take(values, flat_index(cell, third, shape[2])), values[first, second, third])
+
+
+@given(st.lists(st.sampled_from([0.0, 1.0, -2.0, math.nan]), max_size=5))
+def test_whether_anything_is_nan(numbers):
+    assert any_nan(torch.tensor(numbers)) == any(map(math.isnan, numbers))
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(0, 1000), st.sampled_from([1, 3]), st.sampled_from(["draw", "median"]))
+def test_outcomes_are_cells_of_the_table(seed, most, repeats):
+    table = repeated(small_table(9, seed, holes=0.3), most=most, seed=seed)
+    rewards = RewardTable(table, RewardConfig(), repeats=repeats)
+    drawn = generator_of(seed)
+    rows = torch.randint(9, (6,), generator=drawn)
+    chosen = torch.randint(table.num_configurations, (6, 4), generator=drawn)
+    number = rewards.draw(chosen, drawn)
+    accuracy, latency_ms = rewards.outcome(rows, chosen, number)
+    cell = rows.unsqueeze(-1), chosen
+    identical(accuracy, table.accuracy[cell])
+    if repeats == "median":
+        identical(latency_ms, table.latency_ms[cell])
+    else:
+        count = (~table.measurements_ms.isnan()).sum(-1).clamp_min(1)
+        identical(latency_ms, table.measurements_ms[*cell, number % count[cell]])
+
+
+@given(st.integers(0, 1000), st.booleans())
+def test_an_action_is_the_configuration_that_has_its_values(seed, by_knobs):
+    table = small_table()
+    form = ActionForm(table, "knobs" if by_knobs else "configuration")
+    index = torch.randint(table.num_configurations, (5, 3), generator=generator_of(seed))
+    action = form.written(index)["action"]
+    same = form.knobs_of(action).unsqueeze(-2) == table.configurations
+    configuration, unknown = form.configuration_of(action)
+    assert unknown is None
+    assert torch.equal(configuration, same.all(-1).int().argmax(-1))
+    assert torch.equal(configuration, index)
