@@ -9,9 +9,8 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from knobwise.envs.bandit.budgets import MIN_LATENCY_MS
 from knobwise.envs.bandit.reward import RewardTable, share_on_time
-from knobwise.envs.tables.cells import Cells, unread, unread_ms
+from knobwise.envs.tables.cells import Cells, unread_ms
 from knobwise.envs.tables.profile_table import ProfileTable
 
 
@@ -106,33 +105,23 @@ def moments(numbers: dict[str, Tensor]) -> dict[str, float]:
     return metrics
 
 
-def priced_outcomes(
-    table: ProfileTable, decisions: Decisions, rewards: RewardTable, counted: Cells
-) -> Outcomes:
-    """Look up what decisions get where nothing is late.
-
-    Args:
-        rewards: of what counts.
-        counted: what counts of the table.
-    """
-    # a reward is that of the time which the decision leaves
-    left_ms = (decisions.limits - decisions.own_ms).clamp_min(MIN_LATENCY_MS)
+def priced_outcomes(table: ProfileTable, decisions: Decisions, rewards: RewardTable) -> Outcomes:
+    """Look up what decisions get where nothing is late; `rewards` are those of what counts."""
     row_of, chosen = decisions.cells
+    added_ms = decisions.added_ms(table)
     device = rewards.accuracy.device
     # a request of one choice for each sample and limit
-    request = row_of.to(device), chosen.unsqueeze(2).to(device), left_ms.to(device)
-    reward = rewards.chosen(*request)
-    if table.first_look_ms is not None and decisions.reads is not None:
-        of_unread = RewardTable(
-            table, rewards.config, device, cells=unread(counted), rule=rewards.rule
-        )
-        reads = decisions.reads.to(device).unsqueeze(1)
-        reward = reward.where(reads, of_unread.chosen(*request))
+    reward = rewards.chosen(
+        row_of.to(device),
+        chosen.unsqueeze(2).to(device),
+        decisions.limits.to(device),
+        added_ms.unsqueeze(2).to(device),
+    )
     accuracy = table.accuracy[decisions.cells]
     return Outcomes(
         chosen=chosen,
         accuracy=accuracy,
-        latency_ms=table.latency_ms[decisions.cells] + decisions.added_ms(table),
+        latency_ms=table.latency_ms[decisions.cells] + added_ms,
         utility=accuracy,
         reward=reward.squeeze(2).cpu(),
     )
@@ -149,10 +138,11 @@ def deadline_outcomes(
     """Look up what decisions get under deadlines, see `priced_outcomes`.
 
     Args:
+        counted: what counts of the table.
         over: bool [N, C], the answers that cost more than a limit; None for none.
         mean_utility: see `Rule.mean_utility`; None for accuracy · on_time.
     """
-    priced = priced_outcomes(table, decisions, rewards, counted)
+    priced = priced_outcomes(table, decisions, rewards)
     measured_ms = table.measurements_ms[decisions.cells] + decisions.added_ms(table)[..., None]
     # a cell may have been measured several times
     on_time = share_on_time(measured_ms, decisions.limits)

@@ -241,14 +241,28 @@ class RewardTable:
         measurement = flat_index(cell, repeats, self.repeats_ms.shape[-1])
         return accuracy, take(self.repeats_ms, measurement)
 
-    def chosen(self, rows: Tensor, configurations: Tensor, budgets_ms: Tensor) -> Tensor:
-        """Return the rewards of these choices, means over the measurements of each cell.
+    def chosen(
+        self,
+        rows: Tensor,
+        configurations: Tensor,
+        budgets_ms: Tensor,
+        added_ms: Tensor | None = None,
+    ) -> Tensor:
+        """Return the rewards of these choices, means over the measurements of each cell: float32
+        [n, G].
 
-        Rows int64 [n], configurations int64 [n, G], budgets float [n] → float32 [n, G].
+        Args:
+            rows: int64 [n].
+            configurations: int64 [n, G].
+            budgets_ms: float [n].
+            added_ms: float [n, G], what is added to each latency; None for nothing.
         """
         accuracy, measured = self.outcome(rows, configurations)
         if self.repeats_ms is not None:
             measured = self.repeats_ms[rows.unsqueeze(-1), configurations]
+        if added_ms is not None:
+            each = measured.ndim > accuracy.ndim
+            measured = measured + (added_ms.unsqueeze(-1) if each else added_ms)
         return self._mean(accuracy, measured, budgets_ms, configurations)
 
     def _mean(

@@ -433,7 +433,7 @@ class MeanBudget(Rule):
     def look_up(
         self, table: ProfileTable, decisions: Decisions, rewards: RewardTable, counted: Cells
     ) -> Outcomes:
-        return priced_outcomes(table, decisions, rewards, counted)
+        return priced_outcomes(table, decisions, rewards)
 
     def strategy(self, budget: BudgetConfig) -> type[Strategy]:
         super().strategy(budget)

@@ -113,6 +113,15 @@ def test_outcomes_under_a_mean_budget_by_hand(holes, reads, accuracy, latency_ms
         close(torch.cat(both, 1).T, torch.tensor([[1, 0.5, 0.75], [4, 4, 6]]).double())
 
 
+def test_what_a_decision_costs_is_added_to_the_latency_in_rewards_too():
+    """4 ms and 1 ms of its own, where a right answer may cost 10 ms: 1 − 5/10, not 1 − 4/9."""
+    outcomes = problem_under(MeanBudget(), False).outcomes(
+        Decisions(ROWS, CHOSEN, torch.tensor([10.0]), cost_ms=1.0)
+    )
+    close(outcomes.latency_ms[:, 0], torch.tensor([5.0, 7, 7]))
+    close(outcomes.reward[:, 0], torch.tensor([0.5, 0.3, 0.05]))
+
+
 @pytest.mark.parametrize(
     ("limit", "holes", "feasible", "kept"),
     [
