@@ -17,7 +17,7 @@ import torch
 from knobwise.agents.training.checkpoint import load_checkpoint
 from knobwise.common.errors import InputError, naming
 from knobwise.common.progress import say
-from knobwise.envs.bandit.rules import Rule, given
+from knobwise.envs.bandit.rules import Rule, take_rule
 from knobwise.envs.readers.embeddings import embedded
 from knobwise.envs.readers.feature_files import attach_features, features_from
 from knobwise.envs.readers.folders import refuse_folder
@@ -102,7 +102,7 @@ def load(path: str | Path = "runs/latest", rule: str | type[Rule] | None = None)
             selector, a rule of your own that is not given.
     """
     if rule is not None:
-        given(rule, "rule")
+        take_rule(rule, "rule")
     return KnobPolicy(load_checkpoint(checkpoint_at(path)))
 
 

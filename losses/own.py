@@ -60,7 +60,7 @@ class OwnLoss:
         self._class = imported(self.key, config.objective, "class", example)
         self.name = getattr(self._class, "__name__", config.objective)
         self.exact = bool(getattr(self._class, "exact", False))
-        self._own: dict[str, Any] = dict(config.settings or {})
+        self._settings: dict[str, Any] = dict(config.settings or {})
         try:
             parameters = [*inspect.signature(self._class).parameters.values()]
         except (TypeError, ValueError) as error:
@@ -75,7 +75,7 @@ class OwnLoss:
         if self._taken is None:
             return
         known = ", ".join(sorted(self._taken)) or "none"
-        for name in self._own:
+        for name in self._settings:
             if name not in self._taken:
                 raise InputError(
                     f"loss.settings: {name}: {config.objective} has no such argument; it takes "
@@ -103,7 +103,7 @@ class OwnLoss:
             if self._taken is None or name in self._taken
         }
         try:
-            module = self._class(actor, **arguments | self._own)
+            module = self._class(actor, **arguments | self._settings)
         except Exception as error:
             raise InputError(f"{self.key}: making one raises {in_a_line(error)}; {SEE}") from error
         if not isinstance(module, nn.Module):

@@ -65,7 +65,7 @@ class RequestBudgets:
         """Forget the turns of a static mix that were used up."""
 
 
-class MeanBudgets(RequestBudgets):
+class SharedBudgets(RequestBudgets):
     """The average over all requests must not exceed the budget, which is one of those that were
     calibrated.
 
@@ -93,8 +93,8 @@ class MeanBudgets(RequestBudgets):
         self.mean.groups(np.array([budget_ms]))
 
     def known(self, budgets_ms: Array) -> Array:
-        near = np.isclose(budgets_ms[:, None], self.mean.budgets_ms, 1e-3, 0)
-        kept: Array = np.any(near, axis=1, keepdims=True)[:, 0]
+        is_close = np.isclose(budgets_ms[:, None], self.mean.budgets_ms, 1e-3, 0)
+        kept: Array = np.any(is_close, axis=1, keepdims=True)[:, 0]
         return kept
 
     def met(self, total_ms: float, budget_ms: float) -> bool:

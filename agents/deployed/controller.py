@@ -29,7 +29,7 @@ from .arrays import (
     short,
     with_inner,
 )
-from .budgets import MeanBudgets, RequestBudgets
+from .budgets import RequestBudgets, SharedBudgets
 from .calibrated import CalibratedMeanBudgets, CostBounds, Guard, Static
 from .network import Heads, Normaliser, one_hot_of
 from .text import TextEncoder, is_text
@@ -117,7 +117,7 @@ class NumpyController:
         self.budgets = RequestBudgets(self.header["limit"] == "budget_ms")
         if self.header["limit"] == "mean":
             self.mean = CalibratedMeanBudgets(below(arrays, "mean."), self.unit)
-            self.budgets = MeanBudgets(self.mean)
+            self.budgets = SharedBudgets(self.mean)
         self.calibrated = self.mean or self.guard
         self.limits: dict[str, float] = self.header.get("limits", {})
         if "costs" in self.header:

@@ -68,15 +68,15 @@ def allowed_cells(
         values: the table with values in all cells that may be chosen otherwise.
         facts: what was measured.
     """
-    own = rule.allowed(values) & values.mask if rule.is_own else values.mask
+    by_rule = rule.allowed(values) & values.mask if rule.is_own else values.mask
     if not rule.limits:
-        return None if bool((own == values.mask).all()) else own
+        return None if bool((by_rule == values.mask).all()) else by_rule
     # the same features as the controller's, so that the same may be chosen
     normaliser = FeatureNormaliser.fit(facts, subsample(split.fitted))
     arrays = fit_bounds(facts, split.fitted, normaliser, rule.probability)
     bounds = CostBounds(arrays, [*facts.costs])
     x = normaliser.of_rows(facts, torch.arange(facts.num_samples)).numpy()
-    allowed, _ = bounds.allowed(x, bounds.log_limits(dict(rule.limits)), own.numpy())
+    allowed, _ = bounds.allowed(x, bounds.log_limits(dict(rule.limits)), by_rule.numpy())
     return torch.from_numpy(allowed)
 
 

@@ -287,16 +287,16 @@ class PPO(GRPO):
         self.setup.critic.load_state_dict(state["critic"])
 
 
-class Own(GRPO):
+class OwnGRPO(GRPO):
     """A loss of the user's own in the place of GRPO's, see `knobwise.losses.own`."""
 
-    def __init__(self, setup: ControllerSetup, own: OwnLoss) -> None:
-        self.own = own
-        self.name = own.name
+    def __init__(self, setup: ControllerSetup, own_loss: OwnLoss) -> None:
+        self.own_loss = own_loss
+        self.name = own_loss.name
         super().__init__(setup)
         # the draws of a trial are no part of the training
         with torch.random.fork_rng(devices=[]):
-            self.own.check(self.grpo, self._tried_on(), setup.controller)
+            self.own_loss.check(self.grpo, self._tried_on(), setup.controller)
 
     def _stored(self) -> set[Any]:
         log_probs = self._policies(reference=True)
@@ -304,10 +304,10 @@ class Own(GRPO):
 
     def _make_loss(self) -> nn.Module:
         settings = self._coefficients() | {"functional": False}
-        loss = self.own.make(self.setup.actor, settings)
+        loss = self.own_loss.make(self.setup.actor, settings)
         if self.setup.loss.kl_band and not hasattr(loss, "kl_to_ref_coeff"):
             raise InputError(
-                f"loss.kl_band: {self.own.key} has no kl_to_ref_coeff that could follow the KL; "
+                f"loss.kl_band: {self.own_loss.key} has no kl_to_ref_coeff to follow the KL; "
                 "leave it out"
             )
         return loss
@@ -328,24 +328,24 @@ class Own(GRPO):
         return self._with_rewards(tried.unflatten(0, (count // setup.networks, setup.networks)))
 
     def _with_rewards(self, minibatch: TensorDictBase) -> TensorDictBase:
-        return self.setup.with_rewards(minibatch) if self.own.exact else minibatch
+        return self.setup.with_rewards(minibatch) if self.own_loss.exact else minibatch
 
     def collect(self, contexts: TensorDictBase) -> TensorDictBase:
         """Draw, and note all that a loss may read."""
         policies = self._policies(reference=True)
-        exact = self.own.exact
+        exact = self.own_loss.exact
         draws = self.watched or not exact
         return collect(self.setup.actor, contexts, policies, draws=draws, exact=exact)
 
     def loss(self, minibatch: TensorDictBase) -> TensorDictBase:
         """See `OwnLoss`."""
-        return self.own(self.grpo, self._with_rewards(minibatch))
+        return self.own_loss(self.grpo, self._with_rewards(minibatch))
 
 
 def grpo_stage(setup: ControllerSetup) -> GRPO:
     """Make the last stage by `loss.objective`: draws, all configurations, PPO with a critic, or a
     loss of the user's own."""
     if setup.own_loss is not None:
-        return Own(setup, setup.own_loss)
+        return OwnGRPO(setup, setup.own_loss)
     kinds = {"sampled": GRPO, "exact": ExactGRPO, "ppo": PPO}
     return kinds[setup.loss.objective](setup)

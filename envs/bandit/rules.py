@@ -127,8 +127,8 @@ class Rule:
     @property
     def numbers(self) -> dict[str, Any]:
         """The numbers of a rule of the user's own, by name."""
-        own = dataclasses.fields(self)[len(dataclasses.fields(Rule)) :]
-        return {each.name: getattr(self, each.name) for each in own}
+        added = dataclasses.fields(self)[len(dataclasses.fields(Rule)) :]
+        return {each.name: getattr(self, each.name) for each in added}
 
     @property
     def words(self) -> str:
@@ -227,14 +227,14 @@ class Rule:
 
         Accuracy [*], measurements [*, R], limits [*] → [*]. Shapes broadcast.
         """
-        values = self._asked("utility", accuracy, measurements_ms, limits)
+        values = self._values_of("utility", accuracy, measurements_ms, limits)
         return values.nanmean(-1).nan_to_num()
 
     def mean_reward(self, accuracy: Tensor, latency_ms: Tensor, limits: Tensor) -> Tensor:
         """Return the rewards of single outcomes, NaN where there are none; shapes broadcast."""
-        return self._asked("reward", accuracy, latency_ms.unsqueeze(-1), limits).squeeze(-1)
+        return self._values_of("reward", accuracy, latency_ms.unsqueeze(-1), limits).squeeze(-1)
 
-    def _asked(
+    def _values_of(
         self, name: str, accuracy: Tensor, measurements_ms: Tensor, limits: Tensor
     ) -> Tensor:
         """Ask a function of the rule about cells, as in `mean_utility`: [*, R], NaN where there is
@@ -244,11 +244,11 @@ class Rule:
             InputError: it raises, or returns no tensor, one of another shape, or numbers that are
                 not finite, or no utility.
         """
-        asked = torch.broadcast_tensors(
+        cells = torch.broadcast_tensors(
             accuracy.unsqueeze(-1), measurements_ms.clamp_max(LONGEST_MS), limits.unsqueeze(-1)
         )
-        values = self._answer(name, *asked)
-        known = ~(asked[0].isnan() | asked[1].isnan())
+        values = self._answer(name, *cells)
+        known = ~(cells[0].isnan() | cells[1].isnan())
         key = f"budget={self.name}: {name}"
         wrong = known & ~values.isfinite()
         must = "finite"
@@ -256,29 +256,29 @@ class Rule:
             wrong |= known & ((values < -ROUNDING) | (values > 1 + ROUNDING))
             must = "finite, from 0 to 1"
         if wrong.any():
-            first = [float(each[wrong][0]) for each in (values, *asked)]
+            first = [float(each[wrong][0]) for each in (values, *cells)]
             raise InputError(
                 f"{key}: returns {first[0]:g} for accuracy, latency and budget {first[1:]}; must "
                 f"be {must}"
             )
-        return values.detach().to(asked[0].dtype).where(known, torch.nan)
+        return values.detach().to(cells[0].dtype).where(known, torch.nan)
 
-    def _answer(self, name: str, *asked: Tensor) -> Tensor:
+    def _answer(self, name: str, *cells: Tensor) -> Tensor:
         """Return what a function of the rule says of numbers that broadcast.
 
         Raises:
             InputError: it raises, or returns no tensor, or one of another shape.
         """
-        asked = torch.broadcast_tensors(*asked)
+        cells = torch.broadcast_tensors(*cells)
         key = f"budget={self.name}: {name}"
         try:
-            values: Tensor = getattr(self, name)(*asked)
+            values: Tensor = getattr(self, name)(*cells)
         except Exception as error:
             raise InputError(f"{key}: raises {in_a_line(error)}") from error
         returned = [*values.shape] if isinstance(values, Tensor) else type(values).__name__
-        if returned != [*asked[0].shape]:
+        if returned != [*cells[0].shape]:
             raise InputError(
-                f"{key}: returns {returned}; must return a tensor {[*asked[0].shape]}, the shape "
+                f"{key}: returns {returned}; must return a tensor {[*cells[0].shape]}, the shape "
                 "of its arguments"
             )
         return values
@@ -287,8 +287,8 @@ class Rule:
         """Ask a rule of the user's own about all cells of a table, under three budgets.
 
         Raises:
-            InputError: see `_asked`; `allowed` raises or returns something else than what may be
-                chosen; or a utility falls as the budget grows.
+            InputError: see `_values_of`; `allowed` raises or returns something else than what may
+                be chosen; or a utility falls as the budget grows.
         """
         key = f"budget={self.name}"
         median_ms = table.latency_ms.nanmedian().clamp_min(MIN_LATENCY_MS)
@@ -490,13 +490,13 @@ def rule_of(budget: BudgetConfig) -> Rule:
     name = budget.constraint
     if ":" not in name:
         one_of("budget.constraint", name, ("deadline", "mean", "module:Class"))
-    rule = RULES[name] if name in RULES else given(name, f"budget={name}")
+    rule = RULES[name] if name in RULES else take_rule(name, f"budget={name}")
     if ":" in rule.name:
         return own_rule(rule, budget)
     return rule.from_settings(budget)
 
 
-def given(rule: str | type[Rule], key: str) -> type[Rule]:
+def take_rule(rule: str | type[Rule], key: str) -> type[Rule]:
     """Make a rule of the user's own known to this process, by its `module:Class` or itself.
 
     Args:

@@ -27,7 +27,7 @@ from knobwise.experiments.command_line.flags import SWEEP
 from knobwise.experiments.command_line.grammar import kinds_of, literal
 from knobwise.experiments.command_line.mistakes import explained
 from knobwise.experiments.command_line.registry import READERS, groups_of, readers_of, register
-from knobwise.experiments.settings.choices import CONF, OWN, choice_of
+from knobwise.experiments.settings.choices import BY_USER, CONF, choice_of
 from knobwise.experiments.settings.profiles import group_of_run, of_run, refuse_code
 from knobwise.experiments.settings.tracking import Training
 from knobwise.experiments.settings.unread import refuse_unread, unread
@@ -158,7 +158,7 @@ def _register_own(arguments: Sequence[str]) -> None:
     """Tell Hydra of choices that are code of the user's own, such as `loss=module:Class`."""
     for word in arguments:
         group, _, choices = word.lstrip("+").partition("=")
-        for name in choices.split(",") if group in OWN else ():
+        for name in choices.split(",") if group in BY_USER else ():
             if ":" in name:
                 ConfigStore.instance().store(group=group, name=name, node=choice_of(group, name))
 

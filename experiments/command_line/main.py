@@ -164,9 +164,9 @@ def _run(arguments: list[str]) -> int:
     check_written(config, verb)
     if rule := getattr(config, "rule", None):
         # a run names its rule, but only the user gives its code
-        from knobwise.envs.bandit.rules import given
+        from knobwise.envs.bandit.rules import take_rule
 
-        given(rule, f"rule={rule}")
+        take_rule(rule, f"rule={rule}")
     if verb not in ("decide", "serve"):  # which need no torch for an exported controller
         check_address_space()
     # what runs may need torch, which takes seconds to import

@@ -65,7 +65,7 @@ CHOICES: dict[str, dict[str, object]] = {
 """Group → its choices by name: an instance of the group's dataclass, or its values."""
 
 
-OWN: dict[str, Callable[[str], object]] = {
+BY_USER: dict[str, Callable[[str], object]] = {
     "loss": lambda name: replace(SAMPLED, objective=name),
     "budget": lambda name: BudgetConfig(constraint=name),
 }
@@ -78,9 +78,9 @@ def choice_of(group: str, name: str) -> object:
     Raises:
         InputError: there is no such choice.
     """
-    if group in OWN and ":" in name:
-        return OWN[group](name)
-    one_of(group, name, (*CHOICES[group], *(["module:Class"] if group in OWN else ())))
+    if group in BY_USER and ":" in name:
+        return BY_USER[group](name)
+    one_of(group, name, (*CHOICES[group], *(["module:Class"] if group in BY_USER else ())))
     return CHOICES[group][name]
 
 
