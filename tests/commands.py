@@ -1,6 +1,7 @@
 """The command line in tests: data to train on, mistakes, Ctrl-C, and commands in processes of their
 own."""
 
+import gc
 import json
 import multiprocessing
 import os
@@ -240,6 +241,7 @@ class Command:
 
 def _work(words, folder, environment, printed, gone):
     """`python -m knobwise …` in this process."""
+    gc.freeze()  # collections skip what was imported before the fork
     os.chdir(folder)
     os.environ.clear()
     os.environ.update(environment)

@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from knobwise.common.garbage import uncollected
 from knobwise.common.progress import has_terminal, say
 from knobwise.experiments.command_line.registry import question_of
 from knobwise.experiments.settings.options import TrainRun
@@ -35,16 +36,18 @@ def train(
             f"{config.experiment}: {question}\ntraining with seeds={config.seeds}; loading "
             "PyTorch and the data …"
         )
-    # imported here, since PyTorch takes seconds
-    from knobwise.experiments.train.launch import launch
-
+    settings = replace(config, tracking=tracking)
     experiment: Experiment
-    if isinstance(config, TrainRun):
-        from knobwise.experiments.train.controller import ControllerExperiment
+    # imported here, since PyTorch takes seconds
+    with uncollected():
+        from knobwise.experiments.train.launch import launch
 
-        experiment = ControllerExperiment(replace(config, tracking=tracking))
-    else:
-        from knobwise.experiments.train.selector import SelectorExperiment
+        if isinstance(settings, TrainRun):
+            from knobwise.experiments.train.controller import ControllerExperiment
 
-        experiment = SelectorExperiment(replace(config, tracking=tracking))
+            experiment = ControllerExperiment(settings)
+        else:
+            from knobwise.experiments.train.selector import SelectorExperiment
+
+            experiment = SelectorExperiment(settings)
     return launch(experiment, words, named, once)
