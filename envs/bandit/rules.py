@@ -552,7 +552,8 @@ def rule_named(name: str, numbers: Mapping[str, Any] | None = None) -> Rule:
     if kind is None:
         raise InputError(
             f"it was trained under the rule {name}, whose code no file holds; give it again, as "
-            f"rule={name}, or in Python as knobwise.load(…, rule={name.rpartition(':')[2]})"
+            f"rule={name} (to train on: budget={name}), or in Python as "
+            f"knobwise.load(…, rule={name.rpartition(':')[2]})"
         )
     return own_rule(kind, BudgetConfig(constraint=name, settings=dict(numbers or {})))
 
