@@ -38,7 +38,7 @@ def main(
     buffer = ReplayBuffer(storage=storage, sampler=sampler, batch_size=contexts // 2)
     stages = (
         (RCELoss(policy), warm_up, 2e-3),
-        (GRPOLoss(policy, advantage="centred"), iterations, 1e-3),
+        (GRPOLoss(policy), iterations, 1e-3),
     )
     for loss_module, count, lr in stages:
         warming_up = isinstance(loss_module, RCELoss)

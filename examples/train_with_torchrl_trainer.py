@@ -30,7 +30,7 @@ def main(iterations: int = 300, contexts: int = 256, group_size: int = 16) -> tu
     )
     controller = Controller.for_table(table, split.train, PolicyConfig())
     policy = make_actor(controller, table, group_size=group_size)
-    loss_module = GRPOLoss(policy, advantage="centred")
+    loss_module = GRPOLoss(policy)
 
     frames = contexts * iterations
     trainer = Trainer(

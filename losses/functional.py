@@ -280,8 +280,11 @@ def clipped_surrogate(
     below, above = both_epsilons(clip_epsilon)
     ratio = bounded_ratio(log_prob - old_log_prob, advantage)
     free = ratio * advantage
-    clipped = ratio.clamp(1 - below, 1 + above) * advantage
-    return torch.minimum(free, clipped), free > clipped
+    clipped = ratio.detach().clamp(1 - below, 1 + above) * advantage
+    # torch.minimum(free, clipped), whose gradient takes longer: where the clipped one is the
+    # smaller, there is none
+    cut = free > clipped
+    return torch.where(cut, clipped, free), cut
 
 
 def k3(log_prob: Tensor, reference_log_prob: Tensor) -> Tensor:

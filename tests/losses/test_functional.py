@@ -297,7 +297,7 @@ def test_rank_advantages_are_those_of_comparing_each_with_each(seed, batch, coun
 
 @given(st.integers(0, 10**6), st.sampled_from([0.5, 5.0, 60.0]))
 @settings(max_examples=80, deadline=None)
-def test_the_bound_of_the_ratio_changes_neither_value_nor_gradient(seed, spread):
+def test_the_surrogate_has_value_and_gradient_of_the_plain_formula(seed, spread):
     generator = torch.Generator().manual_seed(seed)
     log_prob, old = spread * torch.randn(2, 4, 6, generator=generator)
     advantage = torch.randn(4, 6, generator=generator).round(decimals=1)
