@@ -93,9 +93,9 @@ def _is_known(condition: Callable[[], Tensor], *, otherwise: bool) -> bool:
     """Return what a condition says, or `otherwise` where its number is not known."""
     if torch.compiler.is_compiling():
         return otherwise
-    told = condition()
+    number = condition()
     try:
-        return bool(told)
+        return bool(number)
     except RuntimeError:
         return otherwise
 
