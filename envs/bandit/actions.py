@@ -72,15 +72,15 @@ class ActionForm:
         Raises:
             InputError: an index outside its range.
         """
-        found = self._find(action) if self.by_knobs else action
+        configuration = self._find(action) if self.by_knobs else action
         # values that no knob has are found as −1 too, so that most steps need this one number;
         # it takes long to compare tensors with numbers, and aminmax is slower than both
-        lowest = int(found.amin())
-        highest = 0 if self.by_knobs else int(found.amax())
+        lowest = int(configuration.amin())
+        highest = 0 if self.by_knobs else int(configuration.amax())
         if lowest >= 0 and highest < len(self.configurations):
-            return found, None
+            return configuration, None
         self._refuse_outside(action if self.by_knobs else action.unsqueeze(-1))
-        return found.clamp_min(0), found < 0
+        return configuration.clamp_min(0), configuration < 0
 
     def knobs_of(self, action: Tensor) -> Tensor:
         """Return the knob values of actions inside their range, int64 [P, G, K]."""
