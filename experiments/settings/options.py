@@ -202,8 +202,6 @@ class EvaluateRun(EndpointOptions):
 
     checkpoint: str = "runs/latest"
     """The controller or selector: a checkpoint file, or a run folder (its deployed policy)."""
-    rule: str | None = None
-    """The rule of a run that was trained under one of your own, as module:Class. It is imported."""
     beams: Any = MISSING
     """The beams to judge a selector on."""
     encoder: Any = MISSING
@@ -253,6 +251,8 @@ class EvaluateRun(EndpointOptions):
     """Write every decision to this Parquet file, in the columns of a run's decisions.parquet."""
     html: str | None = None
     """With `live`: write a page with charts of the results to this file."""
+    rule: str | None = None
+    """The rule of a run that was trained under one of your own, as module:Class. It is imported."""
 
 
 @dataclass
@@ -263,8 +263,6 @@ class ExplainRun:
 
     checkpoint: str = "runs/latest"
     """The folder of a run; with `sample` also a checkpoint."""
-    rule: str | None = None
-    """The rule of a run that was trained under one of your own, as module:Class. It is imported."""
     profile: Any = MISSING
     """With `sample`: the profile that holds it; that of the run unless you give another one."""
     sample: str | None = None
@@ -277,6 +275,8 @@ class ExplainRun:
     JSON."""
     json: str | None = None
     """Write the explanation to this file."""
+    rule: str | None = None
+    """The rule of a run that was trained under one of your own, as module:Class. It is imported."""
 
 
 @dataclass
@@ -303,8 +303,6 @@ class ProfileRun(EndpointOptions):
     """A run that was trained on the profile in `out`, of which part of the cells was measured: what
     its controller and static choose on validation and test samples is measured too, and the guard
     is calibrated again by these measurements. Settings of `knobs` are those of the profile."""
-    rule: str | None = None
-    """The rule of a run that was trained under one of your own, as module:Class. It is imported."""
     workers: int = 1
     """Processes that measure or record at the same time, each with a replica of the model. More
     than one needs the extra ray."""
@@ -329,6 +327,8 @@ class ProfileRun(EndpointOptions):
     """Which candidates a query's demonstrations are chosen from."""
     beams: BeamProfileConfig = field(default_factory=BeamProfileConfig)
     """Which sequences of demonstrations are recorded."""
+    rule: str | None = None
+    """The rule of a run that was trained under one of your own, as module:Class. It is imported."""
 
 
 @dataclass
@@ -338,8 +338,6 @@ class ExportRun:
 
     checkpoint: str = "runs/latest"
     """The controller: a checkpoint file, or a run folder (its deployed policy)."""
-    rule: str | None = None
-    """The rule of a run that was trained under one of your own, as module:Class. It is imported."""
     profile: Any = MISSING
     """The profile that decisions are compared on; that of the run unless you give another one,
     which must have the same configurations and features."""
@@ -350,6 +348,8 @@ class ExportRun:
     int8: bool = False
     """Write both controller.onnx and controller.int8.onnx, with weights of 8 bits. Some of its
     decisions may differ; export.json says how many."""
+    rule: str | None = None
+    """The rule of a run that was trained under one of your own, as module:Class. It is imported."""
 
 
 @dataclass
@@ -364,13 +364,13 @@ class DecideRun:
     checkpoint: str = "runs/latest"
     """The controller: a checkpoint file, a run folder (its deployed policy), or an exported
     controller.npz."""
-    rule: str | None = None
-    """The rule of a run that was trained under one of your own, as module:Class. It is imported."""
     budget_ms: float | None = None
     """Budget of requests without a `budget_ms` of their own, in ms (or the profile's cost unit)."""
     out: str = "decisions.csv"
     """The CSV to write: the line of the request, its sample_id if it has one, its budget, and a
     column for each knob."""
+    rule: str | None = None
+    """The rule of a run that was trained under one of your own, as module:Class. It is imported."""
 
 
 @dataclass
@@ -382,8 +382,6 @@ class UpdateRun:
     checkpoint: str = "runs/latest"
     """A controller for deadlines that has a teacher (policy=auto or policy=utility): a checkpoint,
     a run folder (its deployed policy), or the current version in `out`."""
-    rule: str | None = None
-    """The rule of a run that was trained under one of your own, as module:Class. It is imported."""
     log: str | None = None
     """What it learns from: the folder of `wrap(log=…)` or `AdaptiveModel(log=…)`."""
     out: str = "updated"
@@ -399,6 +397,8 @@ class UpdateRun:
     trained_on: Any = MISSING
     """With `profile`: the profile that the controller was trained on; that of the run unless you
     give another one."""
+    rule: str | None = None
+    """The rule of a run that was trained under one of your own, as module:Class. It is imported."""
 
 
 @dataclass
