@@ -51,8 +51,6 @@ class EvaluateRun(EndpointOptions):
 
     checkpoint: str = "runs/latest"
     """The controller or selector: a checkpoint file, or a run folder (its deployed policy)."""
-    rule: str | None = None
-    """The rule of a run that was trained under one of your own, as module:Class. It is imported."""
     beams: Any = MISSING
     """The beams to judge a selector on."""
     encoder: Any = MISSING
@@ -102,6 +100,8 @@ class EvaluateRun(EndpointOptions):
     """Write every decision to this Parquet file, in the columns of a run's decisions.parquet."""
     html: str | None = None
     """With `live`: write a page with charts of the results to this file."""
+    rule: str | None = None
+    """The rule of a run that was trained under one of your own, as module:Class. It is imported."""
 
 
 @dataclass
@@ -112,8 +112,6 @@ class ExplainRun:
 
     checkpoint: str = "runs/latest"
     """The folder of a run; with `sample` also a checkpoint."""
-    rule: str | None = None
-    """The rule of a run that was trained under one of your own, as module:Class. It is imported."""
     profile: Any = MISSING
     """With `sample`: the profile that holds it; that of the run unless you give another one."""
     sample: str | None = None
@@ -126,6 +124,8 @@ class ExplainRun:
     JSON."""
     json: str | None = None
     """Write the explanation to this file."""
+    rule: str | None = None
+    """The rule of a run that was trained under one of your own, as module:Class. It is imported."""
 
 
 @dataclass
@@ -135,8 +135,6 @@ class ExportRun:
 
     checkpoint: str = "runs/latest"
     """The controller: a checkpoint file, or a run folder (its deployed policy)."""
-    rule: str | None = None
-    """The rule of a run that was trained under one of your own, as module:Class. It is imported."""
     profile: Any = MISSING
     """The profile that decisions are compared on; that of the run unless you give another one,
     which must have the same configurations and features."""
@@ -147,6 +145,8 @@ class ExportRun:
     int8: bool = False
     """Write both controller.onnx and controller.int8.onnx, with weights of 8 bits. Some of its
     decisions may differ; export.json says how many."""
+    rule: str | None = None
+    """The rule of a run that was trained under one of your own, as module:Class. It is imported."""
 
 
 @dataclass
@@ -161,13 +161,13 @@ class DecideRun:
     checkpoint: str = "runs/latest"
     """The controller: a checkpoint file, a run folder (its deployed policy), or an exported
     controller.npz."""
-    rule: str | None = None
-    """The rule of a run that was trained under one of your own, as module:Class. It is imported."""
     budget_ms: float | None = None
     """Budget of requests without a `budget_ms` of their own, in ms (or the profile's cost unit)."""
     out: str = "decisions.csv"
     """The CSV to write: the line of the request, its sample_id if it has one, its budget, and a
     column for each knob."""
+    rule: str | None = None
+    """The rule of a run that was trained under one of your own, as module:Class. It is imported."""
 
 
 @dataclass
@@ -179,8 +179,6 @@ class UpdateRun:
     checkpoint: str = "runs/latest"
     """A controller for deadlines that has a teacher (policy=auto or policy=utility): a checkpoint,
     a run folder (its deployed policy), or the current version in `out`."""
-    rule: str | None = None
-    """The rule of a run that was trained under one of your own, as module:Class. It is imported."""
     log: str | None = None
     """What it learns from: the folder of `wrap(log=…)` or `AdaptiveModel(log=…)`."""
     out: str = "updated"
@@ -196,3 +194,5 @@ class UpdateRun:
     trained_on: Any = MISSING
     """With `profile`: the profile that the controller was trained on; that of the run unless you
     give another one."""
+    rule: str | None = None
+    """The rule of a run that was trained under one of your own, as module:Class. It is imported."""

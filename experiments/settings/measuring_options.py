@@ -42,8 +42,6 @@ class ProfileRun(EndpointOptions):
     """A run that was trained on the profile in `out`, of which part of the cells was measured: what
     its controller and static choose on validation and test samples is measured too, and the guard
     is calibrated again by these measurements. Settings of `knobs` are those of the profile."""
-    rule: str | None = None
-    """The rule of a run that was trained under one of your own, as module:Class. It is imported."""
     workers: int = 1
     """Processes that measure or record at the same time, each with a replica of the model. More
     than one needs the extra ray."""
@@ -68,6 +66,8 @@ class ProfileRun(EndpointOptions):
     """Which candidates a query's demonstrations are chosen from."""
     beams: BeamProfileConfig = field(default_factory=BeamProfileConfig)
     """Which sequences of demonstrations are recorded."""
+    rule: str | None = None
+    """The rule of a run that was trained under one of your own, as module:Class. It is imported."""
 
 
 @dataclass
