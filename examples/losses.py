@@ -14,7 +14,7 @@ from knobwise.losses import group_advantage
 
 class CISPOLoss(LossModule):
     """Cut the weight of a draw instead of its gradient, so that every draw teaches (CISPO, MiniMax
-    2025, "MiniMax-M1", equation 4): −E[stop(min(ρ, most)) · A · ln π], with ρ = π/π_old.
+    2025, "MiniMax-M1"): −E[stop(min(ρ, most)) · A · ln π], with ρ = π/π_old.
 
     Args:
         most: the largest weight of a draw.
