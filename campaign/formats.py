@@ -37,7 +37,7 @@ from knobwise.envs.readers.long_table import long_frame, read_long_table
 from knobwise.experiments.report.content import main_table
 from knobwise.experiments.report.report import compare
 from knobwise.experiments.settings.comparison_options import CompareRun
-from knobwise.profiling.measuring.machine import claim
+from knobwise.profiling.measuring.machine import claim_machine
 from knobwise.profiling.measuring.measuring import TIMES, TOKENS, read_measurements
 from knobwise.profiling.measuring.questions import read_vqa_data
 from knobwise.serving.tracker import LatencyTracker
@@ -211,7 +211,7 @@ def _beam_file(path):
 
 
 def _claimed(path):
-    claim(Path(path), {"a": 1, "b": [2, 3]})
+    claim_machine(Path(path), {"a": 1, "b": [2, 3]})
 
 
 def _tracked():

@@ -24,7 +24,7 @@ from replayed import untrained
 from campaign.children import kill, session
 from campaign.load import memory_mb
 from knobwise.agents.learning.logged import read_log
-from knobwise.agents.learning.request_log import packed
+from knobwise.agents.learning.request_log import pack_floats
 from knobwise.testbeds.simulated_endpoint import WRONG, SimulatedEndpoint
 
 SAMPLES = 60
@@ -154,7 +154,7 @@ class Clients:
 
     def _faults(self, number, row):
         """What is wrong with the row of a request, each with 1."""
-        features = {name: packed(block) for name, block in self.features_of(number).items()}
+        features = {name: pack_floats(block) for name, block in self.features_of(number).items()}
         answer = row["id"], row["knobs"]
         final = label_of(number)
         return {

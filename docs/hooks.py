@@ -123,9 +123,9 @@ def sections(verb: str) -> Iterator[str]:
             yield f"| `{option.key}` | `{default}` | {meaning} |\n"
     if verb.startswith("train"):
         yield "\n## Experiments\n\n| experiment | question |\n| --- | --- |\n"
-        for name in registry.choices_of("experiment"):
+        for name in registry.names_of_choices("experiment"):
             if registry.schema_of("train", [f"experiment={name}"]) == verb:
-                yield f"| `{name}` | {registry.question_of(name)} |\n"
+                yield f"| `{name}` | {registry.question_of_experiment(name)} |\n"
 
 
 # -- the API reference -----------------------------------------------------------------------------

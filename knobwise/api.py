@@ -18,7 +18,7 @@ from knobwise.agents.training.checkpoint import load_checkpoint
 from knobwise.common.errors import InputError, naming
 from knobwise.common.progress import say
 from knobwise.envs.bandit.rules import Rule, take_rule
-from knobwise.envs.readers.embeddings import embedded
+from knobwise.envs.readers.embeddings import embed_texts
 from knobwise.envs.readers.feature_files import attach_features, features_from
 from knobwise.envs.readers.folders import refuse_folder
 from knobwise.envs.readers.long_table import table_from_frame
@@ -29,7 +29,7 @@ from knobwise.experiments.report.verdict import verdict
 from knobwise.experiments.settings.profiles import TableProfile, read_profile
 from knobwise.experiments.settings.values import training_settings
 from knobwise.experiments.train.controller import ControllerExperiment
-from knobwise.experiments.train.judging import calibrated, judged
+from knobwise.experiments.train.judging import calibrate_trained, judge_controllers
 from knobwise.serving.knob_policy import Blocks, Explanation, KnobPolicy
 from knobwise.serving.wrapper import wrap
 
@@ -76,7 +76,7 @@ def read(data: Any, features: Features = None, **options: Any) -> ProfileTable:
         with naming(given["name"]):
             frame, given = of_frame(frame, given, notes)
         table = table_from_frame(frame, notes=notes, **given)
-        return table if features_from is None else embedded(table, features_from)
+        return table if features_from is None else embed_texts(table, features_from)
     path = Path(data)
     if path.is_dir() and tool_of(path) is None:
         content = content or next(path.glob("features.*"), None)
@@ -159,8 +159,8 @@ def fit(
         (training,) = experiment.splits
         (trainer,) = training.trainers
         trainer.run()
-        deployed = calibrated(training, trainer)
-        results, _ = judged(training, [deployed])
+        deployed = calibrate_trained(training, trainer)
+        results, _ = judge_controllers(training, [deployed])
         deployed.extra["judged"] = results
     finally:
         torch.set_num_threads(threads)

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from knobwise.common.errors import InputError
-from knobwise.common.imports import imported, in_a_line
+from knobwise.common.imports import import_callable, in_a_line
 from knobwise.losses.guards import bounded_ratio, without_level
 
 STD_FLOOR = 0.3
@@ -177,7 +177,7 @@ def known_advantage(kind: str | AdvantageFunction) -> str | AdvantageFunction:
     """
     function = kind
     if isinstance(kind, str) and ":" in kind:
-        function = imported("loss.advantage", kind, "function", "mine:leave_one_out")
+        function = import_callable("loss.advantage", kind, "function", "mine:leave_one_out")
     try:
         group_advantage(torch.tensor([[[0.0, 0.5, 1.0]], [[1.0, 0.0, 0.0]]]), function)
     except Exception as error:

@@ -32,7 +32,7 @@ from tensordict import TensorDict, TensorDictBase
 from torch import Tensor, nn
 
 from knobwise.common.errors import InputError
-from knobwise.common.imports import imported, in_a_line
+from knobwise.common.imports import import_callable, in_a_line
 from knobwise.losses.settings import LossConfig
 
 SEE = "see knobwise.losses.own"
@@ -57,7 +57,7 @@ class OwnLoss:
     def __init__(self, config: LossConfig) -> None:
         self.key = f"loss={config.objective}"
         example = "examples.losses:CISPOLoss"
-        self._class = imported(self.key, config.objective, "class", example)
+        self._class = import_callable(self.key, config.objective, "class", example)
         self.name = getattr(self._class, "__name__", config.objective)
         self.exact = bool(getattr(self._class, "exact", False))
         self._settings: dict[str, Any] = dict(config.settings or {})

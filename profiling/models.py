@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from knobwise.common.checks import one_of
 from knobwise.common.errors import InputError, Missing
 from knobwise.common.extras import install_command
-from knobwise.common.imports import imported, instance
+from knobwise.common.imports import import_callable, instance
 from knobwise.profiling.endpoint.settings import NAME as ENDPOINT
 from knobwise.profiling.endpoint.settings import EndpointOptions
 from knobwise.profiling.huggingface.smollm import source_of
@@ -123,7 +123,7 @@ def _own_model(name: str) -> AdaptiveVLM:
     made without arguments. Raises InputError: there is no such class, it raises, or lacks a member
     of `AdaptiveVLM` (named)."""
     # looked for in the current folder first
-    made = imported(f"model={name}", BUILT_IN.get(name, name), "class", "my_module:MyModel")
+    made = import_callable(f"model={name}", BUILT_IN.get(name, name), "class", "my_module:MyModel")
     return instance(f"model={name}", made, MEMBERS, AdaptiveVLM)
 
 

@@ -41,7 +41,7 @@ from knobwise.profiling.measuring.adaptive_model import (
     clocked_by,
 )
 from knobwise.serving.first_stages import FirstStages, Prepared
-from knobwise.serving.inputs import limit_of, numbers
+from knobwise.serving.inputs import as_array, limit_of
 from knobwise.serving.requests import Decision, Result
 from knobwise.serving.runtime import Runtime, deadline_controller_of
 from knobwise.serving.tracker import LatencyTracker
@@ -182,7 +182,7 @@ class AdaptiveModel(FirstStages):
                 differ.
         """
         n = len(requests)
-        budgets = numbers("budgets_ms", budgets_ms, kind=np.float64)
+        budgets = as_array("budgets_ms", budgets_ms, kind=np.float64)
         if not budgets.ndim:
             budgets = budgets.repeat(n)
         moments: Sequence[float | None] = [None] * n if arrived is None else arrived

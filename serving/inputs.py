@@ -7,12 +7,12 @@ from typing import Any
 
 import numpy as np
 
-from knobwise.agents.deployed.arrays import Array, as_limit, as_numbers, encoded
+from knobwise.agents.deployed.arrays import Array, as_limit, as_numbers, encode_request
 from knobwise.agents.deployed.controller import MAX_MS, NumpyController
 from knobwise.common.errors import InputError
 
 
-def numbers(
+def as_array(
     name: str, value: object, truths: bool = False, kind: type[np.generic] = np.float32
 ) -> Array:
     """Return a copy, float32 or of another kind. Raises InputError if these are no numbers; truth
@@ -58,10 +58,10 @@ def blocks_of(features: Any, controller: NumpyController) -> dict[str, Array]:
     features = features or {}
     try:
         if controller.columns and "features" not in features:
-            features = {**features, "features": encoded(controller.columns, features)}
+            features = {**features, "features": encode_request(controller.columns, features)}
         if controller.texts:
             features = controller.with_blocks(features)
     except ValueError as error:
         raise InputError(str(error)) from error
     known = [name for name in controller.feature_sizes if name in features]
-    return {name: numbers(f"features: {name}", features[name], True) for name in known}
+    return {name: as_array(f"features: {name}", features[name], True) for name in known}

@@ -20,7 +20,7 @@ from knobwise.agents.deployed.controller import Drift
 from knobwise.agents.training.checkpoint import Loaded
 from knobwise.common.errors import InputError
 from knobwise.envs.tables.profile_table import KnobValue
-from knobwise.serving.inputs import blocks_of, numbers
+from knobwise.serving.inputs import as_array, blocks_of
 
 Numbers = ArrayLike | Tensor
 Blocks = Mapping[str, Numbers] | Numbers | None
@@ -146,7 +146,7 @@ class KnobPolicy:
         if deterministic and seed is not None:
             raise InputError("decide: seed is for draws; give deterministic=False, or leave it out")
         arrays = blocks_of(features, self.agent.decider)
-        budgets = numbers("budget_ms", budget_ms)
+        budgets = as_array("budget_ms", budget_ms)
         count = _number_of_inputs(arrays, budgets)
         if count == 0:
             return []

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from knobwise.agents.deployed.arrays import Array, Arrays
 from knobwise.agents.deployed.controller import Drift, Expected, NumpyController
-from knobwise.agents.learning.request_log import packed
+from knobwise.agents.learning.request_log import pack_floats
 from knobwise.envs.tables.units import MS
 
 if TYPE_CHECKING:
@@ -205,7 +205,7 @@ def row_of(result: Result, chances: Mapping[int, float]) -> dict[str, object]:
         "explored": result.explored,
         "budget_ms": request.budget_ms,
         "limit_ms": float(decision.limit_ms),
-        "features": {name: packed(block) for name, block in (features or {}).items()} or None,
+        "features": {name: pack_floats(block) for name, block in (features or {}).items()} or None,
         "log_latency": _known(decision.log_latency),
         "drift": None,
         "answer_ms": _known(result.answer_ms),
@@ -216,7 +216,7 @@ def row_of(result: Result, chances: Mapping[int, float]) -> dict[str, object]:
     if request.controller.unit != MS:
         row["unit"] = request.controller.unit
     if request.drift is not None:
-        row["drift"] = [packed(request.drift[0]), float(request.drift[1])]
+        row["drift"] = [pack_floats(request.drift[0]), float(request.drift[1])]
     if request.limits is not None:
         row["limits"] = dict(request.limits)
     if decision.limits_note:

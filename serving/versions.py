@@ -53,12 +53,12 @@ def add_version(folder: Path, write: Callable[[Path], None]) -> Path:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def serve(folder: Path, version: Path) -> None:
+def serve_version(folder: Path, version: Path) -> None:
     """Make a version the one that serves."""
     replace_link(folder / CURRENT, Path(VERSIONS) / version.name)
 
 
-def serving(folder: Path) -> Path | None:
+def serving_version(folder: Path) -> Path | None:
     """Return the version that serves; None before the first.
 
     Raises:

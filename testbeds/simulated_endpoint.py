@@ -48,7 +48,7 @@ from knobwise.testbeds.simulated_tokens import (
     next_place,
     pieces,
     prompt_logprobs,
-    rendered,
+    render_messages,
     text_of,
     top_logprobs,
     turns_of,
@@ -144,7 +144,7 @@ class SimulatedReply(NamedTuple):
         }
 
 
-def hashed(*parts: object) -> float:
+def hash_to_share(*parts: object) -> float:
     """Return a number in [0, 1) that follows from the parts."""
     digest = hashlib.blake2b("\0".join(map(str, parts)).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") / 2**64
@@ -191,9 +191,9 @@ def difficulty_of(text: str, model: str) -> float:
     known = known_in(text)
     digits = sum(map(str.isdigit, text))
     kind = kind_of(text)
-    of_kind = hashed(kind) if known else min(digits / 12, 1.0)
-    for_model = hashed(kind, model)
-    of_question = (hashed(text) + hashed(text, model)) / 2
+    of_kind = hash_to_share(kind) if known else min(digits / 12, 1.0)
+    for_model = hash_to_share(kind, model)
+    of_question = (hash_to_share(text) + hash_to_share(text, model)) / 2
     return 0.2 * of_kind + 0.4 * for_model + 0.4 * of_question
 
 
@@ -229,7 +229,7 @@ def facts_of(body: Mapping[str, Any], name: str, simulation: Simulation) -> dict
     text = body.get("prompt", "")
     if not plain:
         open_ended = bool(body.get("continue_final_message"))
-        text = rendered(messages, body.get("add_generation_prompt", True), open_ended)
+        text = render_messages(messages, body.get("add_generation_prompt", True), open_ended)
     facts: dict[str, Any] = {"tokens": len(pieces(text))}
     right = chance_right(messages, name)
     wanted = right_answer(question_of(messages))

@@ -35,7 +35,7 @@ def text_of(message: Message) -> str:
     return "\n".join(part["text"] for part in content if part["type"] == "text")
 
 
-def rendered(messages: Sequence[Message], generation_prompt: bool, goes_on: bool) -> str:
+def render_messages(messages: Sequence[Message], generation_prompt: bool, goes_on: bool) -> str:
     """Return messages by the template; if the last one `goes_on`, without its end."""
     text = ""
     for message in messages:
@@ -61,7 +61,7 @@ def pieces(text: str) -> list[str]:
     return PIECE.findall(text)
 
 
-def number(piece: str) -> int:
+def token_number(piece: str) -> int:
     """Return the number of a token in the vocabulary."""
     digest = hashlib.blake2b(piece.encode(), digest_size=4).digest()
     return int.from_bytes(digest, "big") // 2
@@ -94,9 +94,9 @@ def _place(piece: str, probability: float, count: int) -> dict[str, Any]:
     """Return what is told of one token: itself, and the likeliest where that is another."""
     likeliest = probability >= 0.5
     rank = 1 if likeliest else 2
-    entries = {str(number(piece)): _entry(piece, probability, rank)}
+    entries = {str(token_number(piece)): _entry(piece, probability, rank)}
     if count and not likeliest:
-        entries[str(number("?"))] = _entry("?", 1 - probability, 1)
+        entries[str(token_number("?"))] = _entry("?", 1 - probability, 1)
     return entries
 
 

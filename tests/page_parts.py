@@ -12,7 +12,7 @@ from knobwise.experiments.evidence.results import write_results
 from knobwise.experiments.report import page
 from knobwise.experiments.report.report import write_report
 from knobwise.experiments.report.sentences import Sentence
-from knobwise.experiments.settings.config_file import text_of
+from knobwise.experiments.settings.config_file import to_yaml
 
 
 def report_of(folder, results):
@@ -25,7 +25,7 @@ def run_folder(folder, results, metrics, config):
     """The new folder with the files of a finished run."""
     folder.mkdir(parents=True)
     (folder / "metrics.csv").write_text(metrics)
-    (folder / "config.yaml").write_text(text_of(config))
+    (folder / "config.yaml").write_text(to_yaml(config))
     write_results(folder, results)
     return folder
 

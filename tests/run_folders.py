@@ -6,7 +6,7 @@ from omegaconf import OmegaConf
 
 from knobwise.experiments.evidence.decisions import write_decisions
 from knobwise.experiments.evidence.results import write_results
-from knobwise.experiments.settings.config_file import text_of
+from knobwise.experiments.settings.config_file import to_yaml
 
 BUDGETS = (10.0, 20.0)
 SETTINGS = {
@@ -111,7 +111,7 @@ def _write(folder, results, settings, csv, frames):
     # `default` and names made of settings are nobody's choice
     name = None if folder.name == "default" or "-" in folder.name else folder.name
     content = OmegaConf.to_container(OmegaConf.merge({"name": name}, settings))
-    (folder / "config.yaml").write_text(text_of(content))
+    (folder / "config.yaml").write_text(to_yaml(content))
     (folder / "metrics.csv").write_text(csv)
     if frames:
         write_decisions(folder, pl.concat(frames, how="vertical_relaxed"))

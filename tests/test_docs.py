@@ -30,7 +30,7 @@ from knobwise.experiments.command_line.compose import read_settings
 from knobwise.experiments.evidence.results import read_results
 from knobwise.experiments.evidence.schema import DatasetRow, PolicyRow, RunResults
 from knobwise.experiments.settings.comparison_options import WorkspaceRun
-from knobwise.experiments.settings.unread import unread
+from knobwise.experiments.settings.unread import unread_options
 from knobwise.experiments.tracking.tracker import THROUGHPUT
 from knobwise.experiments.tracking.workspace import view_of
 from knobwise.testbeds.simulated_endpoint import SimulatedEndpoint
@@ -429,7 +429,7 @@ def shortened(words):
     words = [word for word in words if not word.startswith(("seeds=", "tracking="))]
     stated = {word.partition("=")[0] for word in words}
     # no word that nothing reads
-    stated |= {*unread(read_settings("train", words[1:]))}
+    stated |= {*unread_options(read_settings("train", words[1:]))}
     return words + [word for word in SHORTER if word.partition("=")[0] not in stated]
 
 

@@ -38,8 +38,8 @@ class Calibration:
 
     Attributes:
         guard: a row for each calibrated budget, see `knobwise.agents.calibration.guard.calibrate`,
-            or under mean budgets `knobwise.agents.calibration.mean_policies.compared`; [] without
-            a guard.
+            or under mean budgets `knobwise.agents.calibration.mean_policies.compare_with_mix`; []
+            without a guard.
         guard_if_free: the rows if decisions and features cost nothing, for comparison.
         guard_of_teacher: the rows of the teacher, which decides for free, without margins.
         static: what the guard falls back to under deadlines, see `FittedStatic.arrays`.

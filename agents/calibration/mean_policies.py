@@ -304,7 +304,7 @@ def calibrated_values(
     return tried[index], choices[:, index]
 
 
-def compared(
+def compare_with_mix(
     accuracy: Tensor,
     cost: Tensor,
     mixed: Tensor,

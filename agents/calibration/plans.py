@@ -15,7 +15,7 @@ from knobwise.agents.calibration.guard import calibrate, cluster_numbers
 from knobwise.agents.calibration.mean_policies import (
     StaticMix,
     calibrated_values,
-    compared,
+    compare_with_mix,
     outcomes_of,
 )
 from knobwise.agents.evaluation.baselines import fit_static
@@ -101,7 +101,7 @@ def plan_for_mean_budgets(
             mixed.append(mix.expected(problem, hold)[0])
         accuracy, _ = outcomes_of(problem, rows, chosen)
         _, latency_ms = outcomes_of(problem, rows, chosen, checked=False)
-        calibration.guard = compared(
+        calibration.guard = compare_with_mix(
             accuracy,
             latency_ms + cost_ms,
             torch.cat(mixed),

@@ -66,7 +66,7 @@ def _members(archive: Any) -> dict[str, Array]:
         return {name: file[name] for name in file.files}
 
 
-def checked(arrays: Arrays, form: str) -> tuple[dict[str, Any], str]:
+def check_arrays(arrays: Arrays, form: str) -> tuple[dict[str, Any], str]:
     """Check the arrays of a file; return the content of `header`, and the first 16 digits of their
     digest. Raises a ValueError if the header names another format than `form`, or arrays hold NaN
     or do not match their checksum, the array `digest`."""
@@ -119,7 +119,7 @@ def _inner(values: Mapping[str, Any], name: str) -> Any:
     raise KeyError(name)
 
 
-def encoded(columns: Iterable[Any], request: Mapping[str, Any]) -> Array:
+def encode_request(columns: Iterable[Any], request: Mapping[str, Any]) -> Array:
     """Encode the named features of one request as float32 [d]: numbers as they are, text one-hot,
     unseen text in its column's last slot. Names may reach into objects, see `with_inner`. Raises a
     ValueError if a value is absent or of another kind, or missing (None, NaN, "", "?") although no

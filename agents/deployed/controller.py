@@ -23,8 +23,8 @@ from .arrays import (
     as_limit,
     as_numbers,
     below,
-    checked,
-    encoded,
+    check_arrays,
+    encode_request,
     read_arrays,
     short,
     with_inner,
@@ -80,7 +80,7 @@ class NumpyController:
     _declared: Array | None = None
 
     def __init__(self, arrays: Arrays) -> None:
-        self.header, self.digest = checked(arrays, FORMAT)
+        self.header, self.digest = check_arrays(arrays, FORMAT)
         self.unit: str = self.header["unit"]
         self.knobs = {name: tuple(values) for name, values in self.header["knobs"]}
         self.configurations = arrays["configurations"]
@@ -167,8 +167,8 @@ class NumpyController:
         limits: CostLimits = None,
     ) -> dict[str, Any]:
         """Return knob values by name for one request: blocks [d] and a budget in ms, or in `unit`.
-        The values of `columns` may be given by name instead of the block `features`, see `encoded`.
-        `limits` are on further costs; warns as `limits_note` says.
+        The values of `columns` may be given by name instead of the block `features`, see
+        `encode_request`. `limits` are on further costs; warns as `limits_note` says.
 
         Raises a ValueError if a block is missing, no numbers or has another shape, the budget is no
         number, not positive and finite, or as a mean not calibrated, the drift is not finite or
@@ -188,7 +188,7 @@ class NumpyController:
         if not isinstance(features, dict):
             features = self._blocks(features)
         if self.columns and "features" not in features:
-            features = {**features, "features": encoded(self.columns, features)}
+            features = {**features, "features": encode_request(self.columns, features)}
         fixed, limit = self._planned_for(features, budget_ms, drift)
         if limits or self.limits:
             return self._within(features, fixed, limit, drift, self.log_limits(limits))[0]
@@ -347,7 +347,7 @@ class NumpyController:
         if self._bounds.weight is not None:
             blocks = self.with_blocks(self._blocks(features))
             if self.columns and "features" not in blocks:
-                blocks = {**blocks, "features": encoded(self.columns, blocks)}
+                blocks = {**blocks, "features": encode_request(self.columns, blocks)}
             many = {name: np.atleast_2d(blocks.get(name, np.nan)) for name in self.feature_sizes}
             n = max(map(len, many.values()))
             x = self._normaliser(self._checked(many, np.ones(n), None, None)[0])

@@ -174,7 +174,7 @@ def log_ratios(old: ProfileTable, new: ProfileTable) -> tuple[Tensor, Tensor]:
     return columns[j], after.double() - before.double()
 
 
-def adapted(agent: DeployedController, offsets: Offsets, x: Tensor) -> DeployedController:
+def adapt_latency(agent: DeployedController, offsets: Offsets, x: Tensor) -> DeployedController:
     """Return a copy of a controller for deadlines that allows for offsets of the log-latency.
 
     Its teacher expects e^offset times the latency of each configuration and is less sure of it, and
@@ -185,7 +185,7 @@ def adapted(agent: DeployedController, offsets: Offsets, x: Tensor) -> DeployedC
         offsets: offsets of every configuration.
         x: normalised features [n, width] of requests to learn from.
     """
-    agent = copied(agent)
+    agent = copy_controller(agent)
     teacher = agent.teacher
     before = copy.deepcopy(teacher)
     # an offset that all configurations share only moves the budgets, so nothing has to be distilled
@@ -212,7 +212,7 @@ def adapted(agent: DeployedController, offsets: Offsets, x: Tensor) -> DeployedC
     return agent
 
 
-def copied(agent: DeployedController) -> DeployedController:
+def copy_controller(agent: DeployedController) -> DeployedController:
     """Return a deep copy of a controller, in eval mode."""
     # together, so that what they share stays shared
     controller, teacher, calibration = copy.deepcopy(

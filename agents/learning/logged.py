@@ -25,7 +25,7 @@ from torch import Tensor
 
 from knobwise.agents.deployed.arrays import MIN_MS
 from knobwise.agents.deployed.controller import NumpyController
-from knobwise.agents.learning.request_log import FORMAT, LABELS, REQUESTS, unpacked
+from knobwise.agents.learning.request_log import FORMAT, LABELS, REQUESTS, unpack_floats
 from knobwise.common.errors import InputError
 
 LARGEST = sys.float_info.max
@@ -213,9 +213,9 @@ def logged_of(rows: Sequence[Mapping[str, Any]], controller: NumpyController) ->
     propensity = np.zeros((n, count))
     for i, row in enumerate(rows):
         for name, block in (row["features"] or {}).items():
-            features[name][i] = unpacked(block)
+            features[name][i] = unpack_floats(block)
         if row["drift"] is not None:
-            offset[i] = unpacked(row["drift"][0])
+            offset[i] = unpack_floats(row["drift"][0])
             scale[i] = row["drift"][1]
         propensity[i, row["among"]] = row["chances"]
     columns = {"offset": offset, "scale": scale, "propensity": propensity}
@@ -329,12 +329,12 @@ def _faults(
         yield "`met` disagrees with total_ms and budget_ms"
 
     # the arrays that the decision was made from
-    sizes = {name: len(unpacked(block)) for name, block in (row["features"] or {}).items()}
+    sizes = {name: len(unpack_floats(block)) for name, block in (row["features"] or {}).items()}
     if sizes and controller and sizes != controller.feature_sizes:
         yield "features of other shapes"
     if row["drift"] is not None:
         text, scale = row["drift"]
-        offset = unpacked(text)
+        offset = unpack_floats(text)
         shaped = count in (math.inf, len(offset)) and np.isfinite(offset).all()
         if not (shaped and _is_positive(scale)):
             yield "a drift of another shape"

@@ -151,11 +151,11 @@ class RequestLog:
         self.lost += rows
 
 
-def packed(values: NDArray[Any]) -> str:
+def pack_floats(values: NDArray[Any]) -> str:
     """Return values as float32 in base64."""
     return base64.b64encode(np.asarray(values, np.float32).tobytes()).decode()
 
 
-def unpacked(text: Any) -> NDArray[Any]:
-    """Return what `packed` wrote. Raises TypeError or ValueError for anything else."""
+def unpack_floats(text: Any) -> NDArray[Any]:
+    """Return what `pack_floats` wrote. Raises TypeError or ValueError for anything else."""
     return np.frombuffer(base64.b64decode(text, validate=True), np.float32)

@@ -37,8 +37,8 @@ from knobwise.agents.learning.adaptation import (
     MIN_CELLS,
     Offsets,
     Scales,
-    adapted,
-    copied,
+    adapt_latency,
+    copy_controller,
     distil_again,
     fit_offsets,
     posterior,
@@ -166,7 +166,7 @@ def labels_beside_profile(agent: DeployedController, logged: Logged) -> list[Con
 def _loss(agent: DeployedController, logged: Logged, old: Tensor, new: Tensor) -> float:
     """Return the utility lost by new choices [n] instead of old ones, at the accuracies of the
     profile."""
-    profile = copied(agent)
+    profile = copy_controller(agent)
     # without what labels have taught it
     profile.teacher.accuracy_logits.zero_()
     utility = _expected_utility(profile, logged)
@@ -175,7 +175,9 @@ def _loss(agent: DeployedController, logged: Logged, old: Tensor, new: Tensor) -
 
 def learn(agent: DeployedController, logged: Logged) -> dict[str, DeployedController]:
     """Let a controller learn from a log; return it after each step that the log allows."""
-    after = {LATENCIES: adapted(agent, _latency_offsets(agent, logged), _features(agent, logged))}
+    after = {
+        LATENCIES: adapt_latency(agent, _latency_offsets(agent, logged), _features(agent, logged))
+    }
     labelled = logged[logged.seen & logged.labelled]
     if len(labelled) >= FEW:
         after[ACCURACIES] = _with_accuracies(after[LATENCIES], labelled)
@@ -299,7 +301,7 @@ def _with_accuracies(agent: DeployedController, logged: Logged) -> DeployedContr
     the mean effect on logged requests.
     """
     logits = _accuracy_offsets(agent, logged)
-    agent = copied(agent)
+    agent = copy_controller(agent)
     x = _features(agent, logged)
     before = copy.deepcopy(agent.teacher)
     agent.teacher.accuracy_logits += logits.float()

@@ -11,7 +11,12 @@ import torch
 from torch import Tensor
 
 from knobwise.envs.demonstrations.beam_table import BeamTable
-from knobwise.profiling.demonstrations.pools import Kinds, best_places, compared, similarity
+from knobwise.profiling.demonstrations.pools import (
+    Kinds,
+    best_places,
+    scale_for_similarity,
+    similarity,
+)
 
 SIMPLE = (
     "random",
@@ -89,7 +94,7 @@ def marginal_relevance(table: BeamTable, shots: int) -> Tensor:
     """
     chosen = []
     # inner products of these are the cosines
-    candidates = compared(table.candidates, "mixed", _both_blocks(table))
+    candidates = scale_for_similarity(table.candidates, "mixed", _both_blocks(table))
     similar = cosines(table, "similarity")
     batches = zip(table.pool.split(BATCH), similar.split(BATCH), strict=True)
     for pool, relevance in batches:

@@ -295,7 +295,7 @@ def selector_trainer(
             judged_by=setup.judged_by,
             identity=setup.identity,
             trained_on="other beams or options",
-            provenance=provenance,
+            provenance=selector_provenance,
             setup=setup,
             kept=setup.agent.selector,
             keeps_epochs=True,
@@ -306,7 +306,7 @@ def selector_trainer(
         )
 
 
-def provenance(trainer: Trainer) -> Provenance:
+def selector_provenance(trainer: Trainer) -> Provenance:
     """Return how the selector came about: from which queries, how good on validation."""
     setup: SelectorSetup = trainer.setup
     rows = [*setup.split.train.tolist(), *setup.split.validation.tolist()]

@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from knobwise.agents.controller.features import FeatureNormaliser
 from knobwise.agents.teacher.completion import Completion
-from knobwise.agents.teacher.experts import MeasuredRows, padded
+from knobwise.agents.teacher.experts import MeasuredRows, pad_features
 from knobwise.common.progress import progress
 from knobwise.envs.bandit.budgets import log_measured, subsample
 from knobwise.envs.tables.beliefs import Beliefs
@@ -37,7 +37,7 @@ def fit_beliefs(
         return None
     fitted = split.fitted
     normaliser = FeatureNormaliser.fit(table, fitted)
-    x = padded(normaliser.of_rows(table, torch.arange(table.num_samples))).double().numpy()
+    x = pad_features(normaliser.of_rows(table, torch.arange(table.num_samples))).double().numpy()
     completion = Completion(table, x, seed)
     division = folds_of(table, fitted, seed, folds)
     held_out = [fitted[torch.from_numpy(hold)] for _, hold in division]

@@ -130,10 +130,12 @@ def composed_of(
     indicators = samples.shape[1] - sum(widths)
     if indicators:
         widths.append(indicators)
-    return normaliser.project(composed(samples, widths, count, generator))
+    return normaliser.project(compose_requests(samples, widths, count, generator))
 
 
-def composed(x: Tensor, widths: list[int], count: int, generator: torch.Generator) -> Tensor:
+def compose_requests(
+    x: Tensor, widths: list[int], count: int, generator: torch.Generator
+) -> Tensor:
     """Compose requests of samples: features [n, width] → [count, width].
 
     1. Cross: half of the time, every block of columns comes from a sample of its own.

@@ -140,7 +140,7 @@ class Expert(nn.Module):
 
         Without features all predictions are equal.
         """
-        inputs = padded(x)
+        inputs = pad_features(x)
         return Prediction(self.accuracy(inputs), self.log_latency(inputs), self.spread)
 
     def plain(self) -> dict[str, Any]:
@@ -205,7 +205,7 @@ class Experts(NamedTuple):
         spread is that of the residuals out of fold, times the factor with the best utility out of
         fold (for deadlines only).
 
-        Of more rows than `sampled` keeps the others are left out, and a message says so.
+        Of more rows than `sampled_positions` keeps the others are left out, and a message says so.
 
         Args:
             rows: int64 [n].
@@ -218,7 +218,7 @@ class Experts(NamedTuple):
         """
         division = folds_of(table, rows, seed, folds)
         normaliser = normaliser or FeatureNormaliser.fit(table, rows)
-        kept = sampled(len(rows), table.num_configurations)
+        kept = sampled_positions(len(rows), table.num_configurations)
         if len(kept) < len(rows):
             say(f"experts are fitted on a sample: {len(kept):,} of {len(rows):,} samples")
             # each stays in its fold, so that networks of the folds have not seen it either
@@ -227,7 +227,7 @@ class Experts(NamedTuple):
         measured = MeasuredRows.from_table(table, rows, budgets_ms, division, rule)
         if not families:
             return cls(measured, normaliser, [])
-        x = padded(normaliser.of_rows(table, rows)).double().numpy()
+        x = pad_features(normaliser.of_rows(table, rows)).double().numpy()
         # the centres and the filled holes must not come from held-out rows
         by_fold = []
         for fit, hold in division:
@@ -249,7 +249,7 @@ class Experts(NamedTuple):
         return [named[family] for family in families]
 
 
-def sampled(samples: int, configurations: int) -> Tensor:
+def sampled_positions(samples: int, configurations: int) -> Tensor:
     """Return the positions of the samples that experts are fitted on, evenly spread: int64 [n]."""
     most = min(MAX_SAMPLES, max(MAX_CELLS // configurations, 1))
     return subsample(torch.arange(samples), most)
@@ -260,7 +260,7 @@ def places(positions: Rows, kept: Tensor) -> Rows:
     return np.flatnonzero(np.isin(kept.numpy(), positions))
 
 
-def padded(x: Tensor) -> Tensor:
+def pad_features(x: Tensor) -> Tensor:
     """Return features [n, d], or a column of zeros where there are none.
 
     So every regressor has an input.

@@ -94,7 +94,7 @@ class MemberPredictions(NamedTuple):
         return pick(self.score(limits, mask), self.log_latency, mask)
 
 
-def concatenated(predictions: Sequence[Prediction]) -> Prediction:
+def concatenate_predictions(predictions: Sequence[Prediction]) -> Prediction:
     """Join predictions along their first axis."""
     return Prediction(
         accuracy=torch.cat([prediction.accuracy for prediction in predictions]),
@@ -188,7 +188,7 @@ class Teacher(nn.Module):
                         spread=predicted.spread.expand(1, len(x), -1),
                     )
                 )
-        members = self._moved(concatenated(predictions))
+        members = self._moved(concatenate_predictions(predictions))
         return MemberPredictions(x.new_tensor(weights).reshape(-1, 1, 1), members, self.rule)
 
     def _moved(self, prediction: Prediction) -> Prediction:
@@ -243,7 +243,7 @@ class Teacher(nn.Module):
     @torch.no_grad()
     def moments(self, x: Tensor) -> Prediction:
         """Predict the outcomes of every configuration from features [n, width]."""
-        return concatenated([mixture.moments() for _, mixture in self._mixtures(x)])
+        return concatenate_predictions([mixture.moments() for _, mixture in self._mixtures(x)])
 
     @torch.no_grad()
     def choose(self, features: Arrays, limits: Array, mask: Array | None = None) -> Array:

@@ -73,7 +73,7 @@ def samples_of_training(
         else:
             _refuse_test_samples(seen_before, table, split, settings.init_from)
     fold_networks = settings.policy.fold_networks
-    folds = divided(table, split, fold_networks, fold_seed)
+    folds = divide_into_folds(table, split, fold_networks, fold_seed)
     # of several folds the deployed network is a last one, of all samples
     fitted = folds[0][0] if fold_networks == 1 else split.fitted
     return Samples(folds, fitted, fold_seed, seen_before)
@@ -91,7 +91,7 @@ def _refuse_test_samples(
         )
 
 
-def divided(
+def divide_into_folds(
     table: ProfileTable, split: Split, fold_networks: int, seed: int
 ) -> tuple[list[Tensor], list[Tensor]]:
     """Return the rows that each fold's network is fitted on, and those it is judged on.

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from knobwise.common.errors import InputError
-from knobwise.common.imports import imported, in_a_line
+from knobwise.common.imports import import_callable, in_a_line
 from knobwise.envs.bandit.budgets import MIN_LATENCY_MS
 from knobwise.envs.bandit.faster import count_true, flat_index, take
 from knobwise.envs.bandit.reward_kinds import KINDS
@@ -87,7 +87,9 @@ class RewardFunction:
         self, name: str, table: ProfileTable, device: torch.device | str | None = None
     ) -> None:
         self.key = f"reward.function={name}"
-        self._function = imported(self.key, name, "function", "examples.rewards:late_answers")
+        self._function = import_callable(
+            self.key, name, "function", "examples.rewards:late_answers"
+        )
         self.knobs: dict[str, Tensor] = {}  # float32 [C], the value of each configuration
         configurations = table.configurations.to(device)
         for knob, column in zip(table.knobs, configurations.T, strict=True):

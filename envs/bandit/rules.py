@@ -17,7 +17,7 @@ from torch import Tensor
 
 from knobwise.common.checks import one_of
 from knobwise.common.errors import InputError
-from knobwise.common.imports import imported, in_a_line
+from knobwise.common.imports import import_callable, in_a_line
 from knobwise.envs.bandit.budgets import (
     MIN_LATENCY_MS,
     STRATEGIES,
@@ -505,7 +505,7 @@ def take_rule(rule: str | type[Rule], key: str) -> type[Rule]:
     Raises:
         InputError: there is no such class, or it is no rule.
     """
-    kind: Any = imported(key, rule, "class", EXAMPLE) if isinstance(rule, str) else rule
+    kind: Any = import_callable(key, rule, "class", EXAMPLE) if isinstance(rule, str) else rule
     if not (isinstance(kind, type) and issubclass(kind, Rule)) or ":" not in kind.name:
         raise InputError(
             f"{key}: is no rule of your own; it must be a subclass of knobwise.envs.bandit.Rule"

@@ -20,7 +20,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from knobwise.common.errors import InputError
 from knobwise.common.files import write_text
-from knobwise.common.json_text import encoded
+from knobwise.common.json_text import encode_json
 from knobwise.envs.demonstrations.beam_records import (
     NUMERAL,
     Query,
@@ -264,7 +264,7 @@ def write_rl_data(
             "candidate_pool_ids": [i for i in pools[q] if i >= 0],
             "pointer_candidates": rows[q],
         }
-    write_text(path, encoded(content, path))
+    write_text(path, encode_json(content, path))
 
 
 def _pointer_rows(table: BeamTable, pools: list[list[int]]) -> list[list[Record]]:

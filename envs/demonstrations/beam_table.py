@@ -135,12 +135,12 @@ class BeamTable:
         problems = {
             "padding inside a pool; it belongs at the end": after_gaps(self.pool_mask),
             f"pool entries beyond the {len(self.candidates)} candidates": beyond,
-            "candidates that occur twice in a pool": repeated(self.pool),
+            "candidates that occur twice in a pool": is_repeated(self.pool),
             "padding inside a sequence; it belongs at the end": after_gaps(self.sequences >= 0),
             "padding between the beams of a query; it belongs at the end": after_gaps(beam),
             "indices outside the query's own pool": self.sequences
             >= self.pool_mask.sum(1)[:, None, None],
-            "indices that occur twice in a sequence": repeated(self.sequences),
+            "indices that occur twice in a sequence": is_repeated(self.sequences),
             f"found_by that does not index {METHODS}": beam & ~known_method,
             "rounds that do not fit found_by (draws of a policy count from 1, everything else "
             "has 0)": beam & ~fitting_round,
@@ -327,7 +327,7 @@ def after_gaps(used: Tensor) -> Tensor:
     return used[..., 1:] & ~used[..., :-1]
 
 
-def repeated(numbers: Tensor) -> Tensor:
+def is_repeated(numbers: Tensor) -> Tensor:
     """Return True for each number ≥ 0 that occurs again in its row: int64 [*, n] → bool [*, n − 1].
 
     The result follows the sorted numbers.

@@ -57,11 +57,11 @@ def demonstration_reward(
     for shots in config.by_shots:
         weights = factors(shots).where((lengths == shots).unsqueeze(-1), weights)
     if config.adaptive:
-        weights = adapted(weights, values, exists)
+        weights = adapt_weights(weights, values, exists)
     return (values * weights).sum(-1)
 
 
-def adapted(weights: Tensor, values: Tensor, exists: Tensor) -> Tensor:
+def adapt_weights(weights: Tensor, values: Tensor, exists: Tensor) -> Tensor:
     """Give more weight to signals that vary more inside the group, and none to constant ones.
 
     The new weights are proportional to weight × standard deviation. Their sum stays the same.

@@ -35,11 +35,11 @@ from knobwise.envs.readers.outcome_columns import (
     Design,
     differs_in_every_row,
     is_clock,
-    listed,
+    list_columns,
     named_like,
     numbers_of_rows,
     of_configurations,
-    plain,
+    plain_name,
     settings_among,
     whole_numbers,
 )
@@ -158,8 +158,8 @@ def knobs_and_features(
     wrong = [k for k in knobs if k not in frame.columns or k in other - {cost}]
     if wrong or not knobs:
         raise InputError(
-            f"{listed(wrong) or 'no column'} for a knob; its columns are {listed(frame.columns)}. "
-            "Name the knobs with knobs=; if there are none, name the configurations in one column. "
+            f"{list_columns(wrong) or 'no column'} for a knob; its columns are "
+            f"{list_columns(frame.columns)}. Name the knobs with knobs=; if there are none, name the configurations in one column. "
             "If each sample has one setting alone, this is a log of decisions, and nothing can be "
             f"replayed. {'; '.join(notes)}"
         )
@@ -290,7 +290,7 @@ def _find_knobs(
     } | refused
     for reason, left_out in reasons.items():
         if left_out:
-            notes.append(f"not knobs, since they {reason}: {listed(left_out)}")
+            notes.append(f"not knobs, since they {reason}: {list_columns(left_out)}")
     count = frame.select(names).n_unique()
     sizes_of = {name: frame[name].n_unique() for name in names}
     # a small grid of which few cells were measured has as many
@@ -354,15 +354,15 @@ def _knobs_by_design(
     others = [c for c in (*columns, QUESTION) if c not in names and c in frame.columns]
     for name, changing in _parting(frame, keys, names, list(dict.fromkeys(others))):
         notes.append(
-            f"knob {name} may be part of the ids: {listed(changing)} of a sample changes with it "
-            f"alone. If ids start anew in each {name}, rename it to `dataset`"
+            f"knob {name} may be part of the ids: {list_columns(changing)} of a sample changes with "
+            f"it alone. If ids start anew in each {name}, rename it to `dataset`"
         )
     numbered = [c for c in repeats if c not in names]
     for name, changing in _parting(frame, keys, [*names, *numbered], [*rest, *random]):
         if name in numbered and (texts := [c for c in changing if c not in names]):
             notes.append(
-                f"{name}: taken as a number of repeats, but {listed(texts)} of a sample changes "
-                f"with it alone. If ids start anew in each {name}, rename it to `dataset`"
+                f"{name}: taken as a number of repeats, but {list_columns(texts)} of a sample "
+                f"changes with it alone. If ids start anew in each {name}, rename it to `dataset`"
             )
     left_out = {
         "vary from sample to sample under the same settings, as outcomes do": rest,
@@ -494,7 +494,7 @@ def _features_in(
 def _note_unknown(columns: Sequence[str], notes: list[str]) -> None:
     """Note once that these columns, see `_unknown_before`, are neither knobs nor features."""
     note = (
-        f"not used, since they hold answers, outcomes or numbers of rows: {listed(columns)} "
+        f"not used, since they hold answers, outcomes or numbers of rows: {list_columns(columns)} "
         "(profile.features=[…] uses the columns that it names)"
     )
     if columns and note not in notes:
@@ -522,7 +522,7 @@ def _candidates(frame: pl.DataFrame, other: Set[str]) -> list[str]:
     """Return the columns that may be knobs or features: no keys, measurements and times."""
     other = other | KEYS | MEASURES
     other = other | {*named_like(frame.columns, UNITS)}
-    return [c for c in frame.columns if c not in other and not plain(c).endswith("_ms")]
+    return [c for c in frame.columns if c not in other and not plain_name(c).endswith("_ms")]
 
 
 def _varying(

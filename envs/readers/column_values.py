@@ -234,7 +234,7 @@ def whole_words(cells: pl.DataFrame) -> pl.DataFrame:
     return cells
 
 
-def numbered(series: pl.Series) -> pl.Series:
+def number_repeats(series: pl.Series) -> pl.Series:
     """Return numbers of repeated measurements; names are numbered in the order of the alphabet."""
     try:
         return number_column(series, False)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import polars as pl
 
 from knobwise.common.errors import InputError
-from knobwise.envs.readers.outcome_columns import plain
+from knobwise.envs.readers.outcome_columns import plain_name
 
 ERRORS = re.compile(
     r"(.*_)?([wcmt]er|(err|error|loss|mistake|failure|miss|hallucination)(s|es)?|(r|m|rm|n|nrm)?[ms]se"
@@ -40,13 +40,13 @@ PRICES = re.compile(r"(.*_)?(usd|eur|dollars?|euros?|cents?|cost|price|joules?|e
 
 def counts_errors(name: str) -> bool:
     """Return whether the name of a measure says that lower is better."""
-    words = plain(name)
+    words = plain_name(name)
     return bool(ERRORS.fullmatch(words)) and not TURNED.fullmatch(words)
 
 
 def is_rate(name: str) -> bool:
     """Return whether the name of a cost, or its unit, says that higher is better."""
-    words = plain(name)
+    words = plain_name(name)
     if PRICES.fullmatch(words):
         return False
     return bool(RATES.fullmatch(words)) or words in ("hz", "khz", "1_s")

@@ -16,7 +16,7 @@ from platformdirs import user_cache_path
 from torch import Tensor
 
 from knobwise.common.errors import InputError
-from knobwise.common.imports import imported, in_a_line
+from knobwise.common.imports import import_callable, in_a_line
 from knobwise.envs.tables.profile_table import ProfileTable
 from knobwise.envs.tables.tensor_file import save_tensors, tensors_if_whole
 
@@ -29,7 +29,7 @@ AT_ONCE = 256
 Embed = Callable[[list[str]], Any]
 
 
-def embedded(table: ProfileTable, function: str | Embed) -> ProfileTable:
+def embed_texts(table: ProfileTable, function: str | Embed) -> ProfileTable:
     """Return a table whose texts are feature blocks that a function computes.
 
     It is called once for each text: what it returns is kept in the user's cache, as long as its
@@ -48,7 +48,7 @@ def embedded(table: ProfileTable, function: str | Embed) -> ProfileTable:
     path = None
     embed: Any = function
     if isinstance(function, str):
-        embed = imported(KEY, function, "function", "my_model:embed")
+        embed = import_callable(KEY, function, "function", "my_model:embed")
         path = _cache_of(function)
     blocks = {}
     features_ms = table.features_ms

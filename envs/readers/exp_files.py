@@ -12,7 +12,7 @@ from polars.selectors import by_name, matches
 from knobwise.common.checks import folder_name, one_of
 from knobwise.common.errors import InputError
 from knobwise.common.files import write_text
-from knobwise.common.json_text import encoded
+from knobwise.common.json_text import encode_json
 from knobwise.envs.readers.column_values import check_range, whole_words
 from knobwise.envs.readers.configuration_files import (
     IDS,
@@ -208,7 +208,7 @@ def write_exp5_exp6(
             (Path(exp5_dir) / f"exp5_accuracy_{dashed}" / f"exp5_accuracy_results_{stem}", scores),
             (Path(exp6_dir) / f"exp6_latency_{dashed}" / f"exp6_latency_{stem}", latencies),
         ):
-            write_text(path, encoded(content, path))
+            write_text(path, encode_json(content, path))
 
 
 def _contents(
@@ -258,7 +258,7 @@ def _to_write(
             f"{source}: has data sets {sorted(set(table.dataset_names))} and knob values {values}; "
             f"it must hold one data set, and whole numbers ≥ 0 for {', '.join(KNOBS)}"
         )
-    encoded(metadata, source)
+    encode_json(metadata, source)
     frame = frame.drop_nulls(["accuracy", "latency_ms"]).with_columns(pl.col(KNOBS).cast(pl.Int64))
     # JSON has no NaN
     frame = frame.with_columns(pl.selectors.float().fill_nan(None))

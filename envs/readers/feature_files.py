@@ -29,7 +29,7 @@ from knobwise.envs.readers.feature_columns import (
 )
 from knobwise.envs.readers.frames import KEYS, read_frame, with_chats
 from knobwise.envs.readers.layouts import PLAIN, Layout, with_ids
-from knobwise.envs.readers.outcome_columns import INDEX, listed, named_like
+from knobwise.envs.readers.outcome_columns import INDEX, list_columns, named_like
 from knobwise.envs.tables.columns import FEATURES, Column
 from knobwise.envs.tables.profile_table import ProfileTable
 from knobwise.envs.tables.tensor_file import save_tensors, tensors_and_metadata, tensors_of
@@ -339,5 +339,5 @@ def _read_columns(path: Path, columns: Sequence[Column], layout: Layout) -> Feat
             arrays[FEATURES] = encode_samples(frame, named)
         arrays |= texts_in(frame, fitted)
     if unused:
-        noted.append(f"keys that are no features: {listed(unused)}")
+        noted.append(f"keys that are no features: {list_columns(unused)}")
     return features_from(arrays)._replace(columns=tuple(named), notes=tuple(noted))

@@ -19,7 +19,7 @@ import polars as pl
 
 from knobwise.common.errors import InputError
 from knobwise.common.files import check_unpacked, most_unpacked
-from knobwise.common.json_text import decoded, encoding_of, text_of
+from knobwise.common.json_text import decode_json, decode_text, encoding_of
 from knobwise.common.parquet import read_parquet
 from knobwise.common.text_files import (
     LOOKED_AT,
@@ -91,17 +91,17 @@ def _read(path: Path, noted: list[str] | None, lines: Lines | None) -> pl.DataFr
     notes = [] if noted is None else noted
     try:
         if path.suffix == ".gz":
-            content: bytes | Path = unpacked(path)
+            content: bytes | Path = unpack_gzip(path)
         else:
             content = path
         # the name without .gz decides the format
         if name.endswith((".csv", ".tsv")):
             return _delimited(content, notes, lines)
         if name.endswith((".json", ".jsonl", ".ndjson")):
-            text = text_of(content if isinstance(content, bytes) else path.read_bytes())
+            text = decode_text(content if isinstance(content, bytes) else path.read_bytes())
             return _frame(_rows(text, not name.endswith(".json"), notes, lines), noted, lines)
         if name.endswith(".arff"):
-            text = text_of(content if isinstance(content, bytes) else path.read_bytes())
+            text = decode_text(content if isinstance(content, bytes) else path.read_bytes())
             return arff_frame(text)
         # what is left of TABLES
         return read_parquet(path)
@@ -129,7 +129,7 @@ def _delimited(content: bytes | Path, notes: list[str], lines: Lines | None) -> 
         old = len(head) == 1 and b"\r" in head[0].rstrip()
         if lines is not None or old or not encoding.startswith("utf-8"):
             file.seek(0)
-            content = text_of(file.read()).replace("\r\n", "\n").replace("\r", "\n").encode()
+            content = decode_text(file.read()).replace("\r\n", "\n").replace("\r", "\n").encode()
             head = content.splitlines(keepends=True)[:LOOKED_AT]
     begin = [line.decode("utf-8-sig", errors="replace") for line in head]
     separator, skipped = form_of(begin)
@@ -150,7 +150,7 @@ def _delimited(content: bytes | Path, notes: list[str], lines: Lines | None) -> 
         )
     except pl.exceptions.PolarsError as error:
         # another encoding is the true cause
-        text = text_of(content if isinstance(content, bytes) else content.read_bytes())
+        text = decode_text(content if isinstance(content, bytes) else content.read_bytes())
         if words := where_rows_differ(text, separator, skipped):
             raise ValueError(words) from error
         raise
@@ -203,13 +203,13 @@ def _rows(text: str, by_line: bool, notes: list[str], lines: Lines | None) -> di
     Raises:
         ValueError: it is neither, or holds no list of rows, or several.
     """
-    readings: dict[bool, Callable[[str], Any]] = {True: _lines, False: decoded}
+    readings: dict[bool, Callable[[str], Any]] = {True: _lines, False: decode_json}
     content: Any
     try:
         content = readings[by_line](text)
         if by_line and isinstance(next(iter(content.values()), None), list):
             by_line = False
-            content = decoded(text)
+            content = decode_json(text)
     except ValueError as error:
         by_line = not by_line
         try:
@@ -235,7 +235,7 @@ def _lines(text: str, refused: dict[int, str] | None = None) -> dict[int, Any]:
     for number, line in enumerate(io.StringIO(text, newline="\n"), 1):
         if line.strip():
             try:
-                rows[number] = decoded(line)
+                rows[number] = decode_json(line)
             except ValueError as error:
                 if refused is None:
                     raise ValueError(f"line {number}: {error}") from None
@@ -372,7 +372,7 @@ def _refuse_mixed(kinds: dict[str, dict[type, int]], rows: dict[int, Any]) -> No
             )
 
 
-def unpacked(path: Path) -> bytes:
+def unpack_gzip(path: Path) -> bytes:
     """Return the content of a gzipped file. Raises InputError if it is longer than the limit."""
     with gzip.open(path) as file:
         content = file.read(most_unpacked() + 1)

@@ -20,7 +20,7 @@ import polars as pl
 
 from knobwise.common.errors import InputError
 from knobwise.common.files import check_unpacked, most_unpacked
-from knobwise.common.json_text import decoded
+from knobwise.common.json_text import decode_json
 from knobwise.common.zstd_frames import BLOCK, most_unpacked_from
 from knobwise.envs.readers.raw_files import beginning, json_in
 from knobwise.envs.readers.tool_rows import FAILED, ToolRows, known_before
@@ -288,8 +288,8 @@ def _archived(path: Path) -> tuple[Any, list[Any]]:
             for part in parts:
                 content = content_of(archive, part, path, size)
                 size += len(content)
-                samples += decoded(content)
-            return decoded(content_of(archive, header, path, size)), samples
+                samples += decode_json(content)
+            return decode_json(content_of(archive, header, path, size)), samples
     except (OSError, zipfile.BadZipFile, zlib.error, KeyError, TypeError, ValueError) as error:
         if isinstance(error, InputError):
             raise

@@ -9,7 +9,7 @@ import polars as pl
 
 from knobwise.common.errors import InputError
 from knobwise.envs.readers.column_values import holds_no_text
-from knobwise.envs.readers.outcome_columns import MEASURED, OUTCOMES, listed, named_like
+from knobwise.envs.readers.outcome_columns import MEASURED, OUTCOMES, list_columns, named_like
 from knobwise.envs.readers.tool_rows import UNLESS_GIVEN, ToolRows, as_part, given_of, named_columns
 
 SHARED = 0.5
@@ -18,7 +18,7 @@ EXAMPLES = 3
 """So many keys are shown as examples."""
 
 
-def joined(
+def join_files(
     parts: Sequence[tuple[str, pl.DataFrame | ToolRows]], choices: dict[str, Any], notes: list[str]
 ) -> tuple[pl.DataFrame, dict[str, Any]]:
     """Join tables, each with the one before, by the ids and the knobs that both have.
@@ -80,8 +80,8 @@ def _joined_pair(
         if "sample_id" not in each.columns:
             raise InputError(
                 f"{each_name}: no column {typed.get('id') or 'sample_id'} to join by; its columns "
-                f"are {listed(each.columns)}. Both files need the same ids, under the name that "
-                "id=… gives (on the command line profile.id=…)"
+                f"are {list_columns(each.columns)}. Both files need the same ids, under the name "
+                "that id=… gives (on the command line profile.id=…)"
             )
     # its ids stand under our name, too
     if typed.get("id") not in (None, "sample_id"):
@@ -111,7 +111,7 @@ def _joined_pair(
     notes.append(
         f"{name} and {other_name} are joined by {', '.join(keys)}: {len(met)} rows met; {alone} "
         f"rows of {name} and {alone_there} of {other_name} met none"
-        + f" (both have {listed(both)}: taken from {name})"
+        + f" (both have {list_columns(both)}: taken from {name})"
         * bool(both)
     )
     return met.drop(temporary)
@@ -180,7 +180,7 @@ def _refuse_pairs(
         f"joined by {', '.join(keys)}, {common.select(temporary).n_unique()} keys have several "
         f"rows in {name} and in {other_name}, such as {_examples(common, temporary)}: each pairs "
         f"with each. Both need the columns that tell their rows apart (knobs, or a number of the "
-        f"repeat); in one of them alone are {listed(alone)}"
+        f"repeat); in one of them alone are {list_columns(alone)}"
     )
 
 

@@ -15,7 +15,7 @@ from knobwise.common.errors import InputError
 from knobwise.envs.readers.column_values import (
     holds_no_text,
     number_column,
-    numbered,
+    number_repeats,
     refuse_lost_digits,
 )
 
@@ -96,7 +96,7 @@ def with_ids(frame: pl.DataFrame, layout: Layout, notes: list[str]) -> pl.DataFr
         if name == "id":
             refuse_lost_digits(values)
         else:
-            values = numbered(values)
+            values = number_repeats(values)
         columns.append(values.alias(known))
     return frame.with_columns(columns)
 

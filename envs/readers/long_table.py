@@ -29,7 +29,7 @@ from knobwise.envs.readers.frames import with_chats
 from knobwise.envs.readers.layouts import CONFIGURATION, Layout, long_form
 from knobwise.envs.readers.missing_cells import MISSING_CELLS, cells_as_failed, rows_as_failed
 from knobwise.envs.readers.missing_columns import refuse_missing
-from knobwise.envs.readers.outcome_columns import crashed, failures, listed
+from knobwise.envs.readers.outcome_columns import failures, is_crashed, list_columns
 from knobwise.envs.readers.tool_files import BUDGET, read_measurements
 from knobwise.envs.readers.unit_columns import in_one_unit
 from knobwise.envs.tables.cells import unread
@@ -238,7 +238,7 @@ def _refuse_costs(
     if wrong:
         raise InputError(
             f"costs={', '.join(wrong)}: no column with a further cost in each row; its columns are "
-            f"{listed(frame.columns)} (of these {', '.join(used)} are in use)"
+            f"{list_columns(frame.columns)} (of these {', '.join(used)} are in use)"
         )
 
 
@@ -347,7 +347,7 @@ def _profiled_rows(
     """
     measured = _as_numbers(frame, accuracy, accuracy_unit, latency, timed, notes)
     shares = measured["accuracy"].alias(accuracy)
-    at_once = crashed(frame, shares, measured["latency"], notes)
+    at_once = is_crashed(frame, shares, measured["latency"], notes)
     if missing == "failed":
         # the time of nothing is none
         timed_rows = pl.when(~at_once).then("latency").alias("latency")

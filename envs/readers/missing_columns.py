@@ -11,7 +11,13 @@ from knobwise.common.errors import InputError
 from knobwise.envs.readers.column_values import holds_no_text, number_column
 from knobwise.envs.readers.frames import KEYS
 from knobwise.envs.readers.layouts import Layout
-from knobwise.envs.readers.outcome_columns import ERRORS, REPEATS, ROW_NUMBERS, listed, named_like
+from knobwise.envs.readers.outcome_columns import (
+    ERRORS,
+    REPEATS,
+    ROW_NUMBERS,
+    list_columns,
+    named_like,
+)
 from knobwise.envs.readers.tool_rows import ONLY_TIMES
 
 SCORES = re.compile(
@@ -46,7 +52,7 @@ def refuse_missing(
     # what the layout names stands under our names too
     copies = {"sample_id", "repeat"} if layout.names else set()
     columns = [c for c in frame.columns if c not in copies - layout.names]
-    words = f"no column {', '.join(missing)}; its columns are {listed(columns) or 'none'}. "
+    words = f"no column {', '.join(missing)}; its columns are {list_columns(columns) or 'none'}. "
     if accuracy in missing:
         others = [c for c in columns if c not in (*needed, *KEYS, *layout.names)]
         words += _instead_of_accuracy(frame, others, [c for c in columns if c == latency])

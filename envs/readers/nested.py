@@ -16,7 +16,7 @@ NO_COLUMN = (pl.exceptions.PolarsError, TypeError, ValueError, OverflowError)
 """What polars raises for values that cannot stand in one column."""
 
 
-def unnested(frame: pl.DataFrame) -> pl.DataFrame:
+def unnest(frame: pl.DataFrame) -> pl.DataFrame:
     """Return rows with a column for each value inside an object, named as pandas does:
     `scores.small`. Lists stay lists."""
     while True:
@@ -49,7 +49,7 @@ def _parts(frame: pl.DataFrame, name: str) -> list[str]:
 
 def mixed_column(name: str, values: Sequence[Any], notes: list[str]) -> list[pl.Series]:
     """Return the column of these values, or where these are objects whose parts are not of one
-    type, a column for each part, named as `unnested` does.
+    type, a column for each part, named as `unnest` does.
 
     Whole numbers beside fractions in a list are fractions. Lists of other mixed types, such as
     numbers beside names, become lists of JSON, which are noted: they can be neither measurements

@@ -69,7 +69,7 @@ SETTINGS = re.compile(
 UNITS = re.compile(r"(.*_)?units?")
 """Names of columns that say in which unit another one is."""
 INDEX = re.compile(r"(unnamed(_\d+)*|index_level_\d+|level_0)?")
-"""Names of the columns that pandas makes of its index, as `plain` writes them."""
+"""Names of the columns that pandas makes of its index, as `plain_name` writes them."""
 ROW_NUMBERS = re.compile(
     r"idx|index|row|line|nr|no|id|uid|uuid|row_?num(ber)?"
     r"|(row|line)_(id|idx|index|no|nr|num|number)"
@@ -120,7 +120,7 @@ FEWEST_VALUES = 30
 """So many values, of which no two samples have one in common, are none that somebody set."""
 
 
-def plain(name: str) -> str:
+def plain_name(name: str) -> str:
     """Return a name of a column in lower case, with `_` between its words."""
     words = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name)
     return re.sub(r"[\W_]+", "_", words.lower()).strip("_") or name.strip()
@@ -129,7 +129,7 @@ def plain(name: str) -> str:
 def named_like(columns: Sequence[str], *patterns: re.Pattern[str]) -> list[str]:
     """Return those of these columns whose names are as one of the patterns says: as a whole, or the
     last part of a name such as `doc.target` or `expected_response/value`."""
-    names = {c: (plain(c), plain(_last_part(c))) for c in columns}
+    names = {c: (plain_name(c), plain_name(_last_part(c))) for c in columns}
     return [c for c in columns if any(p.fullmatch(name) for name in names[c] for p in patterns)]
 
 
@@ -225,7 +225,7 @@ def _common(parts: Sequence[list[str]], step: int) -> int:
     return min(sum(1 for _ in equal), min(map(len, parts)) - 1)
 
 
-def listed(columns: Sequence[str]) -> str:
+def list_columns(columns: Sequence[str]) -> str:
     """Return names of columns for a note; the index of pandas has none."""
     return ", ".join(name or "one without a name" for name in columns)
 
@@ -296,7 +296,7 @@ def failures(
     return failed
 
 
-def crashed(
+def is_crashed(
     frame: pl.DataFrame, accuracy: pl.Series, latency: pl.Series, notes: list[str]
 ) -> pl.Series:
     """Return which rows failed before they took any time or cost, whatever accuracy they have, bool

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from knobwise.common.errors import InputError
-from knobwise.common.json_text import decoded, text_of
-from knobwise.envs.readers.frames import unpacked
+from knobwise.common.json_text import decode_json, decode_text
+from knobwise.envs.readers.frames import unpack_gzip
 
 BEGIN = 65_536
 """So many bytes show which tool wrote a file."""
@@ -38,7 +38,7 @@ def json_in(path: Path) -> Any:
         InputError: it cannot be read, or is not JSON.
     """
     try:
-        return decoded(text_in(path))
+        return decode_json(text_in(path))
     except ValueError as error:
         raise InputError(f"{path}: not JSON ({error})") from error
 
@@ -54,7 +54,7 @@ def json_lines_in(path: Path) -> list[Any]:
         for number, line in enumerate(io.StringIO(text_in(path), newline="\n"), 1):
             if line.strip():
                 try:
-                    rows.append(decoded(line))
+                    rows.append(decode_json(line))
                 except ValueError as error:
                     raise ValueError(f"line {number}: {error}") from None
     except ValueError as error:
@@ -65,6 +65,6 @@ def json_lines_in(path: Path) -> list[Any]:
 def text_in(path: Path) -> str:
     """Return the text of a file, unpacked. Raises InputError if it cannot be read."""
     try:
-        return text_of(unpacked(path) if path.suffix == ".gz" else path.read_bytes())
+        return decode_text(unpack_gzip(path) if path.suffix == ".gz" else path.read_bytes())
     except (OSError, EOFError, zlib.error) as error:
         raise InputError(f"{path}: cannot be read ({error})") from error

@@ -8,8 +8,8 @@ import polars as pl
 from scipy.stats import t as student
 
 from knobwise.common.errors import InputError
-from knobwise.envs.readers.column_values import holds_no_text, numbered
-from knobwise.envs.readers.outcome_columns import REPEATS, listed, named_like
+from knobwise.envs.readers.column_values import holds_no_text, number_repeats
+from knobwise.envs.readers.outcome_columns import REPEATS, list_columns, named_like
 
 RESTART = "do they restart in every batch or on every rank?"
 """What to ask of ids where different samples look like repeats."""
@@ -76,7 +76,7 @@ def _numbered_rows(columns: pl.DataFrame, rows: pl.DataFrame, notes: list[str]) 
         cells = rows.select("cell").with_columns(column)
         if not column.null_count() and not cells.is_duplicated().any():
             notes.append(f"{column.name}: numbers the measurements of a cell, as a repeat does")
-            return rows.with_columns(numbered(column).alias("repeat"))
+            return rows.with_columns(number_repeats(column).alias("repeat"))
     return rows
 
 
@@ -164,7 +164,8 @@ def _parting(cells: pl.DataFrame) -> str:
     ]
     if not names:
         return ""
-    return f"; {listed(names)} would tell them apart, renamed to `dataset` if ids restart in each"
+    columns = list_columns(names)
+    return f"; {columns} would tell them apart, renamed to `dataset` if ids restart in each"
 
 
 def _as_above(*columns: str) -> pl.Expr:

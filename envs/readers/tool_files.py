@@ -23,8 +23,8 @@ from knobwise.envs.readers.inspect_logs import (
     is_inspect_frame,
     read_inspect_logs,
 )
-from knobwise.envs.readers.joined_files import joined
-from knobwise.envs.readers.nested import unnested
+from knobwise.envs.readers.joined_files import join_files
+from knobwise.envs.readers.nested import unnest
 from knobwise.envs.readers.promptfoo import holds_promptfoo, read_promptfoo
 from knobwise.envs.readers.tool_rows import ToolRows, as_table
 
@@ -67,10 +67,10 @@ def read_measurements(
     parts: list[tuple[str, pl.DataFrame | ToolRows]] = []
     for path, tool in zip(paths, tools, strict=True):
         if tool is None:
-            parts.append((path.name, unnested(read_frame(path, notes))))
+            parts.append((path.name, unnest(read_frame(path, notes))))
         else:
             parts.append((path.name, FORMATS[tool][1]([path], notes)))
-    return joined(parts, choices, notes)
+    return join_files(parts, choices, notes)
 
 
 def of_frame(
@@ -83,7 +83,7 @@ def of_frame(
     if BUDGET in frame.columns:
         # the objects of training examples have names of their own
         return frame, choices
-    return unnested(frame), choices
+    return unnest(frame), choices
 
 
 def tool_of(path: Path) -> str | None:

@@ -10,7 +10,7 @@ import polars as pl
 
 from knobwise.common.errors import InputError
 from knobwise.envs.readers.column_values import glimpse, number_column
-from knobwise.envs.readers.outcome_columns import UNITS, listed, named_like, plain
+from knobwise.envs.readers.outcome_columns import UNITS, list_columns, named_like, plain_name
 from knobwise.envs.tables.units import MS, TIMES, kept_as, own_unit
 
 OF_ANY_TIME = ("", "time", "latency", "duration", "runtime", "cost")
@@ -59,7 +59,7 @@ def in_one_unit(
     in_name = own_unit(cost)
     if not units or (in_name and not times):
         return frame, unit
-    listing = listed(units)
+    listing = list_columns(units)
     if known.null_count():
         raise InputError(
             f"column {name} names the unit of {cost}, but is empty in {known.null_count()} rows; "
@@ -120,8 +120,8 @@ def _unit_column(frame: pl.DataFrame, cost: str) -> str | None:
     best = None
     longest = -1
     for name in named_like(frame.columns, UNITS):
-        about = plain(name).removesuffix("s").removesuffix("unit").rstrip("_")
-        fits = about in OF_ANY_TIME or plain(cost).startswith(about)
+        about = plain_name(name).removesuffix("s").removesuffix("unit").rstrip("_")
+        fits = about in OF_ANY_TIME or plain_name(cost).startswith(about)
         if fits and frame[name].dtype == pl.String and len(about) > longest:
             best = name
             longest = len(about)

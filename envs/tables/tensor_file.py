@@ -19,7 +19,7 @@ from torch import Tensor
 
 from knobwise.common.errors import Damaged, InputError
 from knobwise.common.files import is_damaged, written_whole
-from knobwise.common.json_text import RepeatedKeyError, decoded
+from knobwise.common.json_text import RepeatedKeyError, decode_json
 from knobwise.common.progress import say
 
 if TYPE_CHECKING:
@@ -187,7 +187,7 @@ def _refuse_repeated_names(path: str | Path) -> None:
         length = int.from_bytes(file.read(8), "little")
         header = file.read(min(length, LONGEST_HEADER))
     try:
-        decoded(header)
+        decode_json(header)
     except RepeatedKeyError as error:
         raise InputError(f"{path}: {error}; keep only one") from error
     except ValueError:

@@ -25,12 +25,17 @@ from knobwise.common.interruption import end_with
 from knobwise.common.progress import say
 from knobwise.experiments.command_line.flags import SWEEP
 from knobwise.experiments.command_line.grammar import kinds_of, literal
-from knobwise.experiments.command_line.mistakes import explained
-from knobwise.experiments.command_line.registry import READERS, groups_of, readers_of, register
+from knobwise.experiments.command_line.mistakes import explain_mistakes
+from knobwise.experiments.command_line.registry import (
+    READERS,
+    groups_of,
+    readers_of,
+    register_settings,
+)
 from knobwise.experiments.settings.choices import BY_USER, CONF, choice_of
 from knobwise.experiments.settings.profiles import group_of_run, of_run, refuse_code
 from knobwise.experiments.settings.tracking import Training
-from knobwise.experiments.settings.unread import refuse_unread, unread
+from knobwise.experiments.settings.unread import refuse_unread, unread_options
 from knobwise.experiments.settings.verbs import settings_of_verb
 
 OF_RUN = "of_run"
@@ -51,7 +56,7 @@ def read_settings(verb: str, arguments: Sequence[str]) -> Any:
             the choices beside it do not read.
     """
     words = in_grammar(verb, arguments)
-    config = composed(verb, [*words_of_run(verb, words), *words])
+    config = compose_config(verb, [*words_of_run(verb, words), *words])
     refuse_unread(config, map(key_of, words))
     return settings_of(config)
 
@@ -82,7 +87,7 @@ def words_of_run(verb: str, arguments: Sequence[str]) -> list[str]:
         return []
     # Hydra knows what quotes and interpolations stand for
     named = [word for word in arguments if word.startswith("checkpoint=")]
-    checkpoint = composed(verb, named).checkpoint
+    checkpoint = compose_config(verb, named).checkpoint
     chosen = {word.partition("=")[0] for word in arguments}
     try:
         has_baselines = of_run(checkpoint, "baselines") is not False
@@ -106,15 +111,15 @@ def words_of_run(verb: str, arguments: Sequence[str]) -> list[str]:
     return words
 
 
-def composed(verb: str, arguments: Sequence[str]) -> DictConfig:
+def compose_config(verb: str, arguments: Sequence[str]) -> DictConfig:
     """Return the config that Hydra composes for a verb, unchecked.
 
     Raises:
         InputError: an unknown key or group, a value of the wrong type.
     """
-    register(verb)
+    register_settings(verb)
     # a value of another kind, such as profile=[1], makes Hydra fail by itself
-    mistakes = explained(verb, arguments, TypeError, ValueError)
+    mistakes = explain_mistakes(verb, arguments, TypeError, ValueError)
     with mistakes, initialize_config_dir(str(CONF), version_base="1.3"):
         return compose(verb, with_variants(arguments))
 
@@ -187,7 +192,7 @@ def run_hydra(
         os.chdir(get_original_cwd())  # relative paths refer to it, but workers start elsewhere
         words = list(HydraConfig.get().overrides.task)
         # what another job reads is left out where this one does not
-        for key, reason in unread(config).items():
+        for key, reason in unread_options(config).items():
             if key in typed and "." in key:
                 say(f"{key}={OmegaConf.select(config, key)}: {reason} does not read it; left out")
                 OmegaConf.update(config, key, OmegaConf.select(usual, key))
@@ -195,7 +200,7 @@ def run_hydra(
         varied = [word for word in words if word.lower() not in common]
         task(settings_of(config), words, varied or words)
 
-    register(verb)
+    register_settings(verb)
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises errors instead of printing them
     # `hydra.main` reads the words of this process, and takes the flag before the others only
     options = [word for word in arguments if word not in SWEEP]
@@ -203,7 +208,7 @@ def run_hydra(
     common = {word.lower() for word in sys.argv}
     typed = set(map(key_of, sys.argv))
     usual = OmegaConf.structured(settings_of_verb(verb))
-    with explained(verb, arguments):
+    with explain_mistakes(verb, arguments):
         _refuse_what_no_job_reads(verb, sys.argv[2:])
         hydra.main(version_base="1.3", config_path=str(CONF), config_name=verb)(job)()
 
@@ -215,8 +220,8 @@ def _refuse_what_no_job_reads(verb: str, words: Sequence[str]) -> None:
     Raises:
         InputError: there is one, or Hydra refuses the words.
     """
-    first, *others = (composed(verb, job) for job in _jobs(verb, words))
-    ignored = set(unread(first)).intersection(*map(unread, others))
+    first, *others = (compose_config(verb, job) for job in _jobs(verb, words))
+    ignored = set(unread_options(first)).intersection(*map(unread_options, others))
     refuse_unread(first, [key for key in map(key_of, words) if key in ignored])
 
 

@@ -15,7 +15,7 @@ from hydra.core.override_parser.types import QuotedString
 from hydra.errors import HydraException
 
 from knobwise.common.errors import InputError
-from knobwise.experiments.settings.words import CALL, NULL, quoted
+from knobwise.experiments.settings.words import CALL, NULL, quote_for_hydra
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -127,7 +127,7 @@ def _text(text: str) -> str:
     # a name that Hydra would read as a number or true is no text to it
     if "${" not in text and type(_parsed(text)) is str and _parsed(text) == text:
         return text
-    return quoted(text)
+    return quote_for_hydra(text)
 
 
 def _means_more(text: str, kinds: Kinds) -> bool:

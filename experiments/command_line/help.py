@@ -12,10 +12,10 @@ from rich.table import Table
 from knobwise.experiments.command_line.compose import read_settings
 from knobwise.experiments.command_line.registry import (
     Option,
-    choices_of,
     groups_of,
+    names_of_choices,
     options_in,
-    question_of,
+    question_of_experiment,
 )
 from knobwise.experiments.settings.verbs import settings_of_verb
 
@@ -85,8 +85,8 @@ def show_help(verb: str) -> None:
     if verb.startswith("train"):
         print(f"\n{SWEEPS}\n\nExperiments and their questions\n")
         experiments = []
-        for name in choices_of("experiment"):
-            question = question_of(name).partition("?")[0]
+        for name in names_of_choices("experiment"):
+            question = question_of_experiment(name).partition("?")[0]
             experiments.append(Option(f"experiment={name}", "", f"{question}?"))
         _print_options(console, experiments)
 

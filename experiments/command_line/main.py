@@ -26,15 +26,15 @@ if TYPE_CHECKING:
 
 VERBS = {
     "train": "command_line.train:train",
-    "evaluate": "deploy.evaluate:run",
-    "explain": "deploy.explain:run",
+    "evaluate": "deploy.evaluate:evaluate_run",
+    "explain": "deploy.explain:explain_run",
     "compare": "report.report:compare",
     "inspect": "command_line.profile:inspect",
     "profile": "command_line.profile:profile",
-    "export": "deploy.export:run",
-    "decide": "deploy.decide:run",
-    "update": "deploy.update:run",
-    "serve": "deploy.serve:run",
+    "export": "deploy.export:export_controller",
+    "decide": "deploy.decide:decide_requests",
+    "update": "deploy.update:update_controller",
+    "serve": "deploy.serve:serve_controller",
     "workspace": "tracking.workspace:workspace",
 }
 """The function of each verb, as module:name. It is imported only when it runs: an import takes
@@ -187,9 +187,9 @@ def _with_runs(arguments: list[str]) -> list[str]:
     folders = [argument for argument in arguments if _is_run(argument)]
     if not folders:
         return arguments
-    from knobwise.experiments.settings.words import quoted
+    from knobwise.experiments.settings.words import quote_for_hydra
 
-    listed = ",".join(map(quoted, folders))
+    listed = ",".join(map(quote_for_hydra, folders))
     return [f"runs=[{listed}]", *(argument for argument in arguments if argument not in folders)]
 
 

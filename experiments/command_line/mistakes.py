@@ -15,9 +15,9 @@ from omegaconf.errors import OmegaConfBaseException
 from knobwise.common.errors import InputError
 from knobwise.envs.readers.folders import is_table
 from knobwise.experiments.command_line.flags import in_our_words, meaning_of
-from knobwise.experiments.command_line.registry import choices_of, groups_of, options_in
+from knobwise.experiments.command_line.registry import groups_of, names_of_choices, options_in
 from knobwise.experiments.settings.verbs import settings_of_verb
-from knobwise.experiments.settings.words import nearest, typed
+from knobwise.experiments.settings.words import nearest_options, shell_word
 
 FILES = {"profile": "table", "trained_on": "table", "beams": "files"}
 """Groups of what is read, and their choice for a file of any name."""
@@ -41,7 +41,9 @@ UNKNOWN_CHOICE = re.compile(r"In '[^']*': Could not find '(.+)/([^/]+)'\s+Availa
 
 
 @contextmanager
-def explained(verb: str, arguments: Sequence[str], *errors: type[Exception]) -> Iterator[None]:
+def explain_mistakes(
+    verb: str, arguments: Sequence[str], *errors: type[Exception]
+) -> Iterator[None]:
     """Raise InputError, with a suggestion, where Hydra refuses the arguments of a verb, or one of
     these errors is raised."""
     try:
@@ -80,16 +82,16 @@ def _suggestion(verb: str, arguments: Sequence[str]) -> str:
             value = argument
             key = "profile"
         if key in FILES and Path(value).suffix:
-            close = [f"{key}={FILES[key]} {typed(f'{key}.path', value)}"]
+            close = [f"{key}={FILES[key]} {shell_word(f'{key}.path', value)}"]
         elif key in groups:
-            close = [f"{key}={name}" for name in get_close_matches(value, choices_of(key), 2)]
+            close = [f"{key}={name}" for name in get_close_matches(value, names_of_choices(key), 2)]
         elif key not in names and (words := in_our_words(verb, key, value)):
             # a name of the original's scripts
             return f"; did you mean {words}{meaning_of(words)}?"
         elif needed := _choice_with(key, choices.get(key, []), groups, arguments):
             close = [f"{needed} {argument}"]
         else:
-            close = [f"{name}={value}" for name in nearest(key, names)]
+            close = [f"{name}={value}" for name in nearest_options(key, names)]
         if close and argument not in close and ("," not in value or os.path.isfile(value)):
             return f"; did you mean {' or '.join(dict.fromkeys(close))}?"
     return ""

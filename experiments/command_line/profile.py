@@ -19,9 +19,9 @@ from knobwise.common.files import write_json
 from knobwise.experiments.settings.device import a_device
 from knobwise.experiments.settings.measuring_options import InspectRun, ProfileRun
 from knobwise.experiments.settings.profiles import TableProfile, read_profile, workers_of
-from knobwise.experiments.settings.words import typed
+from knobwise.experiments.settings.words import shell_word
 from knobwise.profiling.endpoint.settings import NAME as ENDPOINT
-from knobwise.profiling.endpoint.settings import NAMES, options_in
+from knobwise.profiling.endpoint.settings import NAMES, endpoint_options
 from knobwise.profiling.measuring.settings import BUILT_IN
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ def profile(config: ProfileRun) -> None:
     if config.complete is not None:
         from knobwise.experiments.deploy.complete import complete
 
-        complete(config, measure)
+        complete(config, measure_profile)
         return
     # a model with knobs is measured, any other is asked which demonstrations help
     users_class = ":" in config.model and not config.vlm.data
@@ -53,7 +53,7 @@ def profile(config: ProfileRun) -> None:
     _check(config, has_knobs)
     try:
         if has_knobs:
-            _summary(measure(config))
+            _summary(measure_profile(config))
         else:
             _profile_beams(config)
     except InputError:
@@ -62,7 +62,7 @@ def profile(config: ProfileRun) -> None:
         raise InputError(f"profile: {error}") from error
 
 
-def measure(
+def measure_profile(
     config: ProfileRun, needed: Callable[[], tuple[ProfileTable, Tensor]] | None = None
 ) -> Path:
     """Measure a model with knobs; return the folder.
@@ -82,7 +82,7 @@ def measure(
         importance=config.importance,
         dtype=config.dtype,
         device=config.device,
-        endpoint=options_in(config),
+        endpoint=endpoint_options(config),
     )
     identity: dict[str, object] = {}
     if config.data is None or ":" in config.model:
@@ -90,11 +90,11 @@ def measure(
     runner = None
     with ExitStack() as stack:
         if config.workers > 1:
-            from knobwise.profiling.workers.measuring import PoolRunner, described, machine_of
+            from knobwise.profiling.workers.measuring import PoolRunner, describe_model, machine_of
 
             # this process holds no replica
             pool = stack.enter_context(_workers(config, load, config.knobs.clock == "cpu"))
-            (model, items), note = pool.ask(described)
+            (model, items), note = pool.ask(describe_model)
             identity["machine"] = machine_of(Path(config.out), note)
             runner = partial(PoolRunner, pool)
         else:
@@ -132,7 +132,7 @@ def _summary(folder: Path) -> None:
     table = folder / "table.parquet"
     features: str | list[str] = str(folder / "features.safetensors")
     measured = read_parquet(table)
-    words = [typed("profile.path", table), typed("profile.features", features)]
+    words = [shell_word("profile.path", table), shell_word("profile.features", features)]
     costs = [name for name in ("usd",) if name in measured.columns]
     # behind an endpoint, the text of a request says more than what is counted in it; a few texts
     # say nothing
@@ -216,7 +216,7 @@ def _profile_beams(config: ProfileRun) -> None:
     from knobwise.testbeds.canvases.task import learner_task
 
     load: Callable[[], Any] = partial(
-        vlm_task, config.model, config.vlm, config.pool, options_in(config)
+        vlm_task, config.model, config.vlm, config.pool, endpoint_options(config)
     )
     if config.model == "learner":
         load = partial(learner_task, config.learner, config.pool)
@@ -250,7 +250,7 @@ def _profile_beams(config: ProfileRun) -> None:
     print(f"beams: {config.out}")
     print(
         f"next:  knobwise train experiment=selector_language beams=files "
-        f"{typed('beams.path', config.out)} beams.model=null variants.grpo_live=null"
+        f"{shell_word('beams.path', config.out)} beams.model=null variants.grpo_live=null"
     )
 
 

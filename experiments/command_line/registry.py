@@ -65,7 +65,7 @@ def groups_of(verb: str) -> dict[str, str | None]:
 
 
 @cache
-def register(verb: str) -> None:
+def register_settings(verb: str) -> None:
     """Tell Hydra the settings of a verb, and the choices of its groups but the experiments.
 
     Nothing else, since Hydra copies all that it was told for each composition.
@@ -78,14 +78,14 @@ def register(verb: str) -> None:
             store.store(group=group, name=name, node=node)
 
 
-def choices_of(group: str) -> list[str]:
+def names_of_choices(group: str) -> list[str]:
     """Return the names of all choices of a config group, the experiments included."""
     if group == "experiment":
         return experiments()
     return sorted(readers_of(group) or CHOICES[group])
 
 
-def question_of(experiment: str) -> str:
+def question_of_experiment(experiment: str) -> str:
     """Return the question that an experiment answers, from the comment below the first line of its
     file; "" without such a file."""
     path = CONF / "experiment" / f"{experiment}.yaml"
@@ -141,7 +141,7 @@ def options_in(
             nested[""] = value
         if f.name in groups and f.name != "experiment":
             default = groups[f.name] or "none"
-            meaning = f"Group: {', '.join(choices_of(f.name))}. {meaning}"
+            meaning = f"Group: {', '.join(names_of_choices(f.name))}. {meaning}"
             for name, reader in readers_of(f.name).items():
                 nested[f"{key}={name}"] = reader()
         yield Option(key, default, meaning)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from knobwise.common.garbage import uncollected
 from knobwise.common.progress import has_terminal, say
-from knobwise.experiments.command_line.registry import question_of
+from knobwise.experiments.command_line.registry import question_of_experiment
 from knobwise.experiments.settings.options import TrainRun
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ def train(
     Raises:
         InputError: settings or files that cannot be used; nothing has been written then.
     """
-    question = question_of(config.experiment)
+    question = question_of_experiment(config.experiment)
     tracking = replace(config.tracking, notes=config.tracking.notes or question)
     if has_terminal():  # where somebody waits for the next line, which takes seconds
         say(

@@ -21,7 +21,7 @@ from knobwise.agents.evaluation.limits import budget_with
 from knobwise.agents.evaluation.problems import problem_of
 from knobwise.agents.training.checkpoint import Loaded, load_checkpoint
 from knobwise.common.errors import InputError, naming
-from knobwise.common.json_text import decoded
+from knobwise.common.json_text import decode_json
 from knobwise.envs.tables.profile_table import ProfileTable, Split
 from knobwise.experiments.evidence.run_folder import checkpoint_at
 from knobwise.experiments.settings.measuring_options import ProfileRun
@@ -31,7 +31,7 @@ from knobwise.experiments.settings.profiles import (
     group_of_run,
     read_profile,
 )
-from knobwise.experiments.settings.words import typed
+from knobwise.experiments.settings.words import shell_word
 from knobwise.profiling.measuring.settings import VLMProfileConfig
 
 CONTROLLER = "controller.npz"
@@ -81,7 +81,7 @@ def complete(
         again.export(exported)
     for row in again.calibration.guard:
         print(f"{row['budget_ms']:.4g} ms: {row['reason']}")
-    print(f"next:    knobwise evaluate {typed('checkpoint', run)}")
+    print(f"next:    knobwise evaluate {shell_word('checkpoint', run)}")
 
 
 def _check_samples(run: str, loaded: Loaded, table: ProfileTable) -> None:
@@ -114,7 +114,7 @@ def _settings_of(out: Path) -> VLMProfileConfig:
         if not path.exists():
             raise InputError("there is no profile to complete; measure one first")
         try:
-            noted = decoded(path.read_bytes())["config"]
+            noted = decode_json(path.read_bytes())["config"]
             known = {field.name for field in fields(VLMProfileConfig)}
             return VLMProfileConfig(**{k: x for k, x in noted.items() if k in known})
         except (ValueError, KeyError, TypeError) as error:

@@ -13,11 +13,11 @@ from knobwise.agents.deployed.controller import MAX_MS, NumpyController
 from knobwise.common.errors import InputError, naming
 from knobwise.common.files import written_whole
 from knobwise.common.progress import say
-from knobwise.common.words import counted
+from knobwise.common.words import format_count
 from knobwise.envs.readers.column_values import refuse_lost_digits
-from knobwise.envs.readers.feature_columns import encode, number
+from knobwise.envs.readers.feature_columns import as_numbers, encode
 from knobwise.envs.readers.frames import Lines, read_frame, with_chats
-from knobwise.envs.readers.nested import unnested
+from knobwise.envs.readers.nested import unnest
 from knobwise.envs.tables.columns import FEATURES, Column, columns_of
 from knobwise.experiments.evidence.run_folder import controller_at
 from knobwise.experiments.settings.deployment_options import DecideRun
@@ -30,7 +30,7 @@ SOME_REFUSED = 3
 """The exit status if some rows were refused."""
 
 
-def run(config: DecideRun) -> int:
+def decide_requests(config: DecideRun) -> int:
     """Write the decisions for all requests that can be decided, list the others on stderr, and
     return the exit status: 0, or `SOME_REFUSED`.
 
@@ -55,7 +55,7 @@ def run(config: DecideRun) -> int:
     notes = list[str]()
     lines = Lines()
     # the names inside objects are those of a profile
-    frame = unnested(read_frame(path, notes, lines))
+    frame = unnest(read_frame(path, notes, lines))
     for note in notes:
         say(note)
     refused = dict(lines.refused)
@@ -83,13 +83,16 @@ def run(config: DecideRun) -> int:
     print(f"decided: {total - len(refused)} of {total} requests, in {out}")
     if untried:
         say(
-            f"{counted(int(untried), 'budget')} outside {tried.min():.4g} to {tried.max():.4g} "
-            f"{controller.unit}, the range that this controller was tested on; do not rely on the "
+            f"{format_count(int(untried), 'budget')} outside {tried.min():.4g} to "
+            f"{tried.max():.4g} {controller.unit}, the range that this controller was tested on; do not rely on the "
             "decisions there"
         )
     if unlike:
         words = "without its text" if controller.static is None else "by budget-aware static"
-        say(f"{counted(unlike, 'request')} with a text unlike those of training: decided {words}")
+        say(
+            f"{format_count(unlike, 'request')} with a text unlike those of training: decided "
+            f"{words}"
+        )
     return SOME_REFUSED if refused else 0
 
 
@@ -144,7 +147,7 @@ def _limits(frame: pl.DataFrame, config: DecideRun) -> pl.Series:
     budget = pl.lit(config.budget_ms, pl.Float64)
     if "budget_ms" in frame.columns:
         present = pl.col("budget_ms").cast(pl.String).fill_null("") != ""
-        known = number("budget_ms", frame.schema["budget_ms"]).fill_null(-1.0)
+        known = as_numbers("budget_ms", frame.schema["budget_ms"]).fill_null(-1.0)
         budget = pl.when(present).then(known).otherwise(budget)
     elif config.budget_ms is None:
         raise InputError("no column budget_ms; give budget_ms=…")

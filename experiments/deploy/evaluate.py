@@ -46,10 +46,10 @@ from knobwise.experiments.settings.device import a_device
 from knobwise.experiments.settings.profiles import measured_at_once, of_run, read_profile
 from knobwise.experiments.train.judging import evaluate_beside_baselines
 from knobwise.profiling.endpoint.settings import NAME as ENDPOINT
-from knobwise.profiling.endpoint.settings import NAMES, options_in
+from knobwise.profiling.endpoint.settings import NAMES, endpoint_options
 
 
-def run(config: EvaluateRun) -> RunResults:
+def evaluate_run(config: EvaluateRun) -> RunResults:
     """Judge an agent beside the baselines, print the results, write them to `json` if it is set,
     and return them.
 
@@ -108,7 +108,7 @@ def _evaluate_live(checkpoint: Path, loaded: Loaded, config: EvaluateRun) -> Run
         config.model,
         config.data,
         knobs,
-        endpoint=options_in(config),
+        endpoint=endpoint_options(config),
         importance=config.importance,
         dtype=config.dtype,
         device=config.device,

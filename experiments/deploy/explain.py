@@ -19,8 +19,8 @@ from knobwise.agents.problem import Problem
 from knobwise.agents.training.checkpoint import load_checkpoint
 from knobwise.common.errors import InputError
 from knobwise.common.files import write_json
-from knobwise.common.json_text import decoded
-from knobwise.common.words import number, quantity, setting
+from knobwise.common.json_text import decode_json
+from knobwise.common.words import format_number, quantity, setting
 from knobwise.envs.bandit.budgets import MIN_LATENCY_MS
 from knobwise.envs.tables.cost_words import in_words
 from knobwise.envs.tables.profile_table import ProfileTable
@@ -43,7 +43,7 @@ MEASURED = ("accuracy", "latency_ms")
 """What was measured of each configuration."""
 
 
-def run(config: ExplainRun) -> dict[str, object]:
+def explain_run(config: ExplainRun) -> dict[str, object]:
     """Print an explanation, write it to `json` if that is set, and return it.
 
     Raises:
@@ -146,7 +146,7 @@ def _drift(path: str | None, policy: KnobPolicy) -> Drift | None:
     check_time("tracker", policy.unit)
     tracker = LatencyTracker(policy.configurations, policy.agent.decider.digest)
     try:
-        tracker.restore(decoded(Path(path).read_bytes()))
+        tracker.restore(decode_json(Path(path).read_bytes()))
     except (OSError, ValueError) as error:
         raise InputError(f"tracker={path}: {error}") from error
     return tracker.drift
@@ -171,7 +171,7 @@ def _print(explained: dict[str, Any], table: ProfileTable) -> None:
             numbers |= {f"measured_{key}": measured.get(key) for key in MEASURED}
             line = {"configuration": setting(row["configuration"]), "": mark}
             for key, value in numbers.items():
-                text = number(value, ".3f")
+                text = format_number(value, ".3f")
                 if key.endswith("_ms"):
                     text = quantity(value, table.unit)
                 title = key.removesuffix("_ms").replace("_", " ")

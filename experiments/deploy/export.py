@@ -18,7 +18,7 @@ from knobwise.agents.evaluation.own_cost import Decider, decision_us
 from knobwise.agents.training.checkpoint import load_checkpoint
 from knobwise.common.errors import InputError
 from knobwise.common.files import write_json, written_whole
-from knobwise.common.words import counted
+from knobwise.common.words import format_count
 from knobwise.envs.bandit.budgets import default_budgets
 from knobwise.envs.tables.profile_table import ProfileTable
 from knobwise.experiments.deploy.evaluate import fitting_profile
@@ -38,7 +38,7 @@ GRAPH = "controller.onnx"
 GRAPH_OF_8_BITS = "controller.int8.onnx"
 
 
-def run(config: ExportRun) -> Path:
+def export_controller(config: ExportRun) -> Path:
     """Write controller.npz, the folder policy that reads it, export.json and the requested graphs;
     return the folder.
 
@@ -97,7 +97,7 @@ def _print(summary: dict[str, Any], out: Path) -> None:
         )
     for name, micros in summary["decisions_us_p50"].items():
         lines.append(f"{name}: {micros:.0f} µs per decision")
-    budgets = counted(len(summary["compared_on"]["budgets_ms"]), "budget")
+    budgets = format_count(len(summary["compared_on"]["budgets_ms"]), "budget")
     lines.append(f"(medians with cold caches, as in front of a model; mean over {budgets})")
     print_lines(Console(), [*lines, f"The files are in the folder {out}"])
 

@@ -13,7 +13,7 @@ from knobwise.experiments.settings.profiles import measured_at_once, of_run
 from knobwise.serving.proxy.settings import ServeRun
 
 
-def run(config: ServeRun) -> None:
+def serve_controller(config: ServeRun) -> None:
     """Serve until interrupted.
 
     Raises:

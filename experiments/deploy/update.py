@@ -18,28 +18,28 @@ import torch
 from knobwise.agents.calibration.deployed_controller import DeployedController
 from knobwise.agents.deployed.controller import NumpyController
 from knobwise.agents.learning.acceptance import FEW
-from knobwise.agents.learning.adaptation import adapted, fit_offsets, log_ratios
+from knobwise.agents.learning.adaptation import adapt_latency, fit_offsets, log_ratios
 from knobwise.agents.learning.logged import Logged, logged_of, read_log
 from knobwise.agents.learning.update import Update, labels_beside_profile, update
 from knobwise.agents.training.checkpoint import Loaded, load_checkpoint
 from knobwise.common.errors import InputError
-from knobwise.common.files import is_damaged, locked, write_text
+from knobwise.common.files import is_damaged, lock_folder, write_text
 from knobwise.common.progress import say
-from knobwise.common.words import counted, points
+from knobwise.common.words import format_count, points
 from knobwise.experiments.evidence.run_folder import VERSION, checkpoint_at
 from knobwise.experiments.inspection.logs import facts_of_times
 from knobwise.experiments.report.inspection import said_of_times
 from knobwise.experiments.settings.deployment_options import UpdateRun
 from knobwise.experiments.settings.profiles import LongTables, read_profile
-from knobwise.experiments.settings.words import typed
+from knobwise.experiments.settings.words import shell_word
 from knobwise.serving.versions import (
     CONTROLLER,
     CURRENT,
     VERSIONS,
     add_version,
     other_version,
-    serve,
-    serving,
+    serve_version,
+    serving_version,
     versions_in,
 )
 
@@ -48,7 +48,7 @@ REQUESTS = 500
 UPDATE = "update.json"
 
 
-def run(config: UpdateRun) -> None:
+def update_controller(config: UpdateRun) -> None:
     """Write a version, and let it serve where it is better.
 
     Raises:
@@ -83,19 +83,19 @@ def _update(config: UpdateRun, out: Path) -> None:
             "could move; train with policy=auto or policy=utility for deadlines"
         )
     digest = agent.decider.digest
-    _check_serving(config, digest, serving(out))
+    _check_serving(config, digest, serving_version(out))
     learn = _from_cells if config.log is None else _from_log
     updated, facts = learn(config, loaded, digest)
-    with locked(out):
-        current = serving(out)
+    with lock_folder(out):
+        current = serving_version(out)
         _check_serving(config, digest, current)  # another process may have been here
         if current is None:
             current = _added(out, loaded, {"before": None, "from": config.checkpoint})
-            serve(out, current)
+            serve_version(out, current)
         version = _added(out, updated, {"before": current.name, **facts})
         outcome = f"not better with 95% confidence; version {current.name} keeps serving"
         if facts["better"]:
-            serve(out, version)
+            serve_version(out, version)
             outcome = "serves now"
     print(f"{version}: {outcome}")
 
@@ -106,7 +106,7 @@ def _check_serving(config: UpdateRun, digest: str, current: Path | None) -> None
     if current is not None and _read(current, advice).digest != digest:
         raise InputError(
             f"out={config.out}: serves another controller than checkpoint={config.checkpoint}; "
-            f"give {typed('checkpoint', Path(config.out) / CURRENT)}, or another folder"
+            f"give {shell_word('checkpoint', Path(config.out) / CURRENT)}, or another folder"
         )
 
 
@@ -167,13 +167,13 @@ def _added(out: Path, loaded: Loaded, facts: Mapping[str, object]) -> Path:
 def _roll_back(out: Path) -> None:
     """Let the version before the current one serve again. Raises InputError if there is none, or it
     is damaged."""
-    current = serving(out)
+    current = serving_version(out)
     version = current and _before(out, current)
     if version is None:
         raise InputError(f"out={out}: there is no version before the one that serves")
     _read(version, other_version(out))
-    with locked(out):
-        serve(out, version)
+    with lock_folder(out):
+        serve_version(out, version)
     print(f"{version}: serves again")
 
 
@@ -188,7 +188,7 @@ def _from_log(config: UpdateRun, loaded: Loaded, digest: str) -> tuple[Loaded, d
     versions = loaded.extra.get("versions", [])
     log = read_log(str(config.log), agent.decider, versions)
     count = len(log.rows)
-    print(f"{counted(count, 'request')} of {config.log}", *log.lines(), sep="\n")
+    print(f"{format_count(count, 'request')} of {config.log}", *log.lines(), sep="\n")
     logged = logged_of(log.rows, agent.decider)
     times = facts_of_times(log.rows)
     # from here on they would only take memory
@@ -220,7 +220,7 @@ def _print_labels(agent: DeployedController, logged: Logged) -> None:
     for row in enough:
         print(f"{row}{': more than chance' if row.contradicts else ''}")
     if few := len(rows) - len(enough):
-        print(f"{counted(few, 'configuration')} with fewer than {FEW} labels")
+        print(f"{format_count(few, 'configuration')} with fewer than {FEW} labels")
 
 
 def _print_steps(result: Update, accept: bool) -> None:
@@ -281,5 +281,5 @@ def _from_cells(config: UpdateRun, loaded: Loaded, digest: str) -> tuple[Loaded,
     order = torch.randperm(table.num_samples, generator=torch.Generator().manual_seed(0))
     x = agent.controller.normaliser.of_rows(table, order[:REQUESTS])
     extra = loaded.extra | {"adapted": facts, "versions": [digest]}
-    updated = loaded._replace(agent=adapted(agent, offsets, x), extra=extra)
+    updated = loaded._replace(agent=adapt_latency(agent, offsets, x), extra=extra)
     return updated, {"better": True, **facts}

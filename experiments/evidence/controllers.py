@@ -141,8 +141,8 @@ def controller_results(
         "seeds": list(seeds),
         "unit": table.unit,
         "budgets_ms": evaluator.conditions,
-        "rows": policy_rows(task, compared(decisions, evaluator.compared)),
-        "configurations": configurations_of(
+        "rows": policy_rows(task, with_reference_scores(decisions, evaluator.compared)),
+        "configurations": configuration_rows(
             problem.values, evaluator.rows, evaluator.utility_budgets, problem.cells, problem.rule
         ),
         "knob_usage": usage(decisions, (LEARNED, task.low, task.high), settings, knobs),
@@ -159,7 +159,7 @@ def controller_results(
         results["by_dataset"] = []
         for dataset in sorted(names.unique()):
             part = evaluator.of_rows(evaluator.rows[(names == dataset).to_torch()])
-            of_part = compared(decisions.filter(dataset=dataset), part.compared)
+            of_part = with_reference_scores(decisions.filter(dataset=dataset), part.compared)
             for row in _most_important(task, policy_rows(task, of_part, conditions=False)):
                 del row["decision_us_p50"]  # no data set has times of its own
                 head: DatasetRow = {"dataset": dataset, "samples": len(part.rows)}
@@ -167,7 +167,7 @@ def controller_results(
     return results
 
 
-def compared(
+def with_reference_scores(
     decisions: pl.DataFrame, references: Callable[[pl.DataFrame], pl.DataFrame]
 ) -> pl.DataFrame:
     """Return the decisions of policies that have rows, with the scores that they are compared with.
@@ -216,7 +216,7 @@ def costs_of(
     return costs
 
 
-def configurations_of(
+def configuration_rows(
     table: ProfileTable,
     rows: Tensor,
     budgets: Sequence[float] = (),
@@ -262,8 +262,8 @@ def held_out_choices(loaded: Sequence[Loaded]) -> RunResults:
 
     Returns:
         `guard`: rows of `knobwise.agents.calibration.guard.calibrate`, or under mean budgets of
-        `knobwise.agents.calibration.mean_policies.compared`, [] without a guard. `chosen`: the
-        weights of the teacher, the settings of its experts, the iteration of the controller, and
+        `knobwise.agents.calibration.mean_policies.compare_with_mix`, [] without a guard. `chosen`:
+        the weights of the teacher, the settings of its experts, the iteration of the controller, and
         validation utility where GRPO starts. `satisfaction_level`: the level that the guard keeps,
         if any.
     """

@@ -142,7 +142,7 @@ def explain_policy(explained: Explained, questions: Mapping[str, str]) -> WhyExp
         "difficulty": by_difficulty(explained),
         "more_time": with_more_time(explained),
         "importance": importance(explained),
-        "tree": distilled(explained),
+        "tree": fit_tree(explained),
         **best_and_worst(explained, questions),
     }
 
@@ -337,7 +337,7 @@ def importance(explained: Explained) -> list[Importance]:
 # -- in a few rules --------------------------------------------------------------------------------
 
 
-def distilled(explained: Explained) -> Tree:
+def fit_tree(explained: Explained) -> Tree:
     """Fit a small decision tree that imitates the policy from the features and the budget.
 
     It is scikit-learn's CART, with all knobs in one tree.

@@ -13,8 +13,8 @@ import numpy as np
 
 from knobwise.common.errors import Damaged, InputError
 from knobwise.common.files import write_json
-from knobwise.common.json_text import decoded, is_deeper
-from knobwise.common.words import known
+from knobwise.common.json_text import decode_json, is_deeper
+from knobwise.common.words import is_known
 from knobwise.experiments.evidence.decisions import FILE
 from knobwise.experiments.evidence.schema import (
     DifferenceRow,
@@ -62,7 +62,7 @@ def read_results(run_folder: str | Path) -> RunResults:
     try:
         if path.stat().st_size > MAX_BYTES:
             raise ValueError(f"more than {MAX_BYTES:,} bytes")
-        results: RunResults = decoded(path.read_bytes())
+        results: RunResults = decode_json(path.read_bytes())
         if is_deeper(results, DEEPEST):
             raise ValueError("nested too deeply")
     except FileNotFoundError:
@@ -111,7 +111,7 @@ def rows_at(
     return {row["policy"]: row for row in results.get(rows, []) if row.get(key) == condition}
 
 
-def ranked(results: RunResults, rows: PolicyRows = "rows") -> list[PolicyRow]:
+def rank_rows(results: RunResults, rows: PolicyRows = "rows") -> list[PolicyRow]:
     """Return the rows at the condition that the results are about, best first."""
     task = task_of(results)
     judged = rows_at(results, task.main_condition(results), rows).values()
@@ -121,12 +121,12 @@ def ranked(results: RunResults, rows: PolicyRows = "rows") -> list[PolicyRow]:
 def value_of(row: Mapping[str, object], metric: str = "utility") -> float:
     """Return the number of a row to rank by; −∞ where it is not known."""
     value = row.get(metric)
-    return float(value) if known(value) else -math.inf
+    return float(value) if is_known(value) else -math.inf
 
 
 def mean_of(rows: Sequence[Mapping[str, object]], name: str) -> float:
     """Return the mean of the known values; NaN where none is known."""
-    values = list(filter(known, (row.get(name) for row in rows)))
+    values = list(filter(is_known, (row.get(name) for row in rows)))
     return float(np.mean(values or [math.nan]))
 
 
@@ -175,7 +175,7 @@ def baselines(results: RunResults) -> list[str]:
     """Return the baselines, the best first: of demonstrations the simple ways, else every policy
     that is neither learned nor a reference."""
     task = task_of(results)
-    policies = [row["policy"] for row in ranked(results)]
+    policies = [row["policy"] for row in rank_rows(results)]
     if task.name == DEMONSTRATIONS.name:
         from knobwise.agents.selector.baselines import (
             SIMPLE,  # imports torch, which is slow to load

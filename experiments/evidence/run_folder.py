@@ -17,7 +17,7 @@ from filelock import lock_descriptor
 
 from knobwise.common.checks import folder_name
 from knobwise.common.errors import InputError
-from knobwise.common.files import FULL, is_damaged, locked, replace_link, sync, write_text
+from knobwise.common.files import FULL, is_damaged, lock_folder, replace_link, sync, write_text
 from knobwise.common.progress import say
 from knobwise.experiments.settings.config_file import NAME as CONFIG
 from knobwise.experiments.settings.config_file import settings_text
@@ -73,7 +73,7 @@ def controller_at(path: str) -> NumpyController:
 
 
 @contextlib.contextmanager
-def claim(config: Training, overrides: list[str]) -> Iterator[Path]:
+def claim_folder(config: Training, overrides: list[str]) -> Iterator[Path]:
     """Lock the folder of this run until the block ends: a new one, or the folder of the same run if
     it was stopped. After success `runs/latest` points at it.
 
@@ -94,7 +94,7 @@ def claim(config: Training, overrides: list[str]) -> Iterator[Path]:
     experiment = latest.with_name(config.experiment)
     settings = settings_text(config)
     try:
-        with locked(experiment):
+        with lock_folder(experiment):
             for folder in _candidates(config, overrides):
                 lock = _made(folder, settings)
                 if lock is not None:
@@ -119,7 +119,7 @@ def claim(config: Training, overrides: list[str]) -> Iterator[Path]:
         except KeyboardInterrupt as stop:
             stop.add_note(f"what is finished is kept in {folder}")
             raise
-        with locked(latest.parent):
+        with lock_folder(latest.parent):
             replace_link(latest, folder.absolute().relative_to(latest.parent.absolute()))
         (folder / UNFINISHED).unlink()
         sync(folder)
@@ -215,8 +215,8 @@ def finished_run(config: Training, overrides: list[str], digest: str) -> Path | 
 def taken_up_if_damaged(folder: Path) -> bool:
     """Look whether the checkpoints of a finished run are whole.
 
-    Where one is not, the run counts as unfinished again: `claim` then takes it up, and training
-    goes on from what is whole.
+    Where one is not, the run counts as unfinished again: `claim_folder` then takes it up, and
+    training goes on from what is whole.
 
     Returns:
         True where one is damaged.

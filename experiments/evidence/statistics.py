@@ -161,7 +161,7 @@ class Difference:
     ci95: tuple[float, float]
     """Paired bootstrap over samples and seeds."""
     p: float
-    """Two-sided, see `paired`."""
+    """Two-sided, see `paired_differences`."""
     p_holm: float = 1.0
     """p corrected for the number of comparisons in its family."""
 
@@ -174,7 +174,7 @@ class Difference:
         return sign_of(self.ci95)
 
 
-def paired(
+def paired_differences(
     first: np.ndarray, second: np.ndarray, same_seeds: bool, clusters: np.ndarray | None = None
 ) -> list[tuple[float, ...]]:
     """Return for each column of first − second the difference of the means, the ends of its 95 %

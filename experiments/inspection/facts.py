@@ -25,7 +25,7 @@ from knobwise.envs.bandit.budgets import default_budgets, log_moments
 from knobwise.envs.tables.cells import unread
 from knobwise.envs.tables.cost_words import in_words
 from knobwise.envs.tables.profile_table import ProfileTable, median_of
-from knobwise.experiments.evidence.controllers import configurations_of, costs_of
+from knobwise.experiments.evidence.controllers import configuration_rows, costs_of
 from knobwise.experiments.evidence.explanation import difficulty_of
 from knobwise.experiments.evidence.statistics import pareto_front
 from knobwise.experiments.inspection.attainable import (
@@ -211,7 +211,7 @@ def _log_spread(latency_ms: Tensor) -> float | None:
 def _configurations(table: ProfileTable) -> list[dict[str, Any]]:
     """Return the means of every profiled configuration, how many samples it was profiled for, and
     the quantiles of its latency over these."""
-    means = configurations_of(table, torch.arange(table.num_samples))
+    means = configuration_rows(table, torch.arange(table.num_samples))
     profiled = table.mask.any(0)
     samples = table.mask.sum(0)[profiled].tolist()
     # [3, C] → three numbers for each configuration

@@ -19,11 +19,11 @@ from knobwise.experiments.inspection.measured import (
     Findings,
     Measured,
     correlations,
-    filled,
+    fill_with_means,
     gaps_of,
     numbers_of,
-    residuals,
-    scaled,
+    ridge_residuals,
+    standardise,
 )
 
 MIN_VARIED = 10
@@ -53,7 +53,7 @@ def copied_outcomes(measured: Measured) -> Findings:
     if not measured.names or not names:
         return
     features = measured.features[measured.few].double().numpy()
-    ranks = rankdata(filled(features), axis=0)
+    ranks = rankdata(fill_with_means(features), axis=0)
     ordered = rankdata(targets, axis=0, nan_policy="omit")
     likeness = np.fmax(correlations(features, targets), correlations(ranks, ordered))
     for column in np.flatnonzero(likeness.max(1) > 0.9999)[:MAX_LEAKS]:
@@ -111,7 +111,9 @@ def predicted_too_well(measured: Measured) -> Findings:
     if not measured.names or len(measured.few) < 20:
         return
     outcomes = np.hstack([measured.accuracy, measured.log_ms])[measured.few]
-    left = np.where(np.isnan(outcomes), np.nan, residuals(measured, filled(outcomes)))
+    left = np.where(
+        np.isnan(outcomes), np.nan, ridge_residuals(measured, fill_with_means(outcomes))
+    )
     accuracy_left, latency_left = np.split(np.nanstd(left, 0), 2)
     accuracy_spread, latency_spread = np.split(np.nanstd(outcomes, 0), 2)
     logs = np.log(measured.repeats_ms[measured.few])
@@ -140,8 +142,8 @@ def order_of_features(measured: Measured) -> Findings:
 
     def explained(order: np.ndarray) -> float:
         """Return the share of variance that features explain if position i is sample order[i]."""
-        targets = scaled(y[order[measured.few]])
-        return float(1 - (residuals(measured, targets) ** 2).mean())
+        targets = standardise(y[order[measured.few]])
+        return float(1 - (ridge_residuals(measured, targets) ** 2).mean())
 
     draws = np.random.default_rng(0)
     straight = np.arange(len(y))
@@ -166,10 +168,10 @@ def order_of_features(measured: Measured) -> Findings:
 def _main_outcomes(measured: Measured) -> np.ndarray:
     """Return the means over the configurations, and the main components of all outcomes, float64
     [n, k]."""
-    accuracy = filled(measured.accuracy)
-    log_ms = filled(measured.log_ms)
+    accuracy = fill_with_means(measured.accuracy)
+    log_ms = fill_with_means(measured.log_ms)
     outcomes = np.hstack([accuracy, log_ms])
-    components = np.linalg.svd(scaled(outcomes)[measured.few], full_matrices=False)[2][:4]
+    components = np.linalg.svd(standardise(outcomes)[measured.few], full_matrices=False)[2][:4]
     means = np.stack([accuracy.mean(1), log_ms.mean(1)], 1)
     return np.hstack([means, outcomes @ components.T])
 

@@ -163,7 +163,7 @@ def setting_of(measured: Measured, cells: np.ndarray) -> str:
 def correlations(x: np.ndarray, targets: np.ndarray) -> np.ndarray:
     """Return the absolute correlation of columns of x, float64 [m, d], with targets [m, k], over
     the rows in which a target is known: [d, k]."""
-    x = scaled(filled(x))
+    x = standardise(fill_with_means(x))
     known = (~np.isnan(targets)).astype(np.float64)
     t = np.nan_to_num((targets - np.nanmean(targets, 0)) / np.nanstd(targets, 0))
     count = known.sum(0)
@@ -176,19 +176,19 @@ def correlations(x: np.ndarray, targets: np.ndarray) -> np.ndarray:
     )
 
 
-def filled(values: np.ndarray) -> np.ndarray:
+def fill_with_means(values: np.ndarray) -> np.ndarray:
     """Return columns with the mean in the place of NaN."""
     return np.where(np.isnan(values), np.nan_to_num(np.nanmean(values, 0)), values)
 
 
-def scaled(values: np.ndarray) -> np.ndarray:
+def standardise(values: np.ndarray) -> np.ndarray:
     """Return columns with mean 0 and variance 1, or 0 where they never vary."""
     centred = values - values.mean(0)
     deviation = centred.std(0)
     return centred / np.where(deviation > 1e-12, deviation, np.inf)
 
 
-def residuals(measured: Measured, y: np.ndarray) -> np.ndarray:
+def ridge_residuals(measured: Measured, y: np.ndarray) -> np.ndarray:
     """Return what ridge regression on the features leaves of y, float64 [m, k], where the sample
     itself was left out; of each column with the best penalty."""
     best = np.full(y.shape[1], np.inf)
@@ -268,7 +268,7 @@ def levels_of(measured: Measured, values: np.ndarray) -> np.ndarray:
     # data sets may differ, and stand one after the other
     datasets = measured.datasets[measured.few]
     level -= (np.bincount(datasets, level) / np.bincount(datasets))[datasets]
-    return residuals(measured, level[:, None])[:, 0]
+    return ridge_residuals(measured, level[:, None])[:, 0]
 
 
 def jump_of(levels: np.ndarray) -> tuple[int, float, float]:

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from knobwise.common.errors import InputError
-from knobwise.common.words import number
+from knobwise.common.words import format_number
 from knobwise.envs.bandit.budgets import few_budgets
 from knobwise.experiments.inspection.measured import Finding, Findings, Measured
 
@@ -43,8 +43,8 @@ def holes(measured: Measured) -> Findings:
     missing = 1 - measured.facts["coverage"]
     if missing > 0:
         yield _certain(
-            f"{number(missing, '.1%')} of the cells were not profiled: means per configuration or "
-            "knob and the best static choice then come from different samples; compare them with "
+            f"{format_number(missing, '.1%')} of the cells were not profiled: means per configuration "
+            "or knob and the best static choice then come from different samples; compare them with "
             "caution."
         )
 

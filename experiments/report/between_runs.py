@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import asdict
 
-from knobwise.common.words import counted, number
+from knobwise.common.words import format_count, format_number
 from knobwise.experiments.evidence.statistics import CHANCE, Difference, sign_of
 from knobwise.experiments.report.comparison import Comparison
 from knobwise.experiments.report.sentences import Sentence
@@ -24,7 +24,7 @@ LEANING = {1: "looks_better", -1: "looks_worse"}
 def condition_name(comparison: Comparison, condition: float | None) -> str:
     """Return a budget or a number of shots in words, or the mean over the budgets (None)."""
     if condition is None:
-        return f"mean over {counted(len(comparison.conditions), 'budget')}"
+        return f"mean over {format_count(len(comparison.conditions), 'budget')}"
     return condition_words(comparison.reference.results, condition)
 
 
@@ -58,7 +58,7 @@ def _outcomes(comparison: Comparison) -> Sentence:
         borderline = Sentence("borderline", count=unsure, chance=f"{CHANCE:g}")
     return Sentence(
         "outcomes",
-        runs=counted(count, "run"),
+        runs=format_count(count, "run"),
         reference=reference,
         better=better,
         worse=worse,
@@ -78,8 +78,8 @@ def _on_best(comparison: Comparison) -> list[Sentence]:
             Sentence(
                 "best_run",
                 run=comparison.runs[best].label,
-                score=number(comparison.rows[best].get(task.ranked_by), ".3f"),
-                others=counted(len(ranking) - 1, "other"),
+                score=format_number(comparison.rows[best].get(task.ranked_by), ".3f"),
+                others=format_count(len(ranking) - 1, "other"),
             )
         )
     others = [run.label for i, run in enumerate(comparison.runs) if i not in ranking]
@@ -110,7 +110,7 @@ def method(comparison: Comparison) -> list[Sentence]:
             equal=Sentence("converted", unit=comparison.unit) if task.equal_latency else "",
             sizes=" or ".join(f"{size:,}" for size in sizes),
             samples=task.samples,
-            comparisons=counted(len(comparison.differences), "comparison"),
+            comparisons=format_count(len(comparison.differences), "comparison"),
             chance=f"{CHANCE:g}",
         )
     ]

@@ -32,7 +32,7 @@ FARTHEST = 6
 """The largest residual in a chart, in expected spreads."""
 
 
-def layered(
+def layer_charts(
     *layers: alt.Chart | alt.LayerChart, height: int | alt.Step = 220, **properties: Any
 ) -> alt.LayerChart:
     """Return one chart of these layers, as wide as its place on the page."""
@@ -110,7 +110,7 @@ def plane(
     layers = [circles.encode(x, y, alt.Detail("label:N")), steps.encode(x, y)]
     if paths is not None:
         layers += lines(paths, x, y)
-    return layered(*layers)
+    return layer_charts(*layers)
 
 
 def by_condition(
@@ -155,7 +155,7 @@ def by_condition(
         layers.append(dashed(alt.Y("level:Q"), "level", [level]))
     if trained is not None:
         layers.append(dashed(x, condition, [trained]))
-    return layered(*layers)
+    return layer_charts(*layers)
 
 
 def curves(points: pl.DataFrame, stages: Mapping[str, int]) -> list[alt.LayerChart]:
@@ -179,7 +179,7 @@ def curves(points: pl.DataFrame, stages: Mapping[str, int]) -> list[alt.LayerCha
         names = rules.mark_text(align="left", dx=3, dy=6, color=GREY, fontSize=10)
         marks = [rules.mark_rule(**DASHED), names.encode(alt.Text("stage:N"), y=alt.value(0))]
         layers = [*marks[: 2 * len(begins)], *lines(rows, x, y, size=9)]
-        drawn.append(layered(*layers, height=170, title=titled(str(panel))))
+        drawn.append(layer_charts(*layers, height=170, title=titled(str(panel))))
     return drawn
 
 
@@ -201,7 +201,7 @@ def predictions(rows: pl.DataFrame, x: str, y: str, **properties: Any) -> alt.La
     ]
     diagonal = alt.Chart(pl.DataFrame({"predicted": corners, "observed": corners}))
     diagonal = diagonal.mark_line(**DASHED).encode(*channels)
-    return layered(diagonal, *lines(rows, *channels), **properties)
+    return layer_charts(diagonal, *lines(rows, *channels), **properties)
 
 
 def difficulty(groups: pl.DataFrame, samples: pl.DataFrame, unit: str) -> alt.LayerChart:
@@ -216,7 +216,7 @@ def difficulty(groups: pl.DataFrame, samples: pl.DataFrame, unit: str) -> alt.La
     x = alt.X("difficulty_ms:Q", title=title, scale=alt.Scale(type="log", nice=False, padding=12))
     y = alt.Y("policy_ms:Q", title=in_words(f"latency of the choice ({unit})", unit), scale=CLOSE)
     dots = [alt.Chart(samples).mark_circle(color=GREY, size=14, opacity=0.4).encode(x, y)]
-    return layered(*dots * bool(len(samples)), *lines(groups, x, y))
+    return layer_charts(*dots * bool(len(samples)), *lines(groups, x, y))
 
 
 # -- dots with their intervals ---------------------------------------------------------------------
@@ -237,7 +237,7 @@ def dots(
     base = alt.Chart(rows).encode(y, color=colour or alt.value(HUES["blue"]))
     interval = alt.X("low:Q", title=title, scale=CLOSE, axis=alt.Axis(tickCount=7))
     zeros = [dashed(alt.X("zero:Q"), "zero", [0.0])] * zero
-    return layered(
+    return layer_charts(
         *zeros,
         base.mark_rule(strokeWidth=2).encode(interval, alt.X2("high:Q")),
         base.mark_circle(size=75, opacity=1).encode(alt.X("value:Q")),
@@ -274,12 +274,12 @@ def timeline(requests: pl.DataFrame) -> list[alt.LayerChart]:
     dots = chart.mark_circle(size=14, opacity=0.7).encode(y)
     level = alt.Y("level:Q", title="tracked level", scale=CLOSE, axis=alt.Axis(tickCount=4))
     return [
-        layered(dots, dashed(y, "share", [1.0]), height=240),
-        layered(chart.mark_line(strokeWidth=1.5).encode(level), height=110),
+        layer_charts(dots, dashed(y, "share", [1.0]), height=240),
+        layer_charts(chart.mark_line(strokeWidth=1.5).encode(level), height=110),
     ]
 
 
-def residuals(requests: pl.DataFrame) -> alt.LayerChart:
+def residual_chart(requests: pl.DataFrame) -> alt.LayerChart:
     """Draw the distribution of the column `residual`, and dashed the standard normal one; residuals
     beyond ±`FARTHEST` count as such."""
     edges = np.arange(-FARTHEST, FARTHEST + 0.1, 0.25)
@@ -290,7 +290,7 @@ def residuals(requests: pl.DataFrame) -> alt.LayerChart:
     chart = alt.Chart(pl.DataFrame(columns | {"share": counts / len(requests)}))
     x = alt.X("from:Q", bin="binned", title="residual, in expected spreads")
     y = alt.Y("share:Q", title="share of the requests", axis=alt.Axis(format="%"))
-    return layered(
+    return layer_charts(
         chart.mark_bar(color=HUES["blue"]).encode(x, y, alt.X2("to:Q")),
         chart.mark_line(**DASHED).encode(alt.X("middle:Q"), alt.Y("normal:Q")),
         height=220,
@@ -329,5 +329,5 @@ def knob_usage(shares: pl.DataFrame, labels: Sequence[str], limit: str) -> list[
             bars = alt.Chart(ranked.filter(policy=label)).mark_bar()
             bars = bars.encode(x, y, colour, alt.Order("rank:Q"))
             title = {"text": titled(str(knob)), "subtitle": titled(label)}
-            figure.append(layered(bars, height=90, title=title))
+            figure.append(layer_charts(bars, height=90, title=title))
     return figure

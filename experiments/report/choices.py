@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 
 from rich.console import Console
 
-from knobwise.common.words import number, quantity, setting
+from knobwise.common.words import format_number, quantity, setting
 from knobwise.envs.tables.cost_words import in_words
 from knobwise.experiments.evidence.results import unit_of
 from knobwise.experiments.evidence.schema import RunResults
@@ -21,7 +21,7 @@ from knobwise.experiments.report.tables import (
     Table,
     print_sections,
     records,
-    reworded,
+    reword_costs,
 )
 from knobwise.experiments.report.words import LEARNED, condition_words, span
 
@@ -67,7 +67,7 @@ def explanation(results: RunResults) -> list[Block]:
 
 def print_explanation(results: RunResults, console: Console) -> None:
     """Print why the deployed policy sets the knobs as it does."""
-    blocks = reworded(explanation(results), unit_of(results))
+    blocks = reword_costs(explanation(results), unit_of(results))
     print_sections(console, {"Why these configurations": blocks})
 
 
@@ -92,7 +92,7 @@ def on_usage(results: RunResults) -> list[Sentence]:
         knobs: dict[str, list[str]] = {row["knob"]: [] for row in results["knob_usage"]}
         for row in usage:
             if row["budget_ms"] == budget:
-                knobs[row["knob"]].append(f"{row['value']} ({number(row['share'], '.0%')})")
+                knobs[row["knob"]].append(f"{row['value']} ({format_number(row['share'], '.0%')})")
         used = "; ".join(f"{knob} {', '.join(shares)}" for knob, shares in knobs.items())
         lines.append(Sentence("usage", budget=quantity(budget, unit_of(results)), used=used))
     return lines
@@ -110,7 +110,7 @@ def on_difficulty(results: RunResults) -> list[Sentence]:
     if hard["groups"]:
         correlation = Sentence(
             "correlation",
-            value=number(hard["setting"], "+.2f"),
+            value=format_number(hard["setting"], "+.2f"),
             ci95=span(hard["setting_ci95"], "+.2f"),
             budget=quantity(hard["budget_ms"], unit_of(results)),
         )
@@ -122,7 +122,7 @@ def on_difficulty(results: RunResults) -> list[Sentence]:
     counts = {"unanswered": f"{hard['unanswered']:,}", "samples": f"{why['samples']:,}"}
     lines.append(Sentence("difficulty", **counts))
     if more := why.get("more_time"):
-        shares = {name: number(share, ".1%") for name, share in more.items()}
+        shares = {name: format_number(share, ".1%") for name, share in more.items()}
         lines.append(Sentence("more_time", **shares))
     return lines
 
@@ -137,8 +137,8 @@ def on_rules(results: RunResults) -> Sentence:
         limits = Sentence("tree_without_names")
     return Sentence(
         "tree",
-        fidelity=f"{number(tree['fidelity'], '.0%')}{span(tree['ci95'], '.0%')}",
-        by_budget=number(tree["by_budget_alone"], ".0%"),
+        fidelity=f"{format_number(tree['fidelity'], '.0%')}{span(tree['ci95'], '.0%')}",
+        by_budget=format_number(tree["by_budget_alone"], ".0%"),
         limits=limits,
     )
 
@@ -232,9 +232,9 @@ def _of_teacher(chosen: Row, static: Row | None, unit: str) -> Sentence:
     for name, row in rows.items():
         expected = Sentence(
             "expected",
-            utility=number(row["utility"], ".3f"),
+            utility=format_number(row["utility"], ".3f"),
             choice=name,
-            accuracy=number(row["accuracy"], ".2f"),
+            accuracy=format_number(row["accuracy"], ".2f"),
             latency=quantity(row["latency_ms"], unit),
         )
         parts.append(str(expected))
@@ -264,7 +264,7 @@ def _measured(chosen: Row, budget_ms: float, unit: str) -> Sentence:
         late = f"{quantity(measured['latency_ms'] - budget_ms, unit)} late"
     return Sentence(
         "measured",
-        accuracy=number(measured["accuracy"], ".2f"),
+        accuracy=format_number(measured["accuracy"], ".2f"),
         latency=quantity(measured["latency_ms"], unit),
         late=in_words(late, unit),
     )

@@ -10,7 +10,7 @@ from knobwise.common.errors import InputError
 from knobwise.experiments.evidence.results import (
     baselines,
     kept_before_grpo,
-    ranked,
+    rank_rows,
     unit_of,
     value_of,
 )
@@ -139,7 +139,7 @@ class Comparison:
         if self.single:
             results = self.reference.results
             # those that were not judged at the main condition come last
-            judged = [row["policy"] for row in (*ranked(results), *results["rows"])]
+            judged = [row["policy"] for row in (*rank_rows(results), *results["rows"])]
             return [Entry(self.reference, policy) for policy in dict.fromkeys(judged)]
         return [*(Entry(run, run.policy, True) for run in self.runs), *self._references()]
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 
 from knobwise.common.progress import duration
-from knobwise.common.words import known, number
+from knobwise.common.words import format_number, is_known
 from knobwise.envs.tables.cost_words import in_words
 from knobwise.envs.tables.units import TIMES
 from knobwise.experiments.evidence.results import baselines, differences_at, unit_of
@@ -30,7 +30,7 @@ from knobwise.experiments.evidence.task import (
 from knobwise.experiments.report import words
 from knobwise.experiments.report.between_runs import condition_name, p_words
 from knobwise.experiments.report.comparison import Comparison, Entry
-from knobwise.experiments.report.tables import Table, Tile, gain_tile, reworded, table_of
+from knobwise.experiments.report.tables import Table, Tile, gain_tile, reword_costs, table_of
 from knobwise.experiments.report.words import cell, policy_name
 
 # -- the head of a page ----------------------------------------------------------------------------
@@ -54,7 +54,7 @@ def judged_on(comparison: Comparison) -> str:
     for key in ("samples", "configurations", "candidates"):
         if key in profile:
             sizes.append(f"{profile[key]:,} {key}")
-    judged = f"{number(results.get(f'test_{task.samples}'), ',.0f')} {task.samples}"
+    judged = f"{format_number(results.get(f'test_{task.samples}'), ',.0f')} {task.samples}"
     if results.get("test_clusters"):
         judged += f" of {results['test_clusters']:,} groups"
     if "test_candidates" in results:
@@ -91,12 +91,12 @@ def tiles_of(comparison: Comparison) -> list[Tile]:
         against = (*baselines(run.results), "")[0]
         gain = differences_at(run.results, shown_at(run.results)).get((run.policy, against), {})
     tiles = []
-    if known(gain.get("difference")):
+    if is_known(gain.get("difference")):
         gained = f"of {task.score} against {policy_name(against)}"
         tiles.append(gain_tile(gained, gain["difference"], gain["ci95"]))
     # of requests outside the profile it is not known which are feasible
     shares = (FEASIBLE, ON_TIME, ACCURACY)
-    judged = next((each for each in shares if known(row.get(each.key))), ACCURACY)
+    judged = next((each for each in shares if is_known(row.get(each.key))), ACCURACY)
     for metric in (judged, DECISION):
         value, _, detail = cell(row, metric).partition("\n")
         if metric in (FEASIBLE, ON_TIME):
@@ -141,7 +141,7 @@ def _metrics(comparison: Comparison, rows: Sequence[Row]) -> list[Metric]:
     metrics = [
         metric
         for metric in metrics
-        if metric not in left_out and any(known(row.get(metric.key)) for row in rows)
+        if metric not in left_out and any(is_known(row.get(metric.key)) for row in rows)
     ]
     return sorted(metrics, key=lambda metric: metric.key != task.ranked_by)
 
@@ -166,7 +166,7 @@ def table_at(comparison: Comparison, condition: float | None) -> Table:
         if not comparison.single:
             line = {"run": name} | tested_cells(tested.get(name))
         lines.append(line | {each.name: cell(row, each, comparison.unit) for each in metrics})
-    return reworded(table_of(lines, _strong(comparison)), comparison.unit)
+    return reword_costs(table_of(lines, _strong(comparison)), comparison.unit)
 
 
 def tested_cells(difference: Difference | None) -> dict[str, str]:
@@ -191,4 +191,4 @@ def by_dataset(results: RunResults) -> Table:
             if metric not in (DECISION, PRICE) and (metric is not FREE or unit in TIMES):
                 line[metric.name] = cell(row, metric, unit)
         lines.append(line)
-    return reworded(table_of(lines, list(map(policy_name, task.trained))), unit)
+    return reword_costs(table_of(lines, list(map(policy_name, task.trained))), unit)

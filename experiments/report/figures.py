@@ -12,7 +12,7 @@ from typing import Any
 import altair as alt
 import polars as pl
 
-from knobwise.common.words import listed, points, quantity
+from knobwise.common.words import join_words, points, quantity
 from knobwise.envs.tables.cost_words import in_words
 from knobwise.experiments.evidence.results import calibration_error
 from knobwise.experiments.evidence.task import (
@@ -28,7 +28,7 @@ from knobwise.experiments.report.comparison import Comparison, Entry
 from knobwise.experiments.report.content import name_of
 from knobwise.experiments.report.page import Figure, colours_of, unchecked
 from knobwise.experiments.report.sentences import texts
-from knobwise.experiments.report.tables import reworded
+from knobwise.experiments.report.tables import reword_costs
 from knobwise.experiments.report.training_curves import on_validation
 from knobwise.experiments.report.words import policy_name
 
@@ -65,7 +65,7 @@ def figures_of(comparison: Comparison) -> Figures:
         columns = filled.get("columns", min(len(pictures), 3))
         figure = Figure(pictures, caption.format(**filled) + more, columns)
         figures[heading.format(**filled)] = figure
-    return reworded(figures, comparison.unit)
+    return reword_costs(figures, comparison.unit)
 
 
 def _for(task: Task, text: str | dict[str, str]) -> str:
@@ -242,7 +242,7 @@ def _reliability(comparison: Comparison) -> Drawn:
         x=in_words("predicted probability of being on time", comparison.unit),
         y=in_words("observed share on time", comparison.unit),
     )
-    return [chart], {"error": listed(errors)}
+    return [chart], {"error": join_words(errors)}
 
 
 def _calibration(comparison: Comparison) -> Drawn:
@@ -326,7 +326,7 @@ def _timeline(comparison: Comparison) -> Drawn:
 def _residuals(comparison: Comparison) -> Drawn:
     """Draw what of the latencies of these requests the controller did not expect."""
     requests = _requests(comparison)
-    return ([charts.residuals(requests)], {}) if len(requests) else None
+    return ([charts.residual_chart(requests)], {}) if len(requests) else None
 
 
 def _requests(comparison: Comparison) -> pl.DataFrame:

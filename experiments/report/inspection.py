@@ -12,13 +12,13 @@ import polars as pl
 from rich.console import Console
 
 from knobwise.common.progress import duration
-from knobwise.common.words import counted, number, points, quantity
+from knobwise.common.words import format_count, format_number, points, quantity
 from knobwise.envs.tables.units import MS
 from knobwise.experiments.evidence.schema import CurvePoint
 from knobwise.experiments.evidence.task import Row
 from knobwise.experiments.inspection.facts import Facts, mean_headroom
 from knobwise.experiments.inspection.measured import CERTAIN, SURE
-from knobwise.experiments.report.sentences import Sentence, written
+from knobwise.experiments.report.sentences import Sentence, write_sentences
 from knobwise.experiments.report.tables import (
     Block,
     Content,
@@ -27,7 +27,7 @@ from knobwise.experiments.report.tables import (
     print_lines,
     print_sections,
     records,
-    reworded,
+    reword_costs,
 )
 from knobwise.experiments.report.verdict import learnable
 from knobwise.experiments.report.words import span
@@ -61,7 +61,7 @@ def _noise(facts: Facts) -> Sentence:
         return Sentence("part_is_noise")
     once: Sentence | str = ""
     if facts["repeated_share"] < 0.995:
-        once = Sentence("measured_once", share=number(1 - facts["repeated_share"], ".0%"))
+        once = Sentence("measured_once", share=format_number(1 - facts["repeated_share"], ".0%"))
     static, _ = mean_headroom(facts)
     return Sentence("without_noise", points=points(halves - static, ".1f"), once=once)
 
@@ -74,14 +74,14 @@ def contents(facts: Facts) -> list[Sentence]:
             samples=f"{facts['samples']:,}",
             configurations=f"{facts['configurations']:,}",
             grid=f"{facts['grid']:,}",
-            coverage=number(facts["coverage"], ".1%"),
+            coverage=format_number(facts["coverage"], ".1%"),
             datasets=", ".join(f"{name} {count:,}" for name, count in facts["datasets"].items()),
         ),
         Sentence(
             "latency",
             differing=_differing(facts),
             median=quantity(facts["median_latency_ms"], facts["unit"]),
-            varies=number(facts["latency_cv_within_configuration"], ".0%"),
+            varies=format_number(facts["latency_cv_within_configuration"], ".0%"),
         ),
     ]
     if facts["clusters"]:
@@ -93,14 +93,16 @@ def contents(facts: Facts) -> list[Sentence]:
         lines.append(
             Sentence(
                 "jitter",
-                jitter=number(facts["latency_jitter_within_cell"], ".1%"),
-                repeated=number(facts["repeated_share"], ".0%"),
-                spread=number(facts["latency_spread_between_configurations"], ".0%"),
+                jitter=format_number(facts["latency_jitter_within_cell"], ".1%"),
+                repeated=format_number(facts["repeated_share"], ".0%"),
+                spread=format_number(facts["latency_spread_between_configurations"], ".0%"),
             )
         )
     static, oracle = mean_headroom(facts)
     lines.append(
-        Sentence("mean_utility", static=number(static, ".3f"), oracle=number(oracle, ".3f"))
+        Sentence(
+            "mean_utility", static=format_number(static, ".3f"), oracle=format_number(oracle, ".3f")
+        )
     )
     if estimate := facts["attainable"]:
         narrowed: Sentence | str = ""
@@ -132,7 +134,7 @@ def _machines(workers: Sequence[Facts]) -> Sentence:
 
 def _differing(facts: Facts) -> Sentence:
     """Say for how many samples the accuracy depends on the configuration."""
-    share = number(facts["config_dependent_share"], ".1%")
+    share = format_number(facts["config_dependent_share"], ".1%")
     if not facts["fractional"]:
         return Sentence("differing", share=share)
     return Sentence("differing_by", share=share, range=points(facts["accuracy_range"], ".1f"))
@@ -140,7 +142,7 @@ def _differing(facts: Facts) -> Sentence:
 
 def print_inspection(facts: Facts, console: Console) -> None:
     """Print the sentences and tables of the page; outside a terminal without colours and frames."""
-    first = written([lead(facts)], facts["unit"])
+    first = write_sentences([lead(facts)], facts["unit"])
     print_lines(console, [f"{facts['name']}  {facts['digest']}", *first])
     print_sections(console, _sections(facts, {}))
 
@@ -177,7 +179,7 @@ def _sections(facts: Facts, figures: Mapping[str, list[Block]]) -> dict[str, lis
     sections = {name: [*figures.get(name, []), block] for name, block in tables.items()}
     # findings and notes name columns, whatever these are called
     kept = {name: sections[name] for name in _noticed(facts)}
-    return reworded(sections, unit) | kept
+    return reword_costs(sections, unit) | kept
 
 
 def _with_costs(table: Table, rows: Sequence[Mapping[str, object]], facts: Facts) -> Table:
@@ -276,31 +278,31 @@ def _noticed(facts: Facts) -> dict[str, list[str]]:
 def write_inspection(facts: Facts, path: str | Path) -> Path:
     """Write the facts as a self-contained page with charts, and return its path."""
     # altair is slow to load
-    from knobwise.experiments.report.inspection_figures import figures_of
+    from knobwise.experiments.report.inspection_figures import figures_of_inspection
     from knobwise.experiments.report.page import render_page
 
-    (answer,) = written([lead(facts)], facts["unit"])
+    (answer,) = write_sentences([lead(facts)], facts["unit"])
     content = Content("knobwise profile", facts["name"], answer, facts=[facts["digest"]])
-    return render_page(path, content, _sections(facts, figures_of(facts)))
+    return render_page(path, content, _sections(facts, figures_of_inspection(facts)))
 
 
 def print_log(facts: Facts, console: Console) -> None:
     """Print what the log of a deployed controller holds, see `inspect_log`."""
-    print_lines(console, map(str, logged(facts)))
+    print_lines(console, map(str, log_sentences(facts)))
 
 
-def logged(facts: Facts) -> list[Sentence]:
+def log_sentences(facts: Facts) -> list[Sentence]:
     """Return the sentences of `print_log`."""
     total = facts["requests"]
-    accuracy = Sentence("right", share=number(facts["accuracy"], ".1%"))
+    accuracy = Sentence("right", share=format_number(facts["accuracy"], ".1%"))
     if facts["fractional"]:
-        accuracy = Sentence("mean_accuracy", accuracy=number(facts["accuracy"], ".3f"))
+        accuracy = Sentence("mean_accuracy", accuracy=format_number(facts["accuracy"], ".3f"))
     lines = [
         Sentence(
             "requests",
             log=facts["log"],
-            requests=counted(total, "request"),
-            controllers=counted(len(facts["controllers"]), "controller"),
+            requests=format_count(total, "request"),
+            controllers=format_count(len(facts["controllers"]), "controller"),
         ),
         Sentence(
             "shares",
@@ -311,11 +313,11 @@ def logged(facts: Facts) -> list[Sentence]:
         ),
     ]
     if facts["unlike"]:
-        lines.append(Sentence("unlike", requests=counted(facts["unlike"], "request")))
+        lines.append(Sentence("unlike", requests=format_count(facts["unlike"], "request")))
     for reason, count in sorted(facts["set_aside"].items()):
         lines.append(Sentence("skipped", rows=f"{count:,}", reason=reason))
     for label, count in facts["configurations"].items():
-        requests = counted(count, "request")
+        requests = format_count(count, "request")
         share = f"{count / total:.1%}"
         lines.append(Sentence("chosen", configuration=label, requests=requests, share=share))
     return lines + said_of_times(facts["times"], facts["unit"], facts["log"])
@@ -349,11 +351,11 @@ def said_of_times(
         )
     for each in times:
         if each["more"] and each["off"]:
-            answers = counted(each["more"], "answer")
+            answers = format_count(each["more"], "answer")
             lines.append(Sentence("more_answers", configuration=each["setting"], answers=answers))
     changed = [each for each in times if each["changed"]]
     if changed and not learned:
         far = Sentence("far") if any(each["far"] for each in changed) else ""
-        count = counted(len(changed), "setting")
+        count = format_count(len(changed), "setting")
         lines.append(Sentence("times_changed", count=count, log=log, far=far))
     return lines

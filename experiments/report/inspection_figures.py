@@ -14,7 +14,7 @@ import numpy as np
 import polars as pl
 from markupsafe import Markup
 
-from knobwise.common.words import listed, quantity
+from knobwise.common.words import join_words, quantity
 from knobwise.envs.tables.cost_words import in_words
 from knobwise.envs.tables.profile_table import KnobValue
 from knobwise.experiments.evidence.schema import CurvePoint
@@ -26,7 +26,7 @@ from knobwise.experiments.report.tables import Block
 from knobwise.experiments.report.words import policy_name
 
 
-def figures_of(facts: Facts) -> dict[str, list[Block]]:
+def figures_of_inspection(facts: Facts) -> dict[str, list[Block]]:
     """Draw the figures of the page, heading → blocks; that of the coverage only where there are
     holes."""
     unit = facts["unit"]
@@ -51,7 +51,7 @@ def figures_of(facts: Facts) -> dict[str, list[Block]]:
         "Latency distributions": Figure(
             charts.dots(_latencies_on_front(facts), in_words(f"latency ({unit})", unit)),
             "Of the configurations on the dashed line above, named by their "
-            f"{listed(list(facts['knobs']))}: the median over the samples, and a line from the "
+            f"{join_words(list(facts['knobs']))}: the median over the samples, and a line from the "
             "fastest 5% to the slowest 5%.",
         ),
         "Effect of each knob": Figure(
@@ -68,7 +68,7 @@ def figures_of(facts: Facts) -> dict[str, list[Block]]:
         )
     if facts["learning_curve"]:
         figures["How much to measure"] = Figure(
-            learning_curve(facts["learning_curve"]),
+            learning_curve_chart(facts["learning_curve"]),
             "Utility of a simple predictor and of budget-aware static, both fitted on part of the "
             "cells and judged out of fold on all of them. Shaded: 95% intervals.",
         )
@@ -114,7 +114,7 @@ def _pictures(facts: Facts) -> list[Block]:
 # -- charts ----------------------------------------------------------------------------------------
 
 
-def learning_curve(curve: Sequence[CurvePoint]) -> alt.LayerChart:
+def learning_curve_chart(curve: Sequence[CurvePoint]) -> alt.LayerChart:
     """Draw the utility of the simple predictor and of static against the cells of a sample."""
     rows = []
     for point in curve:
@@ -131,7 +131,7 @@ def learning_curve(curve: Sequence[CurvePoint]) -> alt.LayerChart:
     axis = alt.Axis(values=counts, format="d", grid=False)
     x = alt.X("cells:Q", title="cells of a sample", scale=alt.Scale(type="log"), axis=axis)
     y = alt.Y("utility:Q", title="utility (0 to 1)", scale=charts.CLOSE)
-    return charts.layered(*charts.lines(pl.DataFrame(rows), x, y))
+    return charts.layer_charts(*charts.lines(pl.DataFrame(rows), x, y))
 
 
 def knob_effects(
@@ -156,7 +156,7 @@ def knob_effects(
             scale = alt.Scale(domain=[min(means), max(means)], padding=6)
             y = alt.Y(f"{key}:Q", title=title, scale=scale)
             dots = alt.Chart(rows).mark_circle(size=60, opacity=1)
-            figure.append(charts.layered(dots.encode(x, y), height=140))
+            figure.append(charts.layer_charts(dots.encode(x, y), height=140))
     return figure
 
 
@@ -194,5 +194,5 @@ def coverage(
             channels[i] = channels[i].title(name).sort(list(map(str, knobs[name]["values"])))
         cells = alt.Chart(pl.DataFrame(rows)).mark_rect()
         cells = cells.encode(*channels[: len(pair)], colour)
-        figure.append(charts.layered(cells, height=170))
+        figure.append(charts.layer_charts(cells, height=170))
     return figure

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 import polars as pl
 
-from knobwise.experiments.evidence.statistics import FEWEST, Difference, paired
+from knobwise.experiments.evidence.statistics import FEWEST, Difference, paired_differences
 from knobwise.experiments.report.runs import Run
 from knobwise.experiments.report.sentences import Sentence
 
@@ -168,7 +168,7 @@ def _tests(
         clusters: of each sample, see `_clusters`.
 
     Returns:
-        column, number of samples, and the results of `paired`, by column.
+        column, number of samples, and the results of `paired_differences`, by column.
     """
     # columns in which the same samples are known are tested together
     known, group = np.unique(~np.isnan(np.concatenate(pair)).any(0), axis=1, return_inverse=True)
@@ -179,7 +179,7 @@ def _tests(
             columns = np.flatnonzero(group == i)
             against, scores = (values[:, rows][:, :, columns] for values in pair)
             of_known = np.unique(clusters[rows], return_inverse=True)[1]
-            results = paired(scores, against, same_seeds, of_known)
+            results = paired_differences(scores, against, same_seeds, of_known)
             for column, result in zip(columns, results, strict=True):
                 tests.append((int(column), int(rows.sum()), result))
     return sorted(tests)

@@ -12,7 +12,7 @@ from knobwise.agents.evaluation.policy import Policy
 from knobwise.common.errors import InputError
 from knobwise.envs.tables.profile_table import ProfileTable
 from knobwise.experiments.evidence.evaluate import check_fits, clusters_of
-from knobwise.experiments.evidence.statistics import FEWEST, Difference, holm, paired
+from knobwise.experiments.evidence.statistics import FEWEST, Difference, holm, paired_differences
 from knobwise.serving.knob_policy import KnobPolicy
 
 
@@ -56,7 +56,7 @@ def compare_policies(
     against, *others = policies
     differences = []
     for name in others:
-        (test,) = paired(scores[name], scores[against], True, clusters)
+        (test,) = paired_differences(scores[name], scores[against], True, clusters)
         gap, low, high, p = test
         difference = Difference(
             run=name,

@@ -78,7 +78,7 @@ def compare(config: CompareRun) -> Comparison:
     # the page first: it reads further files
     if config.html is not None:
         write_page(comparison, config.html)
-    write_json(config.json, numbers(comparison))
+    write_json(config.json, json_content(comparison))
     print_comparison(comparison, Console())
     for output, path in (("page", config.html), ("numbers", config.json)):
         if path is not None:
@@ -86,7 +86,7 @@ def compare(config: CompareRun) -> Comparison:
     return comparison
 
 
-def numbers(comparison: Comparison) -> dict[str, object]:
+def json_content(comparison: Comparison) -> dict[str, object]:
     """Return the content of the JSON file. Differences are `run` − `against`; `condition` is a
     budget in ms or a number of shots, None for the mean over budgets."""
     runs = []

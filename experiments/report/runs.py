@@ -19,7 +19,7 @@ from knobwise.experiments.evidence.results import read_results
 from knobwise.experiments.evidence.run_folder import UNFINISHED
 from knobwise.experiments.evidence.schema import PolicyRow, RunResults
 from knobwise.experiments.evidence.task import condition_of, task_of
-from knobwise.experiments.settings.config_file import dotted, read_settings_file
+from knobwise.experiments.settings.config_file import flatten_keys, read_settings_file
 
 NOT_COMPARED = ("name", "runs", "jobs", "tracking")
 """Settings that say where a run is kept and logged, not what it does."""
@@ -173,7 +173,7 @@ def read_settings_of(folder: Path) -> dict[str, Any]:
         InputError: see `read_settings_file`.
     """
     path = folder / "config.yaml"
-    return dotted(read_settings_file(path)) if path.exists() else {}
+    return flatten_keys(read_settings_file(path)) if path.exists() else {}
 
 
 def differing(settings: Sequence[Mapping[str, object]]) -> dict[str, list[str]]:

@@ -9,7 +9,7 @@ from typing import Any
 
 from markupsafe import Markup
 
-from knobwise.common.words import number, setting
+from knobwise.common.words import format_number, setting
 from knobwise.envs.tables.units import TIMES
 from knobwise.experiments.evidence.schema import LiveFacts, PolicyRow, RunResults
 from knobwise.experiments.evidence.task import Row
@@ -24,8 +24,8 @@ from knobwise.experiments.report.content import (
     tiles_of,
     when_made,
 )
-from knobwise.experiments.report.sentences import Sentence, texts, written
-from knobwise.experiments.report.tables import Block, Content, Folded, Table, records, reworded
+from knobwise.experiments.report.sentences import Sentence, texts, write_sentences
+from knobwise.experiments.report.tables import Block, Content, Folded, Table, records, reword_costs
 from knobwise.experiments.report.verdict import verdict
 from knobwise.experiments.report.words import (
     LEARNED,
@@ -42,7 +42,10 @@ def content_of(comparison: Comparison) -> Content:
     kind = "knobwise comparison"
     name = f"{len(comparison.runs)} runs"
     facts = [judged_on(comparison)]
-    sentences = [*written(between_runs(comparison), comparison.unit), *written(comparison.notes)]
+    sentences = [
+        *write_sentences(between_runs(comparison), comparison.unit),
+        *write_sentences(comparison.notes),
+    ]
     if comparison.single:
         kind = "knobwise run report"
         name = comparison.reference.label
@@ -51,7 +54,7 @@ def content_of(comparison: Comparison) -> Content:
     if served := live_of(comparison):
         kind = "knobwise live run"
         facts = [machine_words(results)]
-        sentences += written(on_serving(served))
+        sentences += write_sentences(on_serving(served))
     lead, *others = sentences
     return Content(
         kind=kind,
@@ -60,7 +63,7 @@ def content_of(comparison: Comparison) -> Content:
         table=main_table(comparison),
         sentences=others,
         facts=facts,
-        tiles=reworded(tiles_of(comparison), comparison.unit),
+        tiles=reword_costs(tiles_of(comparison), comparison.unit),
         details=details(comparison),
     )
 
@@ -69,7 +72,7 @@ def details(comparison: Comparison) -> list[Folded]:
     """Return the parts of a page below its table, of which most are folded."""
     parts = [part for section in SECTIONS for part in section(comparison)]
     # commands and files are shown as they are
-    return [*reworded(parts, comparison.unit), *reproduce(comparison)]
+    return [*reword_costs(parts, comparison.unit), *reproduce(comparison)]
 
 
 # -- what stands open ------------------------------------------------------------------------------
@@ -226,14 +229,14 @@ def machine_words(results: RunResults) -> str:
     machine = results["live"]["machine"]
     return (
         f"{machine['cpu']}, torch {machine['torch']}, one thread, load {machine['load']:.1f}, "
-        f"jitter {number(machine['jitter'], '.1%')} · profile {results['profile']['name']}"
+        f"jitter {format_number(machine['jitter'], '.1%')} · profile {results['profile']['name']}"
     )
 
 
 def on_serving(live: LiveFacts) -> list[Sentence]:
     """Say what the controller added to the model's time, and whether a replay on the profile fares
     as the live run did, if there is one."""
-    lines = [Sentence("added", share=number(live["overhead"]["share"], ".1%"))]
+    lines = [Sentence("added", share=format_number(live["overhead"]["share"], ".1%"))]
     rows = live["agreement"]
     differing = [
         f"{COMPARED[row['what']]} of {policy_name(row['policy'])}"

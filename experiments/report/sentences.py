@@ -48,6 +48,6 @@ class Sentence:
         return f"Sentence({self.name!r}, {self.fields})"
 
 
-def written(sentences: Iterable[Sentence], unit: str = "ms") -> list[str]:
+def write_sentences(sentences: Iterable[Sentence], unit: str = "ms") -> list[str]:
     """Write sentences out; what they say of latencies is said of costs in this unit."""
     return [in_words(str(sentence), unit) for sentence in sentences]

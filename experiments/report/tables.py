@@ -10,14 +10,14 @@ from markupsafe import Markup
 from rich.console import Console
 from rich.table import Table as RichTable
 
-from knobwise.common.words import number, points, quantity, setting
+from knobwise.common.words import format_number, points, quantity, setting
 from knobwise.envs.tables.cost_words import in_words
 from knobwise.envs.tables.units import TIMES
 from knobwise.experiments.evidence.schema import RunResults
 from knobwise.experiments.evidence.statistics import sign_of
 from knobwise.experiments.evidence.task import TASKS, Row
 from knobwise.experiments.report.sentences import texts
-from knobwise.experiments.report.words import interval, policy_name, span
+from knobwise.experiments.report.words import format_interval, policy_name, span
 
 if TYPE_CHECKING:
     from knobwise.experiments.report.page import Figure
@@ -127,12 +127,12 @@ def _formatted(value: Any, ci95: Sequence[float] | None, how: str, unit: str) ->
         case "setting":
             return setting(value)
         case "quantity":
-            return quantity(value, unit) + interval(ci95, ".3g")
+            return quantity(value, unit) + format_interval(ci95, ".3g")
         case "points":
             return points(value, ".1f") + span(ci95).replace(" ", "\n", 1)
         case "" | "policy" | "words":
             return str(value)
-    return number(value, how) + interval(ci95, how)
+    return format_number(value, how) + format_interval(ci95, how)
 
 
 def gain_tile(meaning: str, difference: float | None, ci95: Sequence[float] | None) -> Tile:
@@ -144,7 +144,7 @@ OURS = ("policy", "decision")
 """The columns whose cells hold our words, and no names of the profile."""
 
 
-def reworded(block: Any, unit: str) -> Any:
+def reword_costs(block: Any, unit: str) -> Any:
     """Return a block of a page, or several of them, with what is said of latencies said of costs in
     this unit, see `knobwise.envs.tables.cost_words.in_words`. Charts say it themselves."""
     if unit in TIMES or isinstance(block, Markup):
@@ -152,17 +152,17 @@ def reworded(block: Any, unit: str) -> Any:
     if isinstance(block, str):
         return in_words(block, unit)
     if isinstance(block, dict):
-        return {in_words(key, unit): reworded(value, unit) for key, value in block.items()}
+        return {in_words(key, unit): reword_costs(value, unit) for key, value in block.items()}
     if isinstance(block, Table):
         ours = [column for column, title in enumerate(block.header) if title in OURS]
         rows = [list(row) for row in block.rows]
         for row, column in itertools.product(rows, ours):
             row[column] = in_words(row[column], unit)
-        return block._replace(header=reworded(block.header, unit), rows=rows)
+        return block._replace(header=reword_costs(block.header, unit), rows=rows)
     if isinstance(block, list):
-        return [reworded(part, unit) for part in block]
+        return [reword_costs(part, unit) for part in block]
     if hasattr(block, "_asdict"):
-        return block._replace(**reworded(block._asdict(), unit))
+        return block._replace(**reword_costs(block._asdict(), unit))
     return block
 
 

@@ -8,13 +8,13 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from knobwise.common.words import known, listed, number, points, quantity
+from knobwise.common.words import format_number, is_known, join_words, points, quantity
 from knobwise.experiments.evidence.results import (
     baselines,
     differences_at,
     guard_by_budget,
     kept_before_grpo,
-    ranked,
+    rank_rows,
     rows_at,
     unit_of,
     value_of,
@@ -22,7 +22,7 @@ from knobwise.experiments.evidence.results import (
 from knobwise.experiments.evidence.schema import Attainable, DifferenceRow, PolicyRow, RunResults
 from knobwise.experiments.evidence.statistics import sign_of
 from knobwise.experiments.evidence.task import DEMONSTRATIONS, GRPO, Row, shown_at, task_of
-from knobwise.experiments.report.sentences import Sentence, written
+from knobwise.experiments.report.sentences import Sentence, write_sentences
 from knobwise.experiments.report.words import (
     LEARNED,
     ORACLE,
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 def verdict(results: RunResults) -> list[str]:
     """Say what the run shows, the most important first."""
-    return written(shown_by_run(results), unit_of(results))
+    return write_sentences(shown_by_run(results), unit_of(results))
 
 
 def shown_by_run(results: RunResults) -> list[Sentence]:
@@ -53,7 +53,7 @@ def shown_by_run(results: RunResults) -> list[Sentence]:
     # a run may judge baselines alone
     learned = rows_at(results, None).get(LEARNED)
     if learned is None:
-        others = [row for row in ranked(results) if row["policy"] != ORACLE]
+        others = [row for row in rank_rows(results) if row["policy"] != ORACLE]
         best = with_score(others[0], task.ranked_by) if others else ""
         return [Sentence("no_policy", best=Sentence("best_policy", policy=best) if others else "")]
     lines = [_answer(results, learned), *_on_estimates(results, learned), *_on_sample(results)]
@@ -61,8 +61,8 @@ def shown_by_run(results: RunResults) -> list[Sentence]:
         lines += [_at_tight_budgets(results), *_on_spending(results)]
     if estimate := results.get("attainable"):
         share: Sentence | str = ""
-        if known(learned.get("attained")):
-            share = Sentence("share_attained", share=number(learned["attained"], ".0%"))
+        if is_known(learned.get("attained")):
+            share = Sentence("share_attained", share=format_number(learned["attained"], ".0%"))
         lines.append(Sentence("attained", learnable=learnable(estimate), share=share))
     lines += [*_on_rivals(results, learned), *_on_time(results, learned)]
     return [*lines, *on_training(results), *_on_guard(results)]
@@ -88,18 +88,18 @@ def _answer(results: RunResults, learned: Row) -> Sentence:
     score = Sentence(
         "scores",
         score=task.score,
-        value=number(value, ".3f"),
-        against=number(against, ".3f"),
+        value=format_number(value, ".3f"),
+        against=format_number(against, ".3f"),
     )
     if task.equal_latency:
         score = Sentence("score_at_equal_latency", score=task.score)
     closed: Sentence | str = ""
-    if known(learned.get("gap_closed")):
-        closed = Sentence("gap_closed", share=number(learned["gap_closed"], ".0%"))
+    if is_known(learned.get("gap_closed")):
+        closed = Sentence("gap_closed", share=format_number(learned["gap_closed"], ".0%"))
     # an interval without width says that there is no difference at all
     wide = ci95 is None or ci95[0] < ci95[1]
     too_few: Sentence | str = ""
-    if not sign and wide and known(results.get("test_samples")):
+    if not sign and wide and is_known(results.get("test_samples")):
         too_few = Sentence("too_few_to_tell", samples=f"{results['test_samples']:,}")
     return Sentence(
         OVER_STATIC[sign],
@@ -122,11 +122,16 @@ def _on_estimates(results: RunResults, learned: Row) -> list[Sentence]:
     """Say how much was measured of what the controller chooses, where that is not all."""
     cells = learned.get("effective_cells")
     samples = results.get("test_samples")
-    if not known(cells) or cells > 0.99 * results["test_samples"]:
+    if not is_known(cells) or cells > 0.99 * results["test_samples"]:
         return []
     complete = Sentence("complete") if cells < results["test_samples"] / 2 else ""
     return [
-        Sentence("estimated", cells=number(cells, ".0f"), samples=f"{samples:,}", complete=complete)
+        Sentence(
+            "estimated",
+            cells=format_number(cells, ".0f"),
+            samples=f"{samples:,}",
+            complete=complete,
+        )
     ]
 
 
@@ -148,8 +153,8 @@ def _at_tight_budgets(results: RunResults) -> Sentence:
     rows = [task.row(results, LEARNED, budget) for budget in task.conditions(results)[:2]]
     return Sentence(
         "at_tight_budgets",
-        gains=listed([points(row["over_best_single"]) for row in rows]),
-        latencies=listed([quantity(row["latency_ms_mean"], unit_of(results)) for row in rows]),
+        gains=join_words([points(row["over_best_single"]) for row in rows]),
+        latencies=join_words([quantity(row["latency_ms_mean"], unit_of(results)) for row in rows]),
     )
 
 
@@ -169,7 +174,7 @@ def _on_spending(results: RunResults) -> list[Sentence]:
                 budget=quantity(budget, unit),
             )
             above.append(str(spent))
-    return [Sentence("overspends", budgets=listed(above))] if above else []
+    return [Sentence("overspends", budgets=join_words(above))] if above else []
 
 
 def learnable(estimate: Attainable) -> Sentence:
@@ -204,16 +209,18 @@ def _on_rivals(results: RunResults, learned: Row) -> list[Sentence]:
 
 def _on_time(results: RunResults, learned: Row) -> list[Sentence]:
     """Say how often the controller is on time, and whether that is what was asked for."""
-    if not known(learned.get("satisfaction_feasible")):
+    if not is_known(learned.get("satisfaction_feasible")):
         return []
-    share = number(learned["satisfaction_feasible"], ".1%")
+    share = format_number(learned["satisfaction_feasible"], ".1%")
     target: Sentence | str = ""
     level = results.get("satisfaction_level")
     if level is not None:
         # as printed: 95.0 % is not below 95 %
         meets = float(share.rstrip("%")) >= 100 * level - 1e-9
-        target = Sentence("meets_target" if meets else "misses_target", level=number(level, ".0%"))
-    infeasible = number(learned.get("infeasible"), ".1%")
+        target = Sentence(
+            "meets_target" if meets else "misses_target", level=format_number(level, ".0%")
+        )
+    infeasible = format_number(learned.get("infeasible"), ".1%")
     return [Sentence("on_time", share=share, target=target, infeasible=infeasible)]
 
 
@@ -254,8 +261,8 @@ def _on_guard(results: RunResults) -> list[Sentence]:
             budget = quantity(seeds[0]["budget_ms"], unit_of(results))
             missed.setdefault(promise(seeds), []).append(budget)
     if missed:
-        parts = [f"{listed(budgets)} ({why})" for why, budgets in missed.items()]
-        level = number(by_budget[0][0]["level"], ".0%")
+        parts = [f"{join_words(budgets)} ({why})" for why, budgets in missed.items()]
+        level = format_number(by_budget[0][0]["level"], ".0%")
         lines.append(Sentence("not_guaranteed", level=level, budgets=", nor at ".join(parts)))
     return lines
 
@@ -297,7 +304,7 @@ def on_training(results: RunResults) -> list[Sentence]:
             Sentence(
                 "stopped_early",
                 seeds=in_seeds(len(stopped), len(ended)),
-                iterations=listed(stopped),
+                iterations=join_words(stopped),
                 total=f"{total:,}",
                 patience=f"{training['patience']:,}",
             )
@@ -379,7 +386,7 @@ def _answered(results: RunResults, row: PolicyRow, shots: int, gained: Sentence 
         "ranks_first" if results.get("judged_by") == "best_beam" else "answers",
         shots=shots_words(shots),
         policy=policy_name(row["policy"], results),
-        share=number(row["accuracy"], ".1%"),
+        share=format_number(row["accuracy"], ".1%"),
         ci95=span(row.get("accuracy_ci95"), ".1%"),
         queries=f"{row.get('queries') or results['test_queries']:,}",
         few=few,
@@ -400,4 +407,4 @@ def _left_out(results: RunResults) -> list[Sentence]:
             fewer.append(str(part))
     if not fewer:
         return []
-    return [Sentence("left_out", queries=listed(fewer), total=f"{results['test_queries']:,}")]
+    return [Sentence("left_out", queries=join_words(fewer), total=f"{results['test_queries']:,}")]

@@ -7,7 +7,14 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from knobwise.common.words import counted, known, listed, number, points, quantity
+from knobwise.common.words import (
+    format_count,
+    format_number,
+    is_known,
+    join_words,
+    points,
+    quantity,
+)
 from knobwise.envs.tables.cost_words import in_words
 from knobwise.experiments.evidence.results import unit_of, value_of
 from knobwise.experiments.evidence.schema import RunResults
@@ -36,18 +43,18 @@ def policy_name(policy: str, results: RunResults | None = None) -> str:
 
 def hidden_words(results: RunResults) -> str:
     """Name the blocks of the embeddings that the controls did not see."""
-    return listed(results.get("hidden") or ["information"])
+    return join_words(results.get("hidden") or ["information"])
 
 
 # -- numbers ---------------------------------------------------------------------------------------
 
 
-def interval(ci95: Sequence[float] | None, how: str) -> str:
+def format_interval(ci95: Sequence[float] | None, how: str) -> str:
     """Format the interval that stands below a number in a cell.
 
     It is "" where both ends are equal, as for the gap that the oracle closes.
     """
-    if not ci95 or not all(map(known, ci95)) or not ci95[0] < ci95[1]:
+    if not ci95 or not all(map(is_known, ci95)) or not ci95[0] < ci95[1]:
         return ""
     return "\n" + bracketed(ci95, how)
 
@@ -55,7 +62,7 @@ def interval(ci95: Sequence[float] | None, how: str) -> str:
 def bracketed(ci95: Sequence[float], how: str) -> str:
     """Write an interval in brackets, so that it excludes 0 wherever `sign_of` says so: an end that
     would be rounded to 0 gets more digits."""
-    written = [number(end, how) for end in ci95]
+    written = [format_number(end, how) for end in ci95]
     digits = re.search(r"\.(\d)", how)
     # an end without a digit other than 0
     vanished = not all(re.search("[1-9]", end) for end in written)
@@ -71,7 +78,7 @@ def cell(row: Row, metric: Metric, unit: str = "ms") -> str:
     if metric.unit:
         return quantity(value, {"ms": unit}.get(metric.unit, metric.unit))
     ci95 = row.get(f"{metric.key}_ci95")
-    return number(value, metric.how) + interval(ci95, metric.how.removeprefix("+"))
+    return format_number(value, metric.how) + format_interval(ci95, metric.how.removeprefix("+"))
 
 
 def span(ci95: Sequence[float] | None, how: str = "") -> str:
@@ -79,7 +86,7 @@ def span(ci95: Sequence[float] | None, how: str = "") -> str:
 
     An unknown interval is "".
     """
-    if not ci95 or not all(map(known, ci95)):
+    if not ci95 or not all(map(is_known, ci95)):
         return ""
     if not how:
         ci95 = [100 * end for end in ci95]
@@ -87,7 +94,7 @@ def span(ci95: Sequence[float] | None, how: str = "") -> str:
 
 
 def shots_words(count: int) -> str:
-    return counted(count, "shot")
+    return format_count(count, "shot")
 
 
 # -- differences -----------------------------------------------------------------------------------
@@ -112,7 +119,7 @@ def difference_words(row: Row) -> str:
 
 def reward_words(row: Row) -> str:
     """Write a difference of rewards, which have a unit of their own: `+2.67 [2.14, 3.2]`."""
-    return f"{number(row['difference'], '+.3g')}{span(row['ci95'], '.3g')}"
+    return f"{format_number(row['difference'], '+.3g')}{span(row['ci95'], '.3g')}"
 
 
 def difference_cell(row: Row) -> str:
@@ -120,7 +127,7 @@ def difference_cell(row: Row) -> str:
     known."""
     cell = points(row.get("difference"))
     ci95 = row.get("ci95")
-    if ci95 and all(map(known, ci95)):
+    if ci95 and all(map(is_known, ci95)):
         cell += "\n" + bracketed([100 * end for end in ci95], "+.1f")
     return cell
 
@@ -145,4 +152,4 @@ def in_seeds(count: int, seeds: int) -> str:
 def with_score(row: Row, score: str) -> str:
     """Name a policy with its score, and the interval of that."""
     interval = span(row.get(f"{score}_ci95"), ".3f")
-    return f"{policy_name(row['policy'])} ({number(value_of(row, score), '.3f')}{interval})"
+    return f"{policy_name(row['policy'])} ({format_number(value_of(row, score), '.3f')}{interval})"

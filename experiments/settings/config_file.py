@@ -48,10 +48,10 @@ _Loader.add_constructor("tag:yaml.org,2002:timestamp", yaml.SafeLoader.construct
 def settings_text(config: DataclassInstance) -> str:
     """Return an instance of a settings dataclass as YAML, with its checksum; `${` in it is only
     text."""
-    return text_of(asdict(config))
+    return to_yaml(asdict(config))
 
 
-def text_of(content: Mapping[str, object]) -> str:
+def to_yaml(content: Mapping[str, object]) -> str:
     """Return settings by group as YAML, with their checksum."""
     text: str = yaml.dump(dict(content), Dumper=_Dumper, allow_unicode=True, sort_keys=False)
     # of the values that a reader finds, so that other spellings and comments are no damage
@@ -93,12 +93,12 @@ def read_settings_file(path: Path) -> dict[str, Any]:
     return content
 
 
-def dotted(content: Mapping[str, Any]) -> dict[str, Any]:
+def flatten_keys(content: Mapping[str, Any]) -> dict[str, Any]:
     """Return nested settings by dotted key; an empty group stays a value."""
     flat = {}
     for key, value in content.items():
         if isinstance(value, Mapping) and value:
-            for name, leaf in dotted(value).items():
+            for name, leaf in flatten_keys(value).items():
                 flat[f"{key}.{name}"] = leaf
         else:
             flat[str(key)] = value

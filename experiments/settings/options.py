@@ -138,7 +138,7 @@ class TrainRun(Training):
                 )
 
 
-def resolve(config: TrainRun) -> TrainRun:
+def resolve_training(config: TrainRun) -> TrainRun:
     """Return the settings with what follows from the kind of budget: a mean budget, and a rule of
     the user's own, has a reward of its own."""
     if config.budget.constraint == "deadline":

@@ -14,7 +14,7 @@ from omegaconf import MISSING, DictConfig, OmegaConf
 from knobwise.common.checks import one_of
 from knobwise.common.errors import InputError, naming
 from knobwise.experiments.settings.config_file import read_settings_file
-from knobwise.experiments.settings.words import plain, typed
+from knobwise.experiments.settings.words import plain_values, shell_word
 from knobwise.testbeds.simulated.settings import SimulatedConfig
 
 # readers import torch, which the command line does without until there is something to read
@@ -227,7 +227,7 @@ def group_of_run(
         return None
     try:
         schema = OmegaConf.structured(choices[section["format"]])
-        config = OmegaConf.merge(schema, plain(section))
+        config = OmegaConf.merge(schema, plain_values(section))
         assert isinstance(config, DictConfig)
         # the dataclass may refuse values
         OmegaConf.to_object(config)
@@ -253,7 +253,7 @@ def refuse_code(config: DictConfig, group: str, chosen: Set[str]) -> None:
         if ":" in code and key not in chosen:
             raise InputError(
                 f"{key}: the run names {code}, whose code would be executed; if you trust it, give "
-                f"{typed(key, code)}"
+                f"{shell_word(key, code)}"
             )
 
 
@@ -327,9 +327,9 @@ def read_profile(
     if features_ms:
         table = replace(table, features_ms=features_ms)
     if features_from is not None:
-        from knobwise.envs.readers.embeddings import embedded
+        from knobwise.envs.readers.embeddings import embed_texts
 
-        table = embedded(table, features_from)
+        table = embed_texts(table, features_from)
     if network is not None and network.normaliser.datasets:
         from knobwise.envs.readers.joint import with_dataset_input
 

@@ -242,23 +242,23 @@ class SelectorRun(Training):
 
     def _plan(self, where: str, values: dict[str, object]) -> Plan:
         """Return the plan of a variant with these changes."""
-        variant = changed(Variant(), values, where)
+        variant = with_changes(Variant(), values, where)
         # what the variant does not set is the run's
         stage = {key: getattr(variant, key) for key in ("epochs", "keep", "collected")}
         stage = {key: value for key, value in stage.items() if value is not None}
         learned = None
         if variant.reward_model is not None:
-            learned = changed(self.reward_model, variant.reward_model, f"{where}.reward_model")
+            learned = with_changes(self.reward_model, variant.reward_model, f"{where}.reward_model")
         return Plan(
             variant,
-            changed(self.grpo, stage, where),
-            changed(self.reward, variant.reward, f"{where}.reward"),
-            changed(self.loss, variant.loss, f"{where}.loss"),
+            with_changes(self.grpo, stage, where),
+            with_changes(self.reward, variant.reward, f"{where}.reward"),
+            with_changes(self.loss, variant.loss, f"{where}.loss"),
             learned,
         )
 
 
-def resolve(config: SelectorRun, table: BeamTable) -> SelectorRun:
+def resolve_selector(config: SelectorRun, table: BeamTable) -> SelectorRun:
     """Return the settings with the reward's mode and the number of shots that follow from the
     beams."""
     lengths = table.recorded_lengths
@@ -278,7 +278,7 @@ class Plan(NamedTuple):
     reward_model: RewardModelConfig | None
 
 
-def changed(base: T, values: dict[str, object], where: str) -> T:
+def with_changes(base: T, values: dict[str, object], where: str) -> T:
     """Return a dataclass with some values changed.
 
     Args:

@@ -34,7 +34,7 @@ OF_GRPO = (
 )
 
 
-def unread(config: Any) -> dict[str, str]:
+def unread_options(config: Any) -> dict[str, str]:
     """Return the options that nothing reads: key → the choice that is the reason, as it is written.
 
     Args:
@@ -66,7 +66,7 @@ def refuse_unread(config: DictConfig, keys: Iterable[str]) -> None:
     Raises:
         InputError: there is one.
     """
-    reasons = unread(config)
+    reasons = unread_options(config)
     for key in keys:
         value = OmegaConf.select(config, key) if key in reasons else None
         if value:

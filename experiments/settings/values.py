@@ -13,10 +13,10 @@ from omegaconf.errors import OmegaConfBaseException
 from knobwise.common.checks import one_of
 from knobwise.common.errors import InputError
 from knobwise.experiments.settings.choices import CHOICES, CONF, choice_of, experiments
-from knobwise.experiments.settings.config_file import dotted
+from knobwise.experiments.settings.config_file import flatten_keys
 from knobwise.experiments.settings.options import TrainRun
 from knobwise.experiments.settings.unread import refuse_unread
-from knobwise.experiments.settings.words import nearest, plain
+from knobwise.experiments.settings.words import nearest_options, plain_values
 
 Values = Mapping[str, Any]
 
@@ -37,7 +37,7 @@ def training_settings(options: Values) -> TrainRun:
     overrides = dict(options)
     name = overrides.pop("experiment", TrainRun.experiment)
     chosen, values = _of_experiment(name)
-    typed = [*dotted(overrides)]
+    typed = [*flatten_keys(overrides)]
     for group in CHOICES:
         if isinstance(overrides.get(group), str):
             chosen[group] = overrides.pop(group)
@@ -47,8 +47,8 @@ def training_settings(options: Values) -> TrainRun:
     config = OmegaConf.structured(TrainRun(experiment=name, profile=None))
     for group, choice in chosen.items():
         OmegaConf.update(config, group, choice_of(group, choice))
-    known = dotted(asdict(TrainRun(profile=None)))
-    for key, value in {**dotted(values), **dotted(overrides)}.items():
+    known = flatten_keys(asdict(TrainRun(profile=None)))
+    for key, value in {**flatten_keys(values), **flatten_keys(overrides)}.items():
         if key.partition(".")[0] == "profile":
             raise InputError(f"{key}: the data are given; options of a profile are for read")
         if isinstance(value, Mapping):  # an empty one
@@ -58,7 +58,7 @@ def training_settings(options: Values) -> TrainRun:
         if key not in known and not in_mapping:
             raise InputError(f"{key}={value!r}: {_mistake(key, value, known)}")
         try:
-            OmegaConf.update(config, key, plain(_in_python(value)), force_add=in_mapping)
+            OmegaConf.update(config, key, plain_values(_in_python(value)), force_add=in_mapping)
         except OmegaConfBaseException as error:
             raise InputError(f"{key}={value!r}: {str(error).splitlines()[0]}") from error
     refuse_unread(config, typed)
@@ -85,14 +85,14 @@ def _of_experiment(name: str) -> tuple[dict[str, str], Values]:
             # an experiment that this one is built on
             more, below = _of_experiment(entry)
             chosen |= more
-            values |= dotted(below)
+            values |= flatten_keys(below)
             continue
         ((word, choice),) = entry.items()
         chosen[word.removeprefix("override /")] = choice
     if name.startswith("selector"):
         raise InputError(f"experiment={name}: trains a selector; give one of a controller")
     chosen.pop("profile", None)
-    return chosen, values | dotted(content)
+    return chosen, values | flatten_keys(content)
 
 
 def _mistake(key: str, value: object, known: Collection[str]) -> str:
@@ -100,7 +100,7 @@ def _mistake(key: str, value: object, known: Collection[str]) -> str:
     if any(option.startswith(f"{key}.") for option in known):
         choices = ", ".join(CHOICES.get(key, ()))
         return "must be a mapping of its options" + f", or one of {choices}" * bool(choices)
-    hint = " or ".join(f"{option}={value}" for option in nearest(key, known))
+    hint = " or ".join(f"{option}={value}" for option in nearest_options(key, known))
     return "there is no such option" + f"; did you mean {hint}?" * bool(hint)
 
 

@@ -14,40 +14,40 @@ CALL = re.compile(r"(choice|range|interval|glob|sort|shuffle|tag|str|int|float|b
 """Hydra's functions, most of which name the values of a sweep."""
 
 
-def typed(key: str, value: object) -> str:
+def shell_word(key: str, value: object) -> str:
     """Return `key=value` as a shell takes it, and as the command line reads it back: as this very
     text, whether or not there is a file of this name."""
     text = str(value)
     if re.match("['\"]", text) or "${" in text or NULL.fullmatch(text) or CALL.fullmatch(text):
-        text = quoted(text)
+        text = quote_for_hydra(text)
     return shlex.quote(f"{key}={text}")
 
 
-def quoted(text: str) -> str:
+def quote_for_hydra(text: str) -> str:
     """Return text in quotes that Hydra removes, without interpolations."""
     # settings from Python need no words, and so no Hydra
     from hydra.core.override_parser.types import Quote, QuotedString
 
-    return QuotedString(escaped(text), Quote.single).with_quotes()
+    return QuotedString(escape_for_yaml(text), Quote.single).with_quotes()
 
 
-def escaped(text: str) -> str:
+def escape_for_yaml(text: str) -> str:
     """Return text that OmegaConf reads as this very text, without interpolations."""
     # a backslash takes the meaning of what follows; those before it are doubled
     return re.sub(r"(\\*)\$\{", r"\1\1\\${", text)
 
 
-def plain(values: object) -> object:
+def plain_values(values: object) -> object:
     """Return values whose text, in lists and mappings too, OmegaConf reads as it is; see
     `escaped`."""
     if isinstance(values, dict):
-        return {key: plain(value) for key, value in values.items()}
+        return {key: plain_values(value) for key, value in values.items()}
     if isinstance(values, list):
-        return [plain(value) for value in values]
-    return escaped(values) if isinstance(values, str) else values
+        return [plain_values(value) for value in values]
+    return escape_for_yaml(values) if isinstance(values, str) else values
 
 
-def nearest(key: str, options: Iterable[str]) -> list[str]:
+def nearest_options(key: str, options: Iterable[str]) -> list[str]:
     """Return at most two options that may be meant by a key. An option is known by its whole key
     and by the last part of it."""
     names: dict[str, str] = {}

@@ -27,7 +27,7 @@ def counts_of(name: str, values: ArrayLike) -> dict[str, float]:
     return {_bin(name, edge): float(count) for edge, count in zip(EDGES, counts, strict=False)}
 
 
-def divided(row: Mapping[str, float]) -> tuple[dict[str, float], dict[str, list[float]]]:
+def part_histograms(row: Mapping[str, float]) -> tuple[dict[str, float], dict[str, list[float]]]:
     """Return the numbers of a row that are no bins, and the counts of each histogram, by name."""
     numbers = {name: value for name, value in row.items() if not name.endswith("]")}
     names = dict.fromkeys(name.partition("[")[0] for name in row if name not in numbers)
@@ -38,14 +38,14 @@ def for_wandb(row: Mapping[str, float]) -> dict[str, float | wandb.Histogram]:
     """Return a row with histograms as W&B takes them."""
     import wandb
 
-    numbers, histograms = divided(row)
+    numbers, histograms = part_histograms(row)
     logged: dict[str, float | wandb.Histogram] = {**numbers}
     for name, counts in histograms.items():
         logged[name] = wandb.Histogram(np_histogram=(counts, EDGES))
     return logged
 
 
-def drawn(counts: list[float]) -> NDArray[np.float64]:
+def values_from_counts(counts: list[float]) -> NDArray[np.float64]:
     """Return values with these counts, float [n]: each is the middle of its bin."""
     middles = (EDGES[:-1] + EDGES[1:]) / 2
     return np.repeat(middles, np.array(counts, int))

@@ -10,7 +10,7 @@ import csv
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
-from knobwise.common.files import locked, sync, written_whole
+from knobwise.common.files import lock_folder, sync, written_whole
 
 Row = tuple[int, dict[str, float]]
 """A step, and the numbers that were logged of it, by name."""
@@ -50,7 +50,7 @@ class MetricsFile:
         for name, value in values.items():
             # `repr` keeps every bit of a number
             row[name.replace("/", self.middle, 1)] = repr(value)
-        with locked(self.path.parent):
+        with lock_folder(self.path.parent):
             columns = self._columns()
             if set(row) <= set(columns):
                 with self.path.open("a", newline="", encoding="utf-8") as file:
@@ -77,7 +77,7 @@ class MetricsFile:
         Returns:
             How many of its rows are left.
         """
-        with locked(self.path.parent):
+        with lock_folder(self.path.parent):
             if not self.path.exists():
                 return 0
             rows = []

@@ -30,7 +30,12 @@ from knobwise.common.errors import InputError
 from knobwise.common.progress import say
 from knobwise.experiments.evidence.schema import RunResults
 from knobwise.experiments.settings.tracking import TrackingSettings
-from knobwise.experiments.tracking.histograms import EDGES, counts_of, divided, drawn
+from knobwise.experiments.tracking.histograms import (
+    EDGES,
+    counts_of,
+    part_histograms,
+    values_from_counts,
+)
 from knobwise.experiments.tracking.metrics_file import MetricsFile, Row, place
 from knobwise.experiments.tracking.wandb_run import WandbRun, reason, wandb_run
 
@@ -281,11 +286,11 @@ class Tracker:
     def _to_tensorboard(self, values: Mapping[str, float], step: int) -> None:
         """Write the numbers of a step into the event file, if there is one."""
         if self._tensorboard is not None:
-            numbers, histograms = divided(values)
+            numbers, histograms = part_histograms(values)
             for name, number in numbers.items():
                 self._tensorboard.add_scalar(name, number, step)
             for name, counts in histograms.items():
-                self._tensorboard.add_histogram(name, drawn(counts), step, bins=EDGES)
+                self._tensorboard.add_histogram(name, values_from_counts(counts), step, bins=EDGES)
 
     def _start_wandb(self, stack: contextlib.ExitStack) -> None:
         """Start the W&B run of this tracker, if W&B starts."""

@@ -27,7 +27,7 @@ from knobwise.envs.tables.units import MS
 from knobwise.experiments.evidence.run_folder import checkpoint_at
 from knobwise.experiments.evidence.schema import RunResults
 from knobwise.experiments.inspection.checks import warnings_of
-from knobwise.experiments.settings.options import TrainRun, resolve
+from knobwise.experiments.settings.options import TrainRun, resolve_training
 from knobwise.experiments.settings.tracking import TrackingSettings
 from knobwise.experiments.train.problems import facts_of_run, problem_of_run
 from knobwise.experiments.train.run import Experiment, run_logged, seed_folder
@@ -118,9 +118,9 @@ class SplitTraining:
                 best = trainer.folder / "best.pt"
                 # else an earlier process calibrated it
                 if "before_grpo" not in load_checkpoint(best).extra:
-                    from knobwise.experiments.train.judging import calibrated
+                    from knobwise.experiments.train.judging import calibrate_trained
 
-                    calibrated(self, trainer).save(best)
+                    calibrate_trained(self, trainer).save(best)
                 tick(done)
 
 
@@ -140,7 +140,7 @@ class ControllerExperiment(Experiment):
     table: ProfileTable
 
     def __init__(self, config: TrainRun, table: ProfileTable | None = None) -> None:
-        super().__init__(resolve(config), config.threads)
+        super().__init__(resolve_training(config), config.threads)
         self.unread = table
         self.splits: list[SplitTraining] = []
 
@@ -181,9 +181,9 @@ class ControllerExperiment(Experiment):
         """Judge every seed's best controller as it is deployed, and the baselines, on the test part
         of each split."""
         # what judges is imported when there is something to judge
-        from knobwise.experiments.train.judging import judged_run
+        from knobwise.experiments.train.judging import judge_run
 
-        return judged_run(self, folder)
+        return judge_run(self, folder)
 
     def _notes_on_table(self) -> list[str]:
         """Return what the readers noted and the inspection found."""

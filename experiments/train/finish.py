@@ -21,7 +21,7 @@ from knobwise.experiments.evidence.task import Row, task_of
 from knobwise.experiments.report.report import print_results, result_images, write_report
 from knobwise.experiments.report.runs import find_runs
 from knobwise.experiments.settings.tracking import Training
-from knobwise.experiments.settings.words import typed
+from knobwise.experiments.settings.words import shell_word
 from knobwise.experiments.tracking.tracker import wandb_mode
 from knobwise.experiments.tracking.wandb_results import scores_by_seed
 from knobwise.experiments.tracking.workspace import save_once
@@ -85,11 +85,11 @@ def next_command(folder: Path, worse: bool = False) -> str:
     """Return the command that usually follows a run, as a shell takes it; a controller that is
     `worse` than static is not for export."""
     if (folder / "controller.npz").exists() and not worse:
-        return f"knobwise export {typed('checkpoint', folder)}"
+        return f"knobwise export {shell_word('checkpoint', folder)}"
     # to compare takes two
     if len(find_runs([str(folder.parent)])[0]) > 1:
         return f"knobwise compare {shlex.quote(str(folder.parent))}"
-    return f"knobwise evaluate {typed('checkpoint', folder)}"
+    return f"knobwise evaluate {shell_word('checkpoint', folder)}"
 
 
 def track_results(

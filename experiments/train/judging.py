@@ -20,7 +20,7 @@ from knobwise.agents.calibration.deployed_controller import DeployedController
 from knobwise.agents.calibration.mean_policies import MixingPolicy
 from knobwise.agents.calibration.training import best_is_of_grpo, gained_by_sample
 from knobwise.agents.evaluation.policy import Baseline
-from knobwise.agents.teacher.experts import Experts, sampled
+from knobwise.agents.teacher.experts import Experts, sampled_positions
 from knobwise.agents.teacher.regressors import FAMILIES
 from knobwise.agents.training.checkpoint import Loaded, load_checkpoint
 from knobwise.agents.training.trainer import Trainer
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from knobwise.experiments.train.controller import ControllerExperiment, SplitTraining
 
 
-def calibrated(training: SplitTraining, trainer: Trainer) -> Loaded:
+def calibrate_trained(training: SplitTraining, trainer: Trainer) -> Loaded:
     """Return the controller that a finished training deploys, after its calibration."""
     # a finished training that was resumed holds its last weights, not its best
     trainer.agent.load_state_dict(trainer.state.best.state)
@@ -72,19 +72,19 @@ def calibrated(training: SplitTraining, trainer: Trainer) -> Loaded:
     return Loaded(agent, facts.name, facts.digest, extra)
 
 
-def judged_run(experiment: ControllerExperiment, folder: Path) -> tuple[RunResults, pl.DataFrame]:
+def judge_run(experiment: ControllerExperiment, folder: Path) -> tuple[RunResults, pl.DataFrame]:
     """Judge a run that is trained, and keep what it deploys: that of the first split, explained.
 
     Rows are means over the splits; a sample counts once for each split that judges it.
     """
     first, *others = experiment.splits
-    results, decisions = judged_split(first, folder)
+    results, decisions = judge_split(first, folder)
     results |= facts_of_deployed(experiment, folder)
     if not others:
         return results, decisions
     frames = [decisions.with_columns(split=pl.lit(0, pl.Int64))]
     for other in others:
-        _, judged = judged_split(other, split_folder(folder, other.number))
+        _, judged = judge_split(other, split_folder(folder, other.number))
         frames.append(judged.with_columns(split=pl.lit(other.number, pl.Int64)))
     decisions = pl.concat(frames)
     tests = torch.cat([training.problem.split.test for training in experiment.splits])
@@ -98,12 +98,12 @@ def judged_run(experiment: ControllerExperiment, folder: Path) -> tuple[RunResul
     return results, decisions
 
 
-def judged_split(training: SplitTraining, folder: Path) -> tuple[RunResults, pl.DataFrame]:
+def judge_split(training: SplitTraining, folder: Path) -> tuple[RunResults, pl.DataFrame]:
     """Judge the controllers of one split on its test part, and export the one of the seed that was
     best on validation."""
     folders = [seed_folder(folder, seed) for seed in training.config.seeds]
     best = [load_checkpoint(checkpoints / "best.pt") for checkpoints in folders]
-    results, decisions = judged(training, best)
+    results, decisions = judge_controllers(training, best)
     scores = [float(loaded.extra["validation_utility"]) for loaded in best]
     keep_best(folder, dict(zip(folders, scores, strict=True)))
     kept = load_checkpoint(folder / "checkpoints" / "best.pt").controller
@@ -124,7 +124,10 @@ def facts_of_deployed(experiment: ControllerExperiment, folder: Path) -> RunResu
     parts = {"test": [len(problem.split.test), len(whole)]}
     if config.policy.experts or config.baselines:
         fitted = len(problem.split.fitted)
-        parts["experts"] = [len(sampled(fitted, problem.facts.num_configurations)), fitted]
+        parts["experts"] = [
+            len(sampled_positions(fitted, problem.facts.num_configurations)),
+            fitted,
+        ]
     if part := {name: used for name, used in parts.items() if used[0] < used[1]}:
         facts["sampled"] = part
     kept = load_checkpoint(folder / "checkpoints" / "best.pt").controller
@@ -138,7 +141,9 @@ def facts_of_deployed(experiment: ControllerExperiment, folder: Path) -> RunResu
     return facts
 
 
-def judged(training: SplitTraining, best: list[Loaded]) -> tuple[RunResults, pl.DataFrame]:
+def judge_controllers(
+    training: SplitTraining, best: list[Loaded]
+) -> tuple[RunResults, pl.DataFrame]:
     """Return the contents of `results.json` and of `decisions.parquet`.
 
     They hold what all seeds deploy, its teachers, and the baselines.

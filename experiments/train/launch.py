@@ -6,7 +6,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from knobwise.common.progress import say
-from knobwise.experiments.evidence.run_folder import claim, finished_run, taken_up_if_damaged
+from knobwise.experiments.evidence.run_folder import claim_folder, finished_run, taken_up_if_damaged
 from knobwise.experiments.tracking.tracker import git_commit
 from knobwise.experiments.train.run import Experiment
 
@@ -37,7 +37,7 @@ def launch(
         say(f"already finished, skipped: {finished}")
         return finished
     # the folder stays locked until everything is written
-    with claim(config, named) as folder:
+    with claim_folder(config, named) as folder:
         say(f"run: {folder}")
         experiment.train(folder)
         # what judges and reports is imported when there is something to judge

@@ -45,7 +45,7 @@ from knobwise.experiments.settings.beams import (
 from knobwise.experiments.settings.selector_options import (
     Plan,
     SelectorRun,
-    resolve,
+    resolve_selector,
 )
 from knobwise.experiments.train.reward_models import learned_rewards
 from knobwise.experiments.train.run import (
@@ -88,7 +88,7 @@ class SelectorExperiment(Experiment):
         """See `Experiment`: read the beams, and check the settings against them."""
         self.data = read_data(self.config.beams, self.config.encoder)
         self.table = self.data.table
-        self.config = resolve(self.config, self.table)
+        self.config = resolve_selector(self.config, self.table)
         check(self.config, self.data)
         notes = dict.fromkeys([*self.table.notes, *self.data.test.notes])
         self.notes = [f"{self.table.name}: {note}" for note in notes]

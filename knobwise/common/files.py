@@ -259,7 +259,7 @@ def write_json(path: str | Path | None, content: object) -> None:
 
 
 @contextmanager
-def locked(folder: Path) -> Iterator[None]:
+def lock_folder(folder: Path) -> Iterator[None]:
     """Let only one process at a time run a block for this folder, which is made when it is missing.
 
     The lock is on the folder itself, since files in it may be replaced.

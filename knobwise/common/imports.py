@@ -11,7 +11,7 @@ from typing import Any
 from knobwise.common.errors import InputError
 
 
-def imported(key: str, name: str, kind: str, example: str) -> Any:
+def import_callable(key: str, name: str, kind: str, example: str) -> Any:
     """Import the callable that `module:name` names.
 
     Modules are looked for in the current folder first, as by `python -m`.

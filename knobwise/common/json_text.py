@@ -27,7 +27,7 @@ def encoding_of(begin: bytes) -> str:
     return next((name for mark, name in MARKS.items() if begin.startswith(mark)), "utf-8")
 
 
-def text_of(content: bytes) -> str:
+def decode_text(content: bytes) -> str:
     """Decode text in UTF-8, or in what a mark at its beginning says.
 
     Raises:
@@ -53,14 +53,14 @@ def read_json(path: str | Path) -> Any:
     twice.
     """
     try:
-        return decoded(Path(path).read_bytes())
+        return decode_json(Path(path).read_bytes())
     except OSError as error:
         raise InputError(f"{path}: cannot be read ({error.strerror})") from error
     except ValueError as error:
         raise InputError(f"{path}: not JSON, or cut off ({error}); write the file again") from error
 
 
-def decoded(text: bytes | str) -> Any:
+def decode_json(text: bytes | str) -> Any:
     """Decode JSON as Python writes it: NaN and Infinity are numbers.
 
     Raises:
@@ -71,7 +71,7 @@ def decoded(text: bytes | str) -> Any:
     gc.disable()  # JSON has no cycles, and looking for them takes a third of the time
     try:
         if isinstance(text, bytes):
-            text = text_of(text)
+            text = decode_text(text)
         return json.loads(text, object_pairs_hook=_unique)
     except RecursionError:
         raise ValueError("nested too deeply") from None
@@ -95,7 +95,7 @@ def _containers(content: Any) -> list[Any]:
     return [value for value in values if isinstance(value, (dict, list))]
 
 
-def encoded(content: object, source: object) -> str:
+def encode_json(content: object, source: object) -> str:
     """Return content as JSON. Raises InputError, with the name `source`, for what JSON cannot
     hold, such as NaN."""
     try:

@@ -8,15 +8,15 @@ from collections.abc import Mapping, Sequence
 from typing import TypeGuard
 
 
-def known(value: object) -> TypeGuard[float]:
+def is_known(value: object) -> TypeGuard[float]:
     """Return whether this is a finite number."""
     return isinstance(value, int | float) and math.isfinite(value)
 
 
-def number(value: object, how: str) -> str:
+def format_number(value: object, how: str) -> str:
     """Format a number, for example with ".3f" or "+.1%"; return a dash if it is not known. What is
     rounded to 0 has no sign."""
-    if not known(value):
+    if not is_known(value):
         return "–"
     plain = f"{value:z{how.removeprefix('+')}}"  # z: no −0.0
     if how.startswith("+") and value > 0 and re.search("[1-9]", plain):
@@ -27,7 +27,7 @@ def number(value: object, how: str) -> str:
 def quantity(value: object, unit: str = "ms") -> str:
     """Format a number and its unit, with three significant figures, or with all digits before the
     point from 100 on."""
-    if not known(value):
+    if not is_known(value):
         return "–"
     # some files keep only six figures of a budget: rounding to six first makes 2.185 look the same
     # from every file
@@ -41,17 +41,17 @@ def quantity(value: object, unit: str = "ms") -> str:
 
 def points(share: object, how: str = "+.1f") -> str:
     """Format a share in points (hundredths); return a dash if it is not known."""
-    if not known(share):
+    if not is_known(share):
         return "–"
-    return number(100 * share, how)
+    return format_number(100 * share, how)
 
 
-def counted(count: int, noun: str) -> str:
+def format_count(count: int, noun: str) -> str:
     """Return a number of things in words, such as `1 request` and `1,000 requests`."""
     return f"{count:,} {noun}{'s' * (count != 1)}"
 
 
-def listed(words: Sequence[str]) -> str:
+def join_words(words: Sequence[str]) -> str:
     """Join words with commas and "and"."""
     if len(words) == 1:
         return words[0]

@@ -66,7 +66,7 @@ def beam_search(scorer: Ask, rows: Tensor, pool: Tensor, shots: int, width: int)
     return sequences
 
 
-def retrieved(similarity: Tensor, shots: int, count: int) -> Tensor:
+def retrieve_sequences(similarity: Tensor, shots: int, count: int) -> Tensor:
     """Return sequences of the most similar candidates, most similar first: int64 [n, count, T].
 
     `similarity` is float32 [n, N], −inf where a pool has no candidate.
@@ -80,7 +80,7 @@ def retrieved(similarity: Tensor, shots: int, count: int) -> Tensor:
     return windows.masked_fill(~whole, -1)
 
 
-def drawn(pool: Tensor, shots: int, count: int, generator: torch.Generator) -> Tensor:
+def draw_sequences(pool: Tensor, shots: int, count: int, generator: torch.Generator) -> Tensor:
     """Draw sequences uniformly without replacement: int64 [n, count, T].
 
     `pool` is int64 [n, N], −1 padded. The draws use the Gumbel-top-k trick (Kool et al. 2019). If a

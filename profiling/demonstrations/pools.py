@@ -52,7 +52,7 @@ def draw_pools(table: BeamTable, config: PoolConfig, of_bank: bool = False) -> T
     candidates = table.candidates
     if sampler != "random":
         query_parts, candidate_parts = (
-            compared(x, sampler, table.blocks) for x in (queries, candidates)
+            scale_for_similarity(x, sampler, table.blocks) for x in (queries, candidates)
         )
     query_image, candidate_image = table.image_numbers
     generator = torch.Generator().manual_seed(config.seed)
@@ -81,8 +81,8 @@ def similarity(
     `by` is a sampler other than `random`: which parts are compared. −inf where a pool has no
     candidate.
     """
-    query_parts = compared(queries, by, blocks)
-    candidate_parts = compared(candidates, by, blocks)
+    query_parts = scale_for_similarity(queries, by, blocks)
+    candidate_parts = scale_for_similarity(candidates, by, blocks)
     return (
         (candidate_parts[pool] @ query_parts[:, :, None])
         .squeeze(2)
@@ -100,7 +100,7 @@ def best_places(scores: Tensor, shots: int) -> Tensor:
     return pad(places, (0, shots - places.shape[-1]), value=-1)
 
 
-def compared(embeddings: Tensor, by: str, blocks: Blocks) -> Tensor:
+def scale_for_similarity(embeddings: Tensor, by: str, blocks: Blocks) -> Tensor:
     """Scale and select the parts of embeddings [n, d] that are compared, [n, d'], so that inner
     products are mean cosines of the parts."""
     if not blocks:

@@ -39,7 +39,7 @@ from knobwise.profiling.demonstrations.scorers import CachedScorer, Fields, reco
 from knobwise.profiling.demonstrations.settings import BeamProfileConfig
 from knobwise.profiling.demonstrations.tasks import BeamTask
 from knobwise.profiling.measuring.machine import (
-    claim,
+    claim_machine,
     digests,
     read_note,
     write_json,
@@ -82,7 +82,7 @@ def profile_beams(
             f"beams.same_kind={config.same_kind}: needs items that name their question_type"
         )
     settings = {k: v for k, v in asdict(config).items() if k not in _OF_A_ROUND}
-    claim(
+    claim_machine(
         state / "beams.json",
         {"task": task.options, "table": task.table.digest, **task.sources, **settings},
     )
@@ -169,14 +169,14 @@ def _search(config: BeamProfileConfig, task: BeamTask, rows: Tensor) -> Fields:
     shots = config.shots
     sequences = {
         "beam": beam_search.beam_search(scorer, rows, pool, shots, config.width),
-        "retrieval": beam_search.retrieved(similarities, shots, config.retrieved),
-        "random": beam_search.drawn(pool, shots, config.random, generator),
+        "retrieval": beam_search.retrieve_sequences(similarities, shots, config.retrieved),
+        "random": beam_search.draw_sequences(pool, shots, config.random, generator),
     }
     if task.kinds is not None:
         kinds = task.kinds
         same = kinds.queries[rows].unsqueeze(1) == kinds.candidates[pool.clamp_min(0)]
         alike = pool.masked_fill(~same, -1)
-        sequences["sample"] = beam_search.drawn(alike, shots, config.same_kind, generator)
+        sequences["sample"] = beam_search.draw_sequences(alike, shots, config.same_kind, generator)
     beams = _scored(scorer, rows, pool, sequences)
     return beams | {f"zero_shot.{name}": field for name, field in zero_shot.items()}
 

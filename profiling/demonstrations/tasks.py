@@ -13,7 +13,7 @@ from torch import Tensor
 
 from knobwise.common.errors import InputError, Missing
 from knobwise.common.extras import install_command
-from knobwise.common.imports import imported, instance
+from knobwise.common.imports import import_callable, instance
 from knobwise.envs.demonstrations.beam_files import read_embeddings
 from knobwise.envs.demonstrations.beam_table import BeamTable
 from knobwise.profiling.demonstrations.pools import Kinds, draw_pools
@@ -123,7 +123,7 @@ def read_answerer(
     path = Path(config.data) if config.data else smollm.QUESTIONS_CSV
     if ":" in model:
         key = f"{prefix}model={model}"
-        made = imported(key, model, "class", "my_module:MyScorer")
+        made = import_callable(key, model, "class", "my_module:MyScorer")
         data = read_vqa_data(path, config.bank or None, images=getattr(made, "sees", True))
         return Answerer(path, data, partial(instance, key, made, MEMBERS, Scorer, data))
     if model == ENDPOINT:

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from knobwise.common.errors import InputError
-from knobwise.common.imports import imported, in_a_line
+from knobwise.common.imports import import_callable, in_a_line
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -33,7 +33,7 @@ def message_function(name: str | None) -> MessageFunction:
     """
     if name is None:
         return lambda question, knobs: [{"role": "user", "content": question}]
-    function = imported(f"messages={name}", name, "function", "my_module:messages")
+    function = import_callable(f"messages={name}", name, "function", "my_module:messages")
 
     def checked(question: str, knobs: Mapping[str, Any]) -> list[Message]:
         try:

@@ -16,7 +16,7 @@ from knobwise.common.errors import InputError
 from knobwise.common.progress import progress
 from knobwise.profiling.endpoint.client import EndpointReply
 from knobwise.profiling.endpoint.paid import PaidClient
-from knobwise.profiling.measuring.measuring import appended, as_they_end
+from knobwise.profiling.measuring.measuring import as_they_end, open_log
 
 REPLIES = "replies.jsonl"
 """The file of what the server said, in the state folder."""
@@ -50,7 +50,7 @@ class Replies:
         path = folder / REPLIES
         # what is known by now was paid for too
         before = self.client.money.spent
-        self._file = self._open.enter_context(appended(path))
+        self._file = self._open.enter_context(open_log(path))
         try:
             for line in path.read_bytes().splitlines():
                 kept = orjson.loads(line)

@@ -57,6 +57,6 @@ NAMES = tuple(field.name for field in fields(EndpointOptions))
 """The names of these settings."""
 
 
-def options_in(config: EndpointOptions) -> EndpointOptions:
+def endpoint_options(config: EndpointOptions) -> EndpointOptions:
     """Return these settings alone, of settings that have more."""
     return EndpointOptions(**{name: getattr(config, name) for name in NAMES})

@@ -42,8 +42,8 @@ def vqa_accuracy(answer: str, references: Sequence[str]) -> float:
     agree give .3, .6, .9, 1. Where fewer than three others are left, their number replaces the
     3. A single reference is simply compared.
     """
-    plain = normalised(answer)
-    right = [normalised(reference) for reference in references]
+    plain = normalise_answer(answer)
+    right = [normalise_answer(reference) for reference in references]
     if len(right) == 1:
         return float(plain == right[0])
     # leaving out one that agrees leaves one fewer
@@ -53,7 +53,7 @@ def vqa_accuracy(answer: str, references: Sequence[str]) -> float:
     return sum(scores) / len(right)
 
 
-def normalised(text: str) -> str:
+def normalise_answer(text: str) -> str:
     """Normalise an answer as VQA evaluation does (https://visualqa.org/evaluation.html).
 
     - lower case, single blanks
@@ -217,7 +217,7 @@ def exact_match(answer: str, references: Sequence[str]) -> float:
 def _signed(text: str) -> str:
     """Normalise as `normalised`, but keep the minus of a number: VQA evaluation takes "-5" for
     "5"."""
-    return normalised(re.sub(r"(?<![\w.)\]])[-−](?=[$€£]?\.?\d)", "minus ", text))
+    return normalise_answer(re.sub(r"(?<![\w.)\]])[-−](?=[$€£]?\.?\d)", "minus ", text))
 
 
 def anls(answer: str, references: Sequence[str]) -> float:

@@ -15,12 +15,12 @@ import torch
 
 from knobwise.common.errors import InputError
 from knobwise.common.files import is_cut_short, write_text
-from knobwise.common.json_text import decoded
+from knobwise.common.json_text import decode_json
 
 T = TypeVar("T")
 
 
-def claim(path: Path, identity: Mapping[str, Any]) -> None:
+def claim_machine(path: Path, identity: Mapping[str, Any]) -> None:
     """Note in ``path`` what is being measured. Raises InputError if a run with other settings was
     begun there."""
     # as it will be read back: tuples become lists
@@ -46,7 +46,7 @@ def read_note(path: Path, kind: Callable[[Any], T]) -> T:
     """Read a JSON file of an earlier call as a list or a dictionary. Raises InputError if it is
     damaged."""
     try:
-        return kind(decoded(path.read_bytes()))
+        return kind(decode_json(path.read_bytes()))
     except (OSError, TypeError, ValueError) as error:
         raise InputError(
             f"{path}: is damaged ({error}); choose another out folder, or delete the file"

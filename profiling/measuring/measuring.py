@@ -164,7 +164,7 @@ def read_measurements(path: str | Path) -> pl.DataFrame:
 
 
 @contextmanager
-def appended(path: str | Path) -> Iterator[BinaryIO]:
+def open_log(path: str | Path) -> Iterator[BinaryIO]:
     """Open a log at the end of its last whole line; what a kill left half written is cut off.
 
     Raises InputError if another process has it open.

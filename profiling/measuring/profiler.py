@@ -34,7 +34,7 @@ from knobwise.profiling.measuring.adaptive_model import (
 )
 from knobwise.profiling.measuring.feature_store import FeatureStore, content_keys
 from knobwise.profiling.measuring.local_runner import LocalRunner
-from knobwise.profiling.measuring.machine import claim, machine
+from knobwise.profiling.measuring.machine import claim_machine, machine
 from knobwise.profiling.measuring.measuring import (
     COLUMNS,
     EXTRA,
@@ -43,8 +43,8 @@ from knobwise.profiling.measuring.measuring import (
     Bools,
     MeasurementPlan,
     Runner,
-    appended,
     measure,
+    open_log,
     read_measurements,
 )
 from knobwise.profiling.measuring.outputs import knob_lines, line_of_plan, write_vlm_profile
@@ -102,7 +102,7 @@ def profile_vlm(
     drawn = _drawn_plan(model, draw_items(items, config), config)
     identity = _identity(model, identity or {})
     settings = {"max_new_tokens": config.max_new_tokens, "clock": config.clock}
-    claim(state / "run.json", {"dataset": name, **identity, **settings})
+    claim_machine(state / "run.json", {"dataset": name, **identity, **settings})
     store = FeatureStore(state / "features")
     features = out / "features.safetensors"
     path = state / LOG
@@ -118,7 +118,7 @@ def profile_vlm(
     def out_of_time() -> bool:
         return clock_s() - start_s >= limit_s
 
-    with appended(path) as log:
+    with open_log(path) as log:
         sure = _sure_cells(state / FILE, drawn, needed)
         plan = replace(drawn, design=drawn.design.with_sure(sure))
         wanted_cells = int(plan.design.cells.sum())

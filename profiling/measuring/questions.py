@@ -22,7 +22,7 @@ from torch import Tensor
 from knobwise.common.errors import InputError, naming
 from knobwise.envs.readers.column_values import refuse_lost_digits
 from knobwise.envs.readers.frames import read_frame
-from knobwise.profiling.measuring.answer_metrics import normalised
+from knobwise.profiling.measuring.answer_metrics import normalise_answer
 
 Prompt = tuple[int, list[int]]
 """A query's row and its demonstrations' rows, in order."""
@@ -46,7 +46,7 @@ def soft_accuracy(answer: str, references: Sequence[str]) -> float:
 
 def agreeing(answer: str, references: Sequence[str]) -> int:
     """Count the reference answers that agree with an answer, all of them `normalised`."""
-    return list(map(normalised, references)).count(normalised(answer))
+    return list(map(normalise_answer, references)).count(normalise_answer(answer))
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,7 @@ class VQAData:
             if len(spelling) == most:
                 break
             # the first spelling of an answer stays
-            spelling.setdefault(normalised(answer), answer)
+            spelling.setdefault(normalise_answer(answer), answer)
         return tuple(sorted(spelling.values()))
 
     def vote(self, queries: Tensor, demonstrations: Tensor) -> Tensor:
@@ -158,8 +158,8 @@ def most_common(answers: Sequence[str]) -> tuple[str, ...]:
 
     Equally common ones keep their order.
     """
-    counts = Counter(map(normalised, answers))
-    spelling = {normalised(answer): answer for answer in reversed(answers)}
+    counts = Counter(map(normalise_answer, answers))
+    spelling = {normalise_answer(answer): answer for answer in reversed(answers)}
     return tuple(spelling[plain] for plain, _ in counts.most_common())
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from knobwise.common.checks import share
 from knobwise.common.errors import InputError
-from knobwise.common.imports import imported, in_a_line
+from knobwise.common.imports import import_callable, in_a_line
 from knobwise.profiling.measuring.adaptive_model import Request
 from knobwise.profiling.measuring.answer_metrics import answer_accuracy
 from knobwise.profiling.measuring.questions import VQAItem
@@ -75,7 +75,7 @@ class Questions(Requests):
         self._function: Callable[..., Any] | None = None
         self._judges_item = False
         if ":" in metric:
-            self._function = imported(self._key, metric, "function", "my_module:accuracy")
+            self._function = import_callable(self._key, metric, "function", "my_module:accuracy")
             self._judges_item = _needs_third(self._function)
         # a metric that does not fit is refused here, before anything is measured
         self.metrics = {item.id: metric_of(item, metric) for item in items}

@@ -57,10 +57,10 @@ def shared_cells(samples: int, configurations: int) -> list[Job]:
 def note_workers(folder: Path) -> None:
     """Add `compared` to what `profile.json` in a folder holds, as `workers`."""
     path = folder / "profile.json"
-    write_json(path, read_note(path, dict) | {"workers": compared(folder / "state")})
+    write_json(path, read_note(path, dict) | {"workers": compare_workers(folder / "state")})
 
 
-def compared(state: Path) -> list[dict[str, Any]]:
+def compare_workers(state: Path) -> list[dict[str, Any]]:
     """Compare the workers of a profile, by what its state folder holds.
 
     Returns:

@@ -17,7 +17,7 @@ from knobwise.profiling.measuring.measuring import (
     Job,
     MeasurementPlan,
     Taken,
-    appended,
+    open_log,
     read_measurements,
 )
 from knobwise.profiling.measuring.questions import VQAItem
@@ -29,7 +29,7 @@ DESCRIBED = ("name", "knobs", "identity", "measured", "repeats", "columns", "dat
 Loaded = tuple[AdaptiveVLM, Sequence[VQAItem]]
 
 
-def described(loaded: Loaded) -> tuple[SimpleNamespace, Sequence[VQAItem]]:
+def describe_model(loaded: Loaded) -> tuple[SimpleNamespace, Sequence[VQAItem]]:
     """Return what tells a model from others, in the place of the model, and its questions.
 
     Raises InputError for a model that answers several requests at once, or that counts money.
@@ -88,7 +88,7 @@ class PoolRunner:
     def as_they_end(self, jobs: Iterable[Job]) -> Iterator[tuple[Job, Taken]]:
         """Have workers do jobs, and keep the shared cells apart."""
         assert self._work is not None, "warmed up before"
-        with appended(self._state / SHARED) as file:
+        with open_log(self._state / SHARED) as file:
             self._work.keep = lambda taken: file.write(b"".join(taken.lines))
             yield from self._pool.as_they_end(self._work, jobs)
 

@@ -124,11 +124,11 @@ def last_question(body: Mapping[str, object]) -> tuple[int, str]:
         for index in range(len(messages) - 1, -1, -1):
             message = messages[index]
             if isinstance(message, dict) and message.get("role") == "user":
-                return index, text_of(message.get("content"))
+                return index, message_text(message.get("content"))
     return -1, ""
 
 
-def text_of(content: object) -> str:
+def message_text(content: object) -> str:
     """Return the text of a message's content, which may come in parts."""
     if isinstance(content, str):
         return content

@@ -38,7 +38,7 @@ class FaultyAnswer(Exception):
     """An answer of the endpoint that counts as none; what it was."""
 
 
-def problem_of(error: BaseException) -> BaseException | str:
+def fault_of(error: BaseException) -> BaseException | str:
     """Return what happened in words, where an error of ours has them."""
     return f"answered with {error}" if isinstance(error, FaultyAnswer) else error
 
@@ -192,7 +192,7 @@ class Exchange:
             other = self._walk.again(self._choice)
             if other is None:
                 break
-            self._walk.runtime.abandon("the endpoint", problem_of(fault))
+            self._walk.runtime.abandon("the endpoint", fault_of(fault))
             if answer is not None:
                 answer.response.close()
             self._choice = other
@@ -359,7 +359,7 @@ class Exchange:
         self._metrics.requests.labels(outcome).inc()
         if error is not None:
             who = "the client" if outcome == "client_left" else "the endpoint"
-            self._walk.runtime.abandon(who, problem_of(error))
+            self._walk.runtime.abandon(who, fault_of(error))
             return
         now = self._walk.runtime.now()
         self._metrics.answer.observe(now - self._arrived)

@@ -13,7 +13,7 @@ import uvicorn
 from knobwise.agents.deployed.controller import NumpyController
 from knobwise.agents.learning.request_log import RequestLog
 from knobwise.common.errors import InputError
-from knobwise.common.imports import imported
+from knobwise.common.imports import import_callable
 from knobwise.common.progress import say
 from knobwise.envs.tables.units import MS
 from knobwise.profiling.endpoint.messages import message_function
@@ -155,7 +155,7 @@ def _features(name: str | None) -> Callable[..., object] | None:
     """Return the user's own function of the features; None if none is named."""
     if name is None:
         return None
-    return imported(f"features={name}", name, "function", "my_module:features")
+    return import_callable(f"features={name}", name, "function", "my_module:features")
 
 
 def _prices(path: str, configurations: Sequence[Mapping[str, KnobValue]]) -> dict[str, Price]:

@@ -104,7 +104,7 @@ def _cells(images: Tensor) -> tuple[int, int]:
     return images.shape[-2] // CELL, images.shape[-1] // CELL
 
 
-def scaled(images: Tensor, grid: TileGrid) -> Tensor:
+def scale_images(images: Tensor, grid: TileGrid) -> Tensor:
     """Scale images [B, 3, h, w] to the size that they have in a grid."""
     if images.shape[-2:] == (grid.height, grid.width):
         return images
@@ -114,7 +114,7 @@ def scaled(images: Tensor, grid: TileGrid) -> Tensor:
 def cut_windows(images: Tensor, grid: TileGrid, stride: int) -> Tensor:
     """Scale and pad images [B, 3, h, w], and cut them into windows [B, windows, 192], row by
     row."""
-    images = scaled(images, grid)
+    images = scale_images(images, grid)
     pad = (0, grid.across * TILE - grid.width, 0, grid.down * TILE - grid.height)
     if any(pad):
         images = F.pad(images, pad)
@@ -244,7 +244,7 @@ class ElasticVLM(nn.Module):
         """Scale images to one tile, [B, 3, 16, 16]. No knob changes it, and every configuration
         begins with it."""
         rows, columns = _cells(images)
-        return scaled(images, tile_grid(rows, columns, 1))
+        return scale_images(images, tile_grid(rows, columns, 1))
 
     def first_stage(self, images: Tensor, overview: Tensor, max_crops: int = 0) -> Tensor:
         """Embed grid size, overview and tiles: [B, 1 + windows, width]; no tiles at 0 crops."""

@@ -34,7 +34,7 @@ from knobwise.testbeds.elastic.model import (
     Block,
     ElasticVLM,
     MixtureOfExperts,
-    scaled,
+    scale_images,
     tile_grid,
     window_starts,
 )
@@ -145,7 +145,7 @@ class Trainee(nn.Module):
         prompts = torch.cat([as_prompt(scene.question) for scene in scenes])
         answers = torch.stack([answer_tokens(scene) for scene in scenes])  # [B, 9]
         rows, columns = scenes[0].digits.shape
-        overview = scaled(images, tile_grid(rows, columns, 1))
+        overview = scale_images(images, tile_grid(rows, columns, 1))
         prefix = model.prefix(images, overview, prompts, configuration.max_crops)
         slots = model.slots.weight[PROMPT_TOKENS : PROMPT_TOKENS + ANSWER_TOKENS - 1]
         spoken = model.words(answers[:, :-1]) + slots

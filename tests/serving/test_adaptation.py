@@ -28,7 +28,7 @@ from knobwise.agents.learning.adaptation import (
     TRIED,
     Offsets,
     Scales,
-    adapted,
+    adapt_latency,
     fit_offsets,
     log_ratios,
     posterior,
@@ -146,7 +146,7 @@ def moved(agent, table, mean, variance):
     expect now."""
     x = agent.controller.normaliser(table.features, table.num_samples)
     mean, spread = (torch.as_tensor(values).double().expand(12) for values in (mean, variance))
-    other = adapted(agent, Offsets(mean, spread, torch.zeros(())), x)
+    other = adapt_latency(agent, Offsets(mean, spread, torch.zeros(())), x)
     with torch.no_grad():
         old, new = (each.mixture(x).members for each in (agent.teacher, other.teacher))
     return other, old, new

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from replayed import calibration_for, teacher_beside
 
 from knobwise.agents import DeployedController, PolicyConfig
-from knobwise.agents.calibration.mean_policies import StaticMix, compared
+from knobwise.agents.calibration.mean_policies import StaticMix, compare_with_mix
 from knobwise.agents.training.checkpoint import Loaded
 from knobwise.envs import default_budgets
 from knobwise.serving.knob_policy import EXACT, KnobPolicy
@@ -36,7 +36,7 @@ def policy_of(kind):
     calibration = calibration_for(TABLE, MARGINS if kind == "guard" else None, DEPLOY)
     if kind == "mean":
         cells = torch.tensor([[1.0, 1.0, 0.0]]).expand(40, -1)
-        calibration.guard = compared(cells, 0 * cells, 0.5 + 0 * cells, MEANS)
+        calibration.guard = compare_with_mix(cells, 0 * cells, 0.5 + 0 * cells, MEANS)
         calibration.mean = {f"mix.{name}": values for name, values in MIX.arrays().items()}
         calibration.mean["budgets_ms"] = MEANS.double().numpy()
         calibration.mean["worths"] = np.array([20.0, 1000.0, 50.0])

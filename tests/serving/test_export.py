@@ -15,7 +15,7 @@ from knobwise.agents import DeployedController, PolicyConfig
 from knobwise.agents.deployed.arrays import configurations_of
 from knobwise.agents.training.checkpoint import save_checkpoint
 from knobwise.envs import ProfileTable, default_budgets
-from knobwise.experiments.deploy.export import _budgets_of, run
+from knobwise.experiments.deploy.export import _budgets_of, export_controller
 from knobwise.experiments.settings.deployment_options import ExportRun
 from knobwise.experiments.settings.profiles import TableProfile
 from knobwise.serving.onnx_graph import Deployed, OnnxController, agreement, write_onnx
@@ -133,5 +133,7 @@ def test_nothing_is_written_when_a_graph_disagrees(tmp_path, monkeypatch):
 
     monkeypatch.setattr(OnnxController, "choose", wrong)
     with input_error("controller.onnx"):
-        run(ExportRun("best.pt", TableProfile(path="table.safetensors"), out="out", onnx=True))
+        export_controller(
+            ExportRun("best.pt", TableProfile(path="table.safetensors"), out="out", onnx=True)
+        )
     assert not Path("out").exists()

@@ -9,7 +9,7 @@ from replayed import ReplayedModel, child, serve_requests, small_stack
 
 from knobwise.agents import DeployedController, NumpyController
 from knobwise.serving import AdaptiveModel, versions
-from knobwise.serving.versions import add_version, serve, serving
+from knobwise.serving.versions import add_version, serve_version, serving_version
 
 
 def slower(agent):
@@ -21,18 +21,18 @@ def slower(agent):
 
 def published(folder, agent):
     version = add_version(folder, lambda to: agent.export(to / "controller.npz") and None)
-    serve(folder, version)
+    serve_version(folder, version)
     return version
 
 
 def test_versions_are_numbered_and_one_serves(tmp_path):
     agent, _ = small_stack()
-    assert serving(tmp_path) is None
+    assert serving_version(tmp_path) is None
     first = published(tmp_path, agent)
     second = published(tmp_path, slower(agent))
-    assert (first.name, second.name, serving(tmp_path)) == ("0000", "0001", second)
-    serve(tmp_path, first)
-    assert serving(tmp_path) == first
+    assert (first.name, second.name, serving_version(tmp_path)) == ("0000", "0001", second)
+    serve_version(tmp_path, first)
+    assert serving_version(tmp_path) == first
 
     def failing(folder):
         (folder / "controller.npz").write_bytes(b"half")
@@ -69,7 +69,7 @@ def test_a_new_controller_takes_over_between_two_requests(tmp_path, monkeypatch,
         assert len(caplog.records) == 1
         assert str(tmp_path / "current/controller.npz") in caplog.text
         assert model.controller.digest == other.decider.digest
-    serve(tmp_path, first)
+    serve_version(tmp_path, first)
     serve_requests(model, table, 1)
     assert model.controller.digest == agent.decider.digest
 
@@ -98,4 +98,4 @@ def test_kill_9_while_swapping_leaves_the_old_or_the_new_controller(tmp_path):
         process.kill()
     assert NumpyController.load(current).digest in digests
     version = published(tmp_path / "out", agent)  # and it goes on, whatever was left behind
-    assert serving(tmp_path / "out") == version
+    assert serving_version(tmp_path / "out") == version

@@ -17,7 +17,7 @@ from knobwise.agents.calibration.mean_policies import (
     MeanBudgetPolicy,
     StaticMix,
     calibrated_values,
-    compared,
+    compare_with_mix,
     make_priced_baselines,
     outcomes_of,
 )
@@ -37,19 +37,21 @@ def test_the_guard_wants_the_budget_kept_and_a_gain_above_chance(monkeypatch):
     accuracy = torch.tensor([[0.5, 0.75, 0.75]] * 2 + [[1.0, 0.75, 0.75]] * 2)
     cost = torch.tensor([2.0, 2.0, 3.0]).expand(4, -1)
     budgets_ms = torch.tensor([2.0, 2.0, 2.9])
-    result = compared(accuracy, cost, mixed, budgets_ms)
+    result = compare_with_mix(accuracy, cost, mixed, budgets_ms)
     spread = math.sqrt(0.25 / 12)
     for row, gains, se in zip(result, (True, True, False), (spread, 0, 0), strict=True):
         wanted = {"deployed": gains, "gain": 0.25, "accuracy_static_mix": 0.5}
         assert row | wanted | {"gain_se": pytest.approx(se)} == row
     # the sums over two clusters are .5 below and above what they are on average: √(.5 · 2) / 4
-    (row, *_) = compared(accuracy, cost, mixed, budgets_ms, clusters=torch.tensor([0, 0, 1, 1]))
+    (row, *_) = compare_with_mix(
+        accuracy, cost, mixed, budgets_ms, clusters=torch.tensor([0, 0, 1, 1])
+    )
     assert (row["gain_se"], row["deployed"]) == (pytest.approx(0.25), False)
     # .25 is 1.73 standard errors: 95 % sure (1.64), but not 96 % (1.75); one sample shows nothing
     monkeypatch.setattr(mean_policies, "CONFIDENCE", 0.96)
-    assert not compared(accuracy, cost, mixed, budgets_ms)[0]["deployed"]
+    assert not compare_with_mix(accuracy, cost, mixed, budgets_ms)[0]["deployed"]
     alone = accuracy[:1], cost[:1], mixed[:1]
-    assert not any(row["deployed"] for row in compared(*alone, budgets_ms))
+    assert not any(row["deployed"] for row in compare_with_mix(*alone, budgets_ms))
 
 
 def test_the_most_accurate_price_within_each_mean_budget_is_found():

@@ -7,7 +7,7 @@ import pytest
 import torch
 from helpers import WITH_TEACHER, close, small_table, trained
 
-from knobwise.agents.teacher.distillation import BEYOND, LIMITS, composed, drawn_limits
+from knobwise.agents.teacher.distillation import BEYOND, LIMITS, compose_requests, drawn_limits
 from knobwise.agents.training.settings import OptimiserConfig
 
 IMITATION = OptimiserConfig(10, 10, 0, contexts=32, minibatch=32, evaluate_every=10)
@@ -43,7 +43,7 @@ def test_requests_are_composed_of_samples_block_by_block():
     # column j of sample i is i + 100 j: what it is made of can be read off
     columns = 100.0 * torch.arange(5)
     x = torch.arange(50)[:, None] + columns
-    made = composed(x, [2, 3], 4000, generator()) - columns
+    made = compose_requests(x, [2, 3], 4000, generator()) - columns
     assert made.shape == (4000, 5)
     assert 0 <= made.min() <= made.max() <= 49
     whole = ((made == made[:, :1]) & (made == made.round())).all(1)
@@ -55,7 +55,7 @@ def test_requests_are_composed_of_samples_block_by_block():
     crossed = by_block & (made[:, 0] != made[:, 2])
     assert float(crossed.double().mean()) > 0.1
     # no column comes from another column
-    assert composed(x[:, :0], [], 7, generator()).shape == (7, 0)
+    assert compose_requests(x[:, :0], [], 7, generator()).shape == (7, 0)
 
 
 # -- targets ---------------------------------------------------------------------------------------

@@ -320,7 +320,7 @@ def test_positions_in_a_sample_are_those_of_the_samples_that_are_in_it(count, mo
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(experts, "MAX_SAMPLES", most)
         patch.setattr(experts, "MAX_CELLS", 2 * most)
-        kept = experts.sampled(count, c)
+        kept = experts.sampled_positions(count, c)
     assert 1 <= len(kept) <= max(1, min(most, 2 * most // c, count))
     # evenly spread, from the first on
     assert len({*(kept[1:] - kept[:-1]).tolist()}) <= 1

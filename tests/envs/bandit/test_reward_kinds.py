@@ -10,7 +10,7 @@ from knobwise.envs.bandit.reward_kinds import KINDS, RewardKind
 from knobwise.envs.bandit.settings import RewardConfig
 from knobwise.envs.bandit.torchrl_env import ConfigBandit
 from knobwise.experiments.command_line.compose import read_settings
-from knobwise.experiments.command_line.registry import choices_of
+from knobwise.experiments.command_line.registry import names_of_choices
 
 
 def linear(accuracy, latency_ms, budget_ms, complexity, config):
@@ -34,7 +34,7 @@ def test_the_word_of_a_kind_sets_what_its_entry_says(kind):
 
 
 def test_the_command_line_offers_what_deadlines_may_have():
-    assert set(choices_of("reward")) == {"shaped", "utility", "function"}
+    assert set(names_of_choices("reward")) == {"shaped", "utility", "function"}
 
 
 @pytest.mark.parametrize("kind", [kind for kind, about in KINDS.items() if about.formula])

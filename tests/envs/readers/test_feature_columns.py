@@ -9,7 +9,7 @@ from helpers import identical, input_error
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from knobwise.agents.deployed.arrays import encoded
+from knobwise.agents.deployed.arrays import encode_request
 from knobwise.envs import ProfileTable
 from knobwise.envs.readers.feature_columns import block_columns, encode, fit_column
 from knobwise.envs.readers.feature_files import read_features
@@ -232,9 +232,9 @@ def test_numpy_encodes_a_request_as_the_table_was_read(kind, tokens, gaps):
     is_number = not isinstance(kind, str) and kind is not None and kind == kind
     if fault is not None or is_number:
         with pytest.raises(ValueError, match=r"^features: '(kind|tokens)' "):
-            encoded(columns, request)
+            encode_request(columns, request)
     else:
-        np.testing.assert_array_equal(encoded(columns, request), block[0])
+        np.testing.assert_array_equal(encode_request(columns, request), block[0])
 
 
 def test_only_the_most_frequent_texts_get_a_place():

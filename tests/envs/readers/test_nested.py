@@ -8,7 +8,7 @@ from helpers import identical, input_error
 
 import knobwise
 from knobwise.envs.readers.frames import read_frame
-from knobwise.envs.readers.nested import MOST_COLUMNS, unnested
+from knobwise.envs.readers.nested import MOST_COLUMNS, unnest
 
 ROWS = [
     {
@@ -62,9 +62,9 @@ def test_message_names_what_is_inside(tmp_path):
 
 def test_names_that_exist_and_objects_with_many_keys_stay():
     both = pl.DataFrame({"a.b": [1], "a": [{"b": 2}]})
-    assert unnested(both).columns == ["a.b", "a"]
+    assert unnest(both).columns == ["a.b", "a"]
     many = pl.DataFrame({"a": [{f"id{n}": n for n in range(MOST_COLUMNS)}]})
-    assert unnested(many).columns == ["a"]
+    assert unnest(many).columns == ["a"]
 
 
 # -- lists of mixed types --------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from helpers import input_error
 
 from knobwise.envs import ProfileTable
 from knobwise.envs.readers import embeddings
-from knobwise.envs.readers.embeddings import embedded
+from knobwise.envs.readers.embeddings import embed_texts
 from knobwise.envs.readers.feature_columns import fit_column
 from knobwise.envs.readers.feature_files import attach_features, features_from, read_features
 from knobwise.envs.readers.joint import join_tables
@@ -134,19 +134,19 @@ def test_a_function_is_called_once_for_each_text(tmp_path, monkeypatch):
     table = read(frame_of([*PROMPTS[:5], PROMPTS[0]]), features=["prompt"])
     name = f"{__name__}:lengths"
     sys.modules.setdefault(__name__, sys.modules[lengths.__module__])
-    first = embedded(table, name)
+    first = embed_texts(table, name)
     wanted = torch.tensor([[len(text), 6] for text in table.texts["prompt"]]).float()
     assert torch.equal(first.features["prompt"], wanted)
     assert first.features_ms > 0
     assert not first.texts
     # three alone, to time them, and the others together
     assert [len(call) for call in lengths.calls] == [1, 1, 1, 2]
-    again = embedded(table, name)
+    again = embed_texts(table, name)
     assert len(lengths.calls) == 4
     assert torch.equal(again.features["prompt"], wanted)
     assert again.features_ms == first.features_ms
     # a new text is computed alone, without timing
-    embedded(read(frame_of(), features=["prompt"]), name)
+    embed_texts(read(frame_of(), features=["prompt"]), name)
     assert lengths.calls[4:] == [[PROMPTS[5]]]
 
 
@@ -162,6 +162,6 @@ def test_a_function_is_called_once_for_each_text(tmp_path, monkeypatch):
 def test_a_function_that_returns_something_else_is_refused(returned, field):
     table = read(frame_of(["a b c", *PROMPTS[1:]]), features=["prompt"])
     with input_error(f"features_from.*({field})"):
-        embedded(table, returned)
+        embed_texts(table, returned)
     with input_error("features_from: no feature is text"):
-        embedded(read(frame_of()), returned)
+        embed_texts(read(frame_of()), returned)

@@ -16,7 +16,7 @@ from knobwise.agents.calibration.guard import OUT_OF_REACH
 from knobwise.agents.controller.settings import EXPERTS
 from knobwise.envs.readers.feature_files import write_features
 from knobwise.envs.readers.long_table import long_frame, read_long_table
-from knobwise.experiments.settings.config_file import read_settings_file, text_of
+from knobwise.experiments.settings.config_file import read_settings_file, to_yaml
 
 POLICIES = words_of("""
     controller teacher budget_aware_static best_static lookup_table latency_only ridge
@@ -143,7 +143,7 @@ def test_evaluate_repeats_what_training_reported(unprofiled, folder, capsys):
     # as of another version, which had other readers
     content = read_settings_file(settings)
     content["profile"]["format"] = "calibrated"
-    settings.write_text(text_of(content))
+    settings.write_text(to_yaml(content))
     assert "profile=calibrated" in commands.refused(["evaluate"], capsys)
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from commands import mistake, words_of
 
-from knobwise.experiments.command_line.compose import composed
+from knobwise.experiments.command_line.compose import compose_config
 from knobwise.experiments.command_line.flags import CONTROLLERS, SELECTORS, in_our_words
 from knobwise.experiments.command_line.registry import schema_of
 
@@ -76,7 +76,7 @@ def test_a_pasted_answer_is_understood(capsys):
     """With files in place of FILE."""
     for words in ("--beam_data b.json --kl_beta 0.1", "--dataset_name okvqa --train_split 0.8"):
         pasted = ours(mistake(["train", *words.split()], capsys))
-        composed(schema_of("train", pasted), pasted)
+        compose_config(schema_of("train", pasted), pasted)
 
 
 @pytest.mark.parametrize("schema", ["train", "train_selector"])
@@ -91,4 +91,4 @@ def test_our_words_are_options_and_stand_in_the_docs(schema):
         assert f"`--{name}`" in docs
         assert in_our_words(schema, name, "").replace("'", "") in docs
         words += shlex.split(in_our_words(schema, name, VALUES.get(name, "1")))
-    composed(schema, words)
+    compose_config(schema, words)

@@ -6,9 +6,9 @@ import re
 import pytest
 
 from knobwise.__main__ import main
-from knobwise.experiments.command_line.compose import composed
+from knobwise.experiments.command_line.compose import compose_config
 from knobwise.experiments.command_line.help import COMMON, help_lines
-from knobwise.experiments.command_line.registry import choices_of, groups_of
+from knobwise.experiments.command_line.registry import groups_of, names_of_choices
 from knobwise.experiments.settings.verbs import VERBS
 
 
@@ -24,11 +24,11 @@ def test_every_choice_in_help_can_be_given(verb, capsys):
     printed = shown(capsys, *verb.replace("_", " experiment=").split(), "--help")
     words = []
     for group in groups:
-        choices = choices_of(group)
+        choices = names_of_choices(group)
         assert f"Group: {', '.join(choices)}." in " ".join(printed.split())
         words.append([f"{group}={choice}" for choice in choices])
     for row in itertools.zip_longest(*words):  # one of each group at a time
-        composed(verb, list(filter(None, row)))
+        compose_config(verb, list(filter(None, row)))
 
 
 @pytest.mark.parametrize("verb", VERBS)
@@ -46,4 +46,4 @@ def test_help_shows_first_what_people_use(verb, capsys):
 
 def test_the_summary_lists_the_readers_of_profiles(capsys):
     (listed,) = re.findall(r"profile=([\w |]+),", shown(capsys, "--help"))
-    assert sorted(listed.split(" | ")) == choices_of("profile")
+    assert sorted(listed.split(" | ")) == names_of_choices("profile")

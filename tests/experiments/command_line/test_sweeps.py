@@ -27,7 +27,11 @@ from commands import (
 from knobwise.__main__ import main
 from knobwise.common.files import is_damaged
 from knobwise.experiments.command_line.compose import read_settings
-from knobwise.experiments.command_line.registry import choices_of, question_of, schema_of
+from knobwise.experiments.command_line.registry import (
+    names_of_choices,
+    question_of_experiment,
+    schema_of,
+)
 
 SWEPT = {
     "group_size": ("loss.group_size", [5, 8, 16, 64]),
@@ -92,14 +96,14 @@ def runs_of(experiment):
 # -- which jobs ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", choices_of("experiment"))
+@pytest.mark.parametrize("name", names_of_choices("experiment"))
 def test_every_experiment_file_is_understood_with_all_its_jobs(name, folder):
     words = [f"experiment={name}"]
     if name == "selector_replay":
         words.append("beams.path=beams.json")
     single = read_settings(schema_of("train", words), words)
     assert single.experiment == name
-    assert "?" in question_of(name)
+    assert "?" in question_of_experiment(name)
     if name in SWEPT:
         jobs = jobs_of(words)
         key, values = SWEPT[name]

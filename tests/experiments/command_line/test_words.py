@@ -14,7 +14,7 @@ from knobwise.__main__ import main
 from knobwise.experiments.command_line import main as command_line
 from knobwise.experiments.command_line import profile, train
 from knobwise.experiments.command_line.compose import (
-    composed,
+    compose_config,
     in_grammar,
     read_settings,
     text_options,
@@ -25,7 +25,7 @@ from knobwise.experiments.deploy.update import CURRENT
 from knobwise.experiments.evidence.run_folder import command_of, run_name
 from knobwise.experiments.settings.profiles import read_profile
 from knobwise.experiments.settings.verbs import VERBS
-from knobwise.experiments.settings.words import typed
+from knobwise.experiments.settings.words import shell_word
 from knobwise.experiments.train.finish import next_command
 
 NAMES = [
@@ -116,7 +116,7 @@ def check_text(verb, words, keys):
     for shift in range(0, len(names), 14):
         values = {key: names[(i + shift) % len(names)] for i, key in enumerate(sorted(keys))}
         typed_words = [f"{key}={value}" for key, value in values.items()]
-        config = composed(verb, [*words, *in_grammar(verb, typed_words)])
+        config = compose_config(verb, [*words, *in_grammar(verb, typed_words)])
         for key, value in values.items():
             assert OmegaConf.select(config, key) == value
 
@@ -186,10 +186,10 @@ def pasted(command):
 def test_a_printed_word_is_read_back_as_this_text(name, exists, home):
     if exists:
         Path(name).mkdir()
-    (word,) = shlex.split(typed("checkpoint", name))
+    (word,) = shlex.split(shell_word("checkpoint", name))
     assert read_settings("export", [word]).checkpoint == name
     path = Path(name) / CURRENT
-    (word,) = shlex.split(typed("checkpoint", path))
+    (word,) = shlex.split(shell_word("checkpoint", path))
     assert read_settings("update", [word]).checkpoint == str(path)
 
 

@@ -27,8 +27,8 @@ from knobwise.agents.learning import adaptation
 from knobwise.agents.training.checkpoint import load_checkpoint, save_checkpoint
 from knobwise.envs import default_budgets
 from knobwise.envs.readers.long_table import read_long_table
-from knobwise.experiments.report.inspection import logged, print_log
-from knobwise.serving.versions import add_version, serve, serving
+from knobwise.experiments.report.inspection import log_sentences, print_log
+from knobwise.serving.versions import add_version, serve_version, serving_version
 
 BEST = "runs/latest/checkpoints/best.pt"
 TRAINED_ON = words_of("trained_on=table trained_on.path=t.parquet trained_on.features=f.npz")
@@ -168,7 +168,7 @@ def test_a_log_gives_versions_of_which_the_better_serves_and_rollback_goes_back(
     # the mean of scores between 0 and 1 is no share that is right
     assert facts["fractional"] == bool(((table.accuracy > 0) & (table.accuracy < 1)).any())
     for fractional, wanted in ((False, "right"), (True, "mean_accuracy")):
-        lines = logged(facts | {"fractional": fractional})
+        lines = log_sentences(facts | {"fractional": fractional})
         assert said(lines)["shares"]["accuracy"].name == wanted
         capsys.readouterr()
         print_log(facts | {"fractional": fractional}, Console())
@@ -263,10 +263,10 @@ def test_rollback_to_a_damaged_version_is_refused_and_the_current_one_goes_on(
         line = mistake(back, capsys)
         assert str(exported) in line
         assert "rollback=true" not in line
-        assert serving(tmp_path).name == "0001"
+        assert serving_version(tmp_path).name == "0001"
     exported.write_bytes(whole)
     launch(back)
-    assert serving(tmp_path).name == "0000"
+    assert serving_version(tmp_path).name == "0000"
 
 
 def published(folder, agent):
@@ -274,11 +274,11 @@ def published(folder, agent):
 
     def write(version):
         agent.export(version / "controller.npz")
-        before = serving(folder)
+        before = serving_version(folder)
         text = json.dumps({"before": before and before.name})
         (version / "update.json").write_text(text)
 
-    serve(folder, add_version(folder, write))
+    serve_version(folder, add_version(folder, write))
 
 
 @pytest.mark.parametrize(
@@ -314,11 +314,11 @@ def test_a_rollback_by_damaged_facts_is_refused_with_what_can_be_done(
     line = mistake(["update", "rollback=true", f"out={out}"], capsys)
     assert str(facts) in line
     assert "rollback=true" not in line
-    assert serving(out).name == "0001"
+    assert serving_version(out).name == "0001"
     # the command that it names
     command = line.split("`")[1].replace("NUMBER", "0000")
     subprocess.run(command, shell=True, check=True)
-    assert serving(out).name == "0000"
+    assert serving_version(out).name == "0000"
 
 
 @pytest.mark.parametrize("rest", ["rollback=true", "log=a checkpoint=runs/latest"])
@@ -327,7 +327,7 @@ def test_a_link_that_leads_nowhere_or_is_none_is_refused(agent, tmp_path, capsys
         published(tmp_path, agent)
     words = words_of("update", rest, f"out={tmp_path}")
     link = tmp_path / "current"
-    serve(tmp_path, tmp_path / "versions/0005")
+    serve_version(tmp_path, tmp_path / "versions/0005")
     assert str(link) in mistake(words, capsys)
     link.unlink()
     link.mkdir()

@@ -11,7 +11,7 @@ from commands import launch, read_json, refused
 
 from knobwise.agents.training.checkpoint import load_checkpoint
 from knobwise.experiments.evidence.decisions import read_decisions
-from knobwise.experiments.settings.config_file import read_settings_file, text_of
+from knobwise.experiments.settings.config_file import read_settings_file, to_yaml
 from knobwise.profiling.measuring.adaptive_model import (
     Answer,
     FirstStage,
@@ -138,7 +138,7 @@ def test_mistakes(trained, capsys):
     # code that a run names is not executed
     content = read_settings_file(Path(RUN, "config.yaml"))
     content["profile"]["features_from"] = "os:abort"
-    Path(RUN, "config.yaml").write_text(text_of(content))
+    Path(RUN, "config.yaml").write_text(to_yaml(content))
     assert "os:abort" in refused([*MEASURE, f"complete={RUN}"], capsys)
     # nothing is left to measure for a run on a whole profile
     launch(other, [VALUES])

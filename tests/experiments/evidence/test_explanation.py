@@ -17,13 +17,13 @@ from knobwise.envs.bandit.budgets import default_budgets
 from knobwise.envs.bandit.rules import RULES, Deadline
 from knobwise.envs.tables.profile_table import Split
 from knobwise.experiments.evidence import explanation
-from knobwise.experiments.evidence.controllers import configurations_of, evaluator_of
+from knobwise.experiments.evidence.controllers import configuration_rows, evaluator_of
 from knobwise.experiments.evidence.explanation import (
     Explained,
     best_and_worst,
     by_difficulty,
-    distilled,
     explain_policy,
+    fit_tree,
     importance,
     rank_correlation,
     with_more_time,
@@ -152,7 +152,7 @@ def test_of_a_narrow_block_the_ten_most_important_columns_are_listed_of_a_wide_o
 
 
 def test_a_policy_that_is_a_small_tree_is_distilled_without_loss():
-    tree = distilled(explained(two_answers(), lambda x, limits: (limits > 10) & (x[:, 1] > 0.3)))
+    tree = fit_tree(explained(two_answers(), lambda x, limits: (limits > 10) & (x[:, 1] > 0.3)))
     assert tree["fidelity"] > 0.99  # a bound lies between two samples
     assert tree["by_budget_alone"] < 0.9
     assert tree["exact"] == tree["fidelity"]  # there is one knob
@@ -165,10 +165,10 @@ def test_a_policy_that_is_a_small_tree_is_distilled_without_loss():
 
 
 def test_a_policy_that_decides_by_the_budget_alone_needs_no_features():
-    tree = distilled(explained(two_answers(), lambda x, limits: limits > 10))
+    tree = fit_tree(explained(two_answers(), lambda x, limits: limits > 10))
     assert tree["fidelity"] == tree["by_budget_alone"] == tree["exact"] == 1
     assert {name for rule in tree["rules"] for name, *_ in rule["when"]} == {"budget"}
-    (always,) = distilled(explained(two_answers(), lambda x, limits: 0 * limits))["rules"]
+    (always,) = fit_tree(explained(two_answers(), lambda x, limits: 0 * limits))["rules"]
     assert always["when"] == []
 
 
@@ -207,7 +207,7 @@ def test_an_answer_above_a_limit_gains_nothing_and_is_as_right_as_it_is():
     assert (best["gain"], best["policy"]["accuracy"]) == (0.5, 1.0)
     assert (worst["gain"], worst["policy"]["accuracy"]) == (-0.5, 1.0)
     # so are the means of configurations, beside their utility
-    means = configurations_of(problem.values, torch.arange(2), [5.0], problem.cells)
+    means = configuration_rows(problem.values, torch.arange(2), [5.0], problem.cells)
     assert [(row["accuracy"], row["utility"]) for row in means] == [(0.5, 0.5), (1.0, 0.5)]
 
 

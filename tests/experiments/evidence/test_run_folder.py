@@ -16,7 +16,7 @@ from omegaconf import OmegaConf
 from knobwise.common.errors import InputError
 from knobwise.experiments.evidence.run_folder import (
     UNFINISHED,
-    claim,
+    claim_folder,
     run_name,
     taken_up_if_damaged,
 )
@@ -42,26 +42,26 @@ def latest(config):
 def test_a_finished_run_is_the_latest_and_is_left_alone(config, tmp_path):
     first = Path(config.runs).absolute() / config.experiment / "seeds--0"
     (tmp_path / "any other").mkdir()
-    with claim(config, ["seeds=[0]"]) as folder:
+    with claim_folder(config, ["seeds=[0]"]) as folder:
         assert folder == first
         assert folder.stat().st_mode == (tmp_path / "any other").stat().st_mode
         assert (folder / UNFINISHED).exists()
         assert OmegaConf.load(folder / "config.yaml").experiment == config.experiment
     assert latest(config) == first
     assert not (first / UNFINISHED).exists()
-    with claim(config, ["seeds=[0]"]) as folder:
+    with claim_folder(config, ["seeds=[0]"]) as folder:
         assert folder.name == "seeds--0-2"
         assert latest(config) == first
     assert latest(config).name == "seeds--0-2"
 
 
 def finished(config):
-    with claim(config, []) as folder:
+    with claim_folder(config, []) as folder:
         return folder
 
 
 def refused(config, word):
-    with input_error(word), claim(config, []):
+    with input_error(word), claim_folder(config, []):
         pass
 
 
@@ -73,7 +73,7 @@ def at_once(count, run):
 
 
 def stopped(config):
-    with pytest.raises(KeyboardInterrupt), claim(config, []) as folder:
+    with pytest.raises(KeyboardInterrupt), claim_folder(config, []) as folder:
         raise KeyboardInterrupt
     return folder
 
@@ -117,10 +117,10 @@ def test_a_finished_run_with_a_damaged_checkpoint_is_taken_up_again(config, caps
 
 
 def test_a_run_has_one_process(config):
-    with claim(config, []) as folder:
+    with claim_folder(config, []) as folder:
         refused(config, "another process")
         assert (folder / UNFINISHED).exists()
-        with claim(replace(config, name="other"), []) as other:
+        with claim_folder(replace(config, name="other"), []) as other:
             assert other.name == "other"
     assert latest(config) == folder
 
@@ -177,7 +177,7 @@ def test_runs_with_one_name_at_the_same_time_have_a_folder_each_and_the_last_is_
     all_in = threading.Barrier(8)
 
     def run(seed):
-        with claim(replace(config, name="x", seeds=[seed]), []) as folder:
+        with claim_folder(replace(config, name="x", seeds=[seed]), []) as folder:
             all_in.wait()
         return folder.name, list(OmegaConf.load(folder / "config.yaml").seeds)
 
@@ -193,7 +193,7 @@ def test_one_run_that_begins_twice_at_the_same_time_is_refused_once(config):
 
     def run(_):
         try:
-            with claim(config, []) as folder:
+            with claim_folder(config, []) as folder:
                 ended.wait()
                 return folder.name
         except InputError as error:

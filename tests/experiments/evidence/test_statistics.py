@@ -9,7 +9,7 @@ from numpy.testing import assert_allclose
 from run_folders import write_run, write_selector_run
 from scipy.stats import norm, permutation_test, t, ttest_1samp
 
-from knobwise.common.words import counted
+from knobwise.common.words import format_count
 from knobwise.experiments.evidence import statistics
 from knobwise.experiments.evidence.decisions import read_decisions, write_decisions
 from knobwise.experiments.evidence.results import write_results
@@ -19,7 +19,7 @@ from knobwise.experiments.evidence.statistics import (
     holm,
     mean_interval,
     mean_intervals,
-    paired,
+    paired_differences,
     resampled_means,
 )
 from knobwise.experiments.report.paired import differences
@@ -88,7 +88,7 @@ def test_intervals_by_the_textbook():
 
 def test_the_probability_is_that_of_scipys_sign_flips():
     apart = np.random.default_rng(3).normal(0.15, 1, (1, 80, 3)).cumsum(2)
-    found = [p for *_, p in paired(apart, 0 * apart, True)]
+    found = [p for *_, p in paired_differences(apart, 0 * apart, True)]
     options = {"permutation_type": "samples", "vectorized": True, "n_resamples": 20_000}
     wanted = permutation_test(apart, np.mean, rng=0, axis=0, **options).pvalue
     assert found == pytest.approx(wanted, abs=0.015)
@@ -97,7 +97,7 @@ def test_the_probability_is_that_of_scipys_sign_flips():
 def test_a_difference_that_is_nan_has_no_small_p():
     scores = np.random.default_rng(0).normal(size=(1, 40, 2))
     scores[0, 3, 1] = np.nan
-    (_, (gap, *_, p)) = paired(scores, 0 * scores.copy(), True)
+    (_, (gap, *_, p)) = paired_differences(scores, 0 * scores.copy(), True)
     assert np.isnan(gap)
     assert p == 1
 
@@ -105,7 +105,7 @@ def test_a_difference_that_is_nan_has_no_small_p():
 def test_rounding_of_scores_breaks_no_tie():
     scores = np.float32([0.9, 0.8, 0.3, 0.6, 0.7, 0.4]).astype(float)
     about = scores[None, :, None], np.full((1, 6, 1), 0.5)
-    ((gap, _, _, p),) = paired(*about, same_seeds=True)
+    ((gap, _, _, p),) = paired_differences(*about, same_seeds=True)
     assert gap == pytest.approx(0.7 / 6)
     # 22 of the 64 signs give a mean at least as large, 10 of them the same
     assert p == pytest.approx(22 / 64, abs=0.02)
@@ -115,7 +115,7 @@ def test_the_interval_of_a_normal_difference_is_the_one_of_the_textbook():
     draws = np.random.default_rng(0)
     apart = draws.normal(0.2, 1, (1, 400, 1))
     noise = draws.normal(0, 5, (1, 400, 1))  # the same for both: pairing takes it away
-    ((gap, *ends, p),) = paired(apart + noise, noise, True)
+    ((gap, *ends, p),) = paired_differences(apart + noise, noise, True)
     assert gap == pytest.approx(apart.mean())
     assert ends == pytest.approx(norm.interval(0.95, apart.mean(), apart.std() / 20), abs=0.02)
     assert p < 0.01
@@ -126,19 +126,19 @@ def test_other_seeds_are_drawn_apart_and_samples_together():
     # in does not
     of_seeds = np.linspace(-1, 1, 6)[:, None, None]
     values = np.random.default_rng(0).normal(0, 5, (1, 200, 1)) + of_seeds
-    ((gap, *ends, _),) = paired(values, values, False)
+    ((gap, *ends, _),) = paired_differences(values, values, False)
     half = t.ppf(0.975, 10) * (2 * of_seeds.var(ddof=1) / 6) ** 0.5
     assert gap == pytest.approx(0)
     assert ends == pytest.approx([-half, half], rel=0.1)
     # common seeds are drawn together
-    ((*together, _),) = paired(values + 0.1, values, True)
+    ((*together, _),) = paired_differences(values + 0.1, values, True)
     assert together == pytest.approx([0.1, 0.1, 0.1])
 
 
 def test_five_seeds_that_are_all_the_difference_have_students_interval():
     of_seeds = np.array([0.1, 0.3, 0.2, 0.6, 0.4])
     nothing = np.zeros((5, 400, 1))
-    ((gap, *ends, p),) = paired(nothing + of_seeds[:, None, None], nothing, True)
+    ((gap, *ends, p),) = paired_differences(nothing + of_seeds[:, None, None], nothing, True)
     student = ttest_1samp(of_seeds, 0)
     assert gap == pytest.approx(0.32)
     assert ends == pytest.approx(student.confidence_interval(0.95), abs=0.03)
@@ -160,7 +160,7 @@ def test_few_seeds_that_differ_much_do_not_pass_for_a_difference(seeds, same, mo
         for count in seeds:
             of_seeds = draws.normal(0, 0.3, (count, 1, 1))
             sides.append(shared + of_seeds + draws.normal(0, 0.3, (count, 60, 1)))
-        ((_, low, high, p),) = paired(*sides, same)
+        ((_, low, high, p),) = paired_differences(*sides, same)
         wrong += (not low <= 0 <= high, p < 0.05)
     assert wrong.max() <= 17  # 5 % are 7.5, and 17 or more come once in a thousand
 
@@ -172,10 +172,12 @@ def test_draws_of_clusters_are_those_of_one_sample_each():
     copies = [np.tile(each, (1, 3, 1)) for each in (values, other)]
     drawn = resampled_means([copies[0][..., 0]], splits=np.stack([0 * clusters, clusters]))
     assert_allclose(drawn, resampled_means([values[..., 0]]))
-    alone = np.array(paired(values, other, True))
-    assert_allclose(np.array(paired(*copies, True, clusters)), alone, rtol=1e-9)
+    alone = np.array(paired_differences(values, other, True))
+    assert_allclose(np.array(paired_differences(*copies, True, clusters)), alone, rtol=1e-9)
     # as if all copies were samples, the interval is narrower by √3
-    wide, narrow = (each[:, 2] - each[:, 1] for each in (alone, np.array(paired(*copies, True))))
+    wide, narrow = (
+        each[:, 2] - each[:, 1] for each in (alone, np.array(paired_differences(*copies, True)))
+    )
     assert_allclose(wide / narrow, 3**0.5, rtol=0.1)
 
 
@@ -227,7 +229,7 @@ def test_an_interval_that_excludes_0_is_written_without_0():
 @pytest.mark.parametrize("count", [0, 1, 2, 1000])
 def test_one_thing_is_singular(count):
     words = {0: "0 requests", 1: "1 request", 2: "2 requests", 1000: "1,000 requests"}
-    assert counted(count, "request") == words[count]
+    assert format_count(count, "request") == words[count]
 
 
 # -- differences of runs ---------------------------------------------------------------------------

@@ -40,7 +40,7 @@ from knobwise.experiments.inspection.measured import (
     correlations,
     gaps_of,
     numbers_of,
-    residuals,
+    ridge_residuals,
 )
 from knobwise.experiments.report.inspection import print_inspection
 
@@ -398,7 +398,7 @@ def test_left_out_residuals_are_those_of_fits_without_the_sample():
         # the mean of all rows is kept, as in the formula
         fitted = Ridge(penalty * 30).fit(x[1:], y[1:])
         wanted.append(y[0, 0] - fitted.predict(x[:1]).item())
-    assert np.abs(residuals(measured, y)[0, 0] - wanted).min() < 1e-6
+    assert np.abs(ridge_residuals(measured, y)[0, 0] - wanted).min() < 1e-6
 
 
 def test_correlations_are_over_the_known_rows():

@@ -15,7 +15,7 @@ from knobwise.experiments.evidence.statistics import sign_of
 from knobwise.experiments.report.between_runs import between_runs, method
 from knobwise.experiments.report.comparison import read_comparison
 from knobwise.experiments.report.content import main_table
-from knobwise.experiments.report.report import numbers, print_comparison, write_page
+from knobwise.experiments.report.report import json_content, print_comparison, write_page
 from knobwise.experiments.report.sentences import Sentence
 
 
@@ -84,7 +84,7 @@ def test_the_share_of_what_looked_attainable_is_a_column_where_it_is_known(tmp_p
     comparison = read_comparison([str(tmp_path)])
     cells = [row["attained"] for row in rows_of(comparison)]
     assert cells == ["–", "71%", "–", "–"]
-    assert numbers(comparison)["runs"][1]["row"]["attained"] == 0.71
+    assert json_content(comparison)["runs"][1]["row"]["attained"] == 0.71
     write_page(comparison, tmp_path / "page.html")
     assert "attained" in (tmp_path / "page.html").read_text()
 
@@ -273,7 +273,7 @@ def test_of_runs_judged_on_different_data_none_is_called_the_highest(tmp_path, w
     assert read_comparison([b, a]).comparable == [0]
     assert three.ranking() == [2, 0]
     assert three.best() == 2
-    assert numbers(three)["comparable"] == ["a", "c"]
+    assert json_content(three)["comparable"] == ["a", "c"]
 
 
 def test_what_is_best_on_validation_stands_for_a_selector(tmp_path):

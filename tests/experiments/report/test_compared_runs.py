@@ -24,7 +24,7 @@ from page_parts import (
 from polars.testing import assert_frame_equal
 from run_folders import BUDGETS, write_run, write_selector_run
 
-from knobwise.common.words import number, quantity
+from knobwise.common.words import format_number, quantity
 from knobwise.experiments.evidence.decisions import read_decisions
 from knobwise.experiments.evidence.results import read_results, write_results
 from knobwise.experiments.evidence.run_folder import UNFINISHED
@@ -207,7 +207,7 @@ def test_the_page_holds_every_number(tmp_path, three):
             for one in (*three.differences, *three.by_condition):
                 if (one.run, one.condition) == (run.label, condition):
                     ends = (one.difference, *one.ci95)
-                    gap, low, high = (number(100 * value, "+.1f") for value in ends)
+                    gap, low, high = (format_number(100 * value, "+.1f") for value in ends)
                     assert f">{gap} [{low}, {high}]<" in table[i]
 
 
@@ -319,7 +319,7 @@ def test_mean_budgets_and_selectors_have_charts_of_their_own(tmp_path):
     ]
     (stages,) = [rows for rows in rows_of(text) if "<td>b</td>" in rows[0]]
     (stage,) = comparison.by_policy
-    assert f"<td>{number(100 * stage.difference, '.1f')}<" in stages[0]
+    assert f"<td>{format_number(100 * stage.difference, '.1f')}<" in stages[0]
 
 
 # -- damage ----------------------------------------------------------------------------------------

@@ -12,12 +12,12 @@ import pytest
 from page_parts import points_of, svg_of
 
 from knobwise.agents.teacher.regressors import FAMILIES
-from knobwise.common.words import number
+from knobwise.common.words import format_number
 from knobwise.experiments.evidence.task import DECISION, GAP, OVER_MIX, UTILITY
 from knobwise.experiments.report import charts, page
 from knobwise.experiments.report.page import HUE_OF, HUES, Figure, colours_of, specification
 from knobwise.experiments.report.tables import Content, Folded, Table, Tile
-from knobwise.experiments.report.words import POLICIES, cell, interval, policy_name
+from knobwise.experiments.report.words import POLICIES, cell, format_interval, policy_name
 
 ATTACK = "</script><script>alert(1)</script><!--<script>"
 CHROMIUM = shutil.which("chromium")
@@ -115,12 +115,16 @@ def test_cells(metric, value, ci95, text):
 
 
 def test_numbers_without_a_value_or_that_round_to_nothing():
-    assert (number(0.004, "+.1f"), number(-0.04, "+.1f"), number(0.05001, "+.1f")) == (
+    assert (
+        format_number(0.004, "+.1f"),
+        format_number(-0.04, "+.1f"),
+        format_number(0.05001, "+.1f"),
+    ) == (
         "0.0",
         "0.0",
         "+0.1",
     )
-    assert (number(-1e-9, "+.2f"), interval(None, ".1f")) == ("0.00", "")
+    assert (format_number(-1e-9, "+.2f"), format_interval(None, ".1f")) == ("0.00", "")
 
 
 # -- charts ----------------------------------------------------------------------------------------

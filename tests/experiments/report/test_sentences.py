@@ -7,7 +7,7 @@ from pathlib import Path
 from page_parts import said
 
 from knobwise.experiments import report
-from knobwise.experiments.report.sentences import Sentence, texts, written
+from knobwise.experiments.report.sentences import Sentence, texts, write_sentences
 
 TREES = [ast.parse(path.read_text()) for path in Path(report.__path__[0]).glob("*.py")]
 
@@ -36,7 +36,7 @@ def test_parts_are_written_within_their_sentence_and_costs_are_no_latencies():
     part = Sentence("best_policy", policy="latency")
     assert [*said([Sentence("no_policy", best=part)])] == ["no_policy", "best_policy"]
     (as_time,), (as_cost,) = (
-        written([Sentence("no_policy", best=part)], unit) for unit in ("ms", "USD")
+        write_sentences([Sentence("no_policy", best=part)], unit) for unit in ("ms", "USD")
     )
     assert str(part) in as_time
     assert as_cost == as_time.replace("latency", "cost")

@@ -16,7 +16,7 @@ from knobwise.experiments.report.runs import read_settings_of
 from knobwise.experiments.settings.config_file import (
     read_settings_file,
     settings_text,
-    text_of,
+    to_yaml,
 )
 from knobwise.experiments.settings.profiles import of_run
 
@@ -114,7 +114,7 @@ def test_a_file_from_elsewhere_is_refused_quickly(text, home, capsys):
 def test_nothing_in_it_is_resolved(home, monkeypatch, capsys):
     monkeypatch.setenv("SECRET", "hunter2")
     written = {"profile": {"format": "table", "path": "${oc.env:SECRET}"}}
-    write_config(Path("run"), text_of(written))
+    write_config(Path("run"), to_yaml(written))
     settings = read_settings("evaluate", ["checkpoint=run"])
     assert settings.profile.path == "${oc.env:SECRET}"
     assert read_settings_of(Path("run"))["profile.path"] == "${oc.env:SECRET}"
@@ -125,18 +125,18 @@ def test_nothing_in_it_is_resolved(home, monkeypatch, capsys):
 
 def test_a_run_does_not_choose_code_that_is_executed(home, capsys):
     beams = {"format": "files", "path": "b.json", "model": "os:abort", "vlm": {"data": "q.jsonl"}}
-    write_config(Path("run"), text_of({"beams": beams}))
+    write_config(Path("run"), to_yaml({"beams": beams}))
     line = mistake(["evaluate", "checkpoint=run"], capsys)
     assert "beams.model=os:abort" in line
     settings = read_settings("evaluate", ["checkpoint=run", "beams.model=mine:Scorer"])
     assert (settings.beams.model, settings.beams.path) == ("mine:Scorer", "b.json")
     profile = {"format": "table", "path": "t.csv", "features_from": "os:abort"}
-    write_config(Path("run"), text_of({"profile": profile}))
+    write_config(Path("run"), to_yaml({"profile": profile}))
     line = mistake(["evaluate", "checkpoint=run"], capsys)
     assert "profile.features_from=os:abort" in line
     # functions of rewards and advantages are those of the command line alone
     reward = {"kind": "function", "function": "os:abort"}
-    write_config(Path("run"), text_of({"reward": reward}))
+    write_config(Path("run"), to_yaml({"reward": reward}))
     assert read_settings("evaluate", ["checkpoint=run"]).reward.function is None
 
 

@@ -16,11 +16,16 @@ from knobwise.agents.teacher.regressors import FAMILIES
 from knobwise.envs.demonstrations.settings import METHODS
 from knobwise.experiments.command_line.compose import read_settings
 from knobwise.experiments.command_line.help import help_lines
-from knobwise.experiments.command_line.registry import READERS, choices_of, field_docs, readers_of
+from knobwise.experiments.command_line.registry import (
+    READERS,
+    field_docs,
+    names_of_choices,
+    readers_of,
+)
 from knobwise.experiments.settings.beams import hide, read_data
-from knobwise.experiments.settings.config_file import dotted, settings_text
+from knobwise.experiments.settings.config_file import flatten_keys, settings_text
 from knobwise.experiments.settings.deployment_options import EvaluateRun
-from knobwise.experiments.settings.options import TrainRun, resolve
+from knobwise.experiments.settings.options import TrainRun, resolve_training
 from knobwise.experiments.settings.profiles import (
     BuiltinProfile,
     SimulatedProfile,
@@ -137,7 +142,9 @@ def test_the_dataclass_says_what_is_trained_by_default():
     assert read_settings("evaluate", ["beams=builtin"]).reward == EvaluateRun().reward
 
 
-OF_CONTROLLERS = [name for name in choices_of("experiment") if not name.startswith("selector")]
+OF_CONTROLLERS = [
+    name for name in names_of_choices("experiment") if not name.startswith("selector")
+]
 CHOSEN = [
     {"policy": "independent"},
     {"policy": "independent", "optimiser": "utility"},
@@ -155,7 +162,7 @@ CHOSEN = [
 )
 def test_values_from_python_mean_what_words_mean(options):
     words = []
-    for key, value in dotted(options).items():
+    for key, value in flatten_keys(options).items():
         words.append(f"{key}={value if isinstance(value, str) else json.dumps(value)}")
     wanted = replace(read_settings("train", words), profile=None)
     assert settings_text(training_settings(options)) == settings_text(wanted)
@@ -171,7 +178,7 @@ def test_settings_from_python_are_nobody_elses():
 
 def test_what_follows_from_the_kind_of_budget_is_settled_beside_the_settings():
     settings = read_settings("train", ["budget=mean"])
-    assert resolve(settings).reward.kind == "priced"
+    assert resolve_training(settings).reward.kind == "priced"
     assert settings.reward.kind == "utility"
 
 

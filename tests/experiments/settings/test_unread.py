@@ -9,8 +9,8 @@ from helpers import input_error
 from knobwise.experiments.command_line.compose import read_settings
 from knobwise.experiments.command_line.registry import schema_of
 from knobwise.experiments.settings.choices import CONF, experiments
-from knobwise.experiments.settings.config_file import dotted
-from knobwise.experiments.settings.unread import unread
+from knobwise.experiments.settings.config_file import flatten_keys
+from knobwise.experiments.settings.unread import unread_options
 from knobwise.experiments.settings.values import training_settings
 
 ONE_STEP = "optimiser.epochs=1 optimiser.minibatch=256"
@@ -75,7 +75,7 @@ def test_a_word_that_nothing_reads_is_refused(word, beside, home, capsys):
 @pytest.mark.parametrize(("word", "beside"), cases(READ))
 def test_a_word_that_is_read_is_taken(word, beside):
     settings = read_settings("train", words_of(beside, word))
-    assert word.partition("=")[0] not in unread(settings)
+    assert word.partition("=")[0] not in unread_options(settings)
 
 
 def test_python_and_evaluate_refuse_them_too(home, capsys):
@@ -130,5 +130,5 @@ def test_no_experiment_sets_what_none_of_its_jobs_reads(name, home):
     content = yaml.safe_load((CONF / "experiment" / f"{name}.yaml").read_text())
     swept = content.pop("hydra", {}).get("sweeper", {}).get("params", {})
     jobs = jobs_of(words) if swept else [read_settings(schema_of("train", words), words)]
-    ignored = set.intersection(*(set(unread(job)) for job in jobs))
-    assert not ignored & {*dotted(content), *swept}
+    ignored = set.intersection(*(set(unread_options(job)) for job in jobs))
+    assert not ignored & {*flatten_keys(content), *swept}

@@ -20,7 +20,7 @@ from knobwise.agents.training.settings import OptimiserConfig
 from knobwise.agents.training.trainer import Trainer
 from knobwise.experiments.settings.options import TrainRun
 from knobwise.experiments.settings.tracking import TrackingSettings
-from knobwise.experiments.tracking.histograms import divided
+from knobwise.experiments.tracking.histograms import part_histograms
 from knobwise.experiments.tracking.metrics_file import MetricsFile
 from knobwise.experiments.tracking.tracker import THROUGHPUT, Tracker
 from knobwise.experiments.tracking.wandb_run import WandbRun
@@ -211,7 +211,9 @@ def test_every_number_is_once_everywhere(unbroken, tmp_path, deaths):
         assert (tmp_path / name).read_bytes() == (unbroken / name).read_bytes()
     written = numbers(tmp_path)
     assert written.keys() == numbers(unbroken).keys()
-    wanted, histograms = divided({f"{step} {name}": v for (name, step), v in written.items()})
+    wanted, histograms = part_histograms(
+        {f"{step} {name}": v for (name, step), v in written.items()}
+    )
     wanted |= {name: sum(counts) for name, counts in histograms.items()}
     assert f"4 {THROUGHPUT}" in wanted
     for found in (in_tensorboard(tmp_path), in_wandb(tmp_path)):

@@ -20,7 +20,7 @@ from omegaconf import OmegaConf
 from wandb_stub import WandbStub, forget_wandb, offline_runs
 
 from knobwise.agents.training.state import TrainingState
-from knobwise.experiments.command_line.registry import question_of
+from knobwise.experiments.command_line.registry import question_of_experiment
 from knobwise.experiments.evidence.decisions import read_decisions
 from knobwise.experiments.evidence.results import read_results
 from knobwise.experiments.settings.tracking import TrackingSettings
@@ -284,7 +284,7 @@ def test_an_online_run_sends_every_row_table_and_artifact(place, stub):
     holds_artifacts(stub, found, run, lineage=True)
     tags = {"nightly", "taught", "sampled", "reward-utility", "advantage-centred"}
     assert set(evaluated.about["tags"]) == tags
-    assert all(each.about["notes"] == question_of("controller") for each in found)
+    assert all(each.about["notes"] == question_of_experiment("controller") for each in found)
     (view,) = stub.views.values()
     assert view["projectName"] == "knobwise"
     assert '"Knobs/top_k_table"' in view["spec"]

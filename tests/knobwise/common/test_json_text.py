@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from knobwise.common.json_text import decoded
+from knobwise.common.json_text import decode_json
 
 CONTENT = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
@@ -17,13 +17,13 @@ CONTENT = st.recursive(
 
 @given(CONTENT)
 def test_what_python_writes_is_read_as_it_was(content):
-    assert decoded(json.dumps(content).encode()) == content
-    assert decoded(json.dumps(content, ensure_ascii=False)) == content
+    assert decode_json(json.dumps(content).encode()) == content
+    assert decode_json(json.dumps(content, ensure_ascii=False)) == content
 
 
 def test_nan_infinity_and_a_byte_order_mark():
-    assert math.isnan(decoded("NaN"))
-    assert decoded(b'\xef\xbb\xbf{"a": Infinity}') == {"a": math.inf}
+    assert math.isnan(decode_json("NaN"))
+    assert decode_json(b'\xef\xbb\xbf{"a": Infinity}') == {"a": math.inf}
 
 
 @pytest.mark.parametrize(
@@ -40,5 +40,5 @@ def test_nan_infinity_and_a_byte_order_mark():
 )
 def test_everything_else_is_refused_in_one_line(text, fault):
     with pytest.raises(ValueError, match=fault) as refused:
-        decoded(text)
+        decode_json(text)
     assert "\n" not in str(refused.value)

@@ -98,7 +98,7 @@ def test_an_answer_that_is_impossible_after_everything_still_gives_beams():
 def test_retrieved_sequences_by_hand():
     x = -torch.inf
     alike = torch.tensor([[0.1, 0.9, 0.5, 0.7], [0.2, x, x, x], [0.3, 0.6, x, x], [x, x, x, x]])
-    assert search.retrieved(alike, shots=2, count=3).tolist() == [
+    assert search.retrieve_sequences(alike, shots=2, count=3).tolist() == [
         [[1, 3], [3, 2], [2, 0]],
         [[0, NONE], [NONE] * 2, [NONE] * 2],
         [[1, 0], [NONE] * 2, [NONE] * 2],
@@ -108,7 +108,7 @@ def test_retrieved_sequences_by_hand():
 
 def test_draws_are_uniform_without_repeats():
     pool = torch.tensor([[7, 8, NONE, 9]]).expand(4000, 4)
-    sequences = search.drawn(pool, 2, 1, torch.Generator().manual_seed(0))[:, 0]
+    sequences = search.draw_sequences(pool, 2, 1, torch.Generator().manual_seed(0))[:, 0]
     places, counts = sequences.unique(dim=0, return_counts=True)
     assert places.tolist() == [[0, 1], [0, 3], [1, 0], [1, 3], [3, 0], [3, 1]]
     close(counts / 4000, [1 / 6] * 6, 0.03)
@@ -116,7 +116,7 @@ def test_draws_are_uniform_without_repeats():
 
 def test_draws_from_small_pools_are_short_and_different():
     pool = torch.tensor([[4, 5, NONE], [4, NONE, NONE], [NONE] * 3])
-    sequences = search.drawn(pool, 2, 40, torch.Generator().manual_seed(0)).tolist()
+    sequences = search.draw_sequences(pool, 2, 40, torch.Generator().manual_seed(0)).tolist()
     first, second, none = (sorted(row for row in query if row[0] >= 0) for query in sequences)
     assert (first, second, none) == ([[0, 1], [1, 0]], [[0, NONE]], [])
 

@@ -24,7 +24,7 @@ from knobwise.profiling.measuring import answer_metrics as metrics
     }.items(),
 )  # fmt: skip
 def test_answers_are_compared_without_what_does_not_matter(text, plain):
-    assert metrics.normalised(text) == plain
+    assert metrics.normalise_answer(text) == plain
 
 
 @pytest.mark.parametrize(
@@ -147,8 +147,8 @@ def test_an_accuracy_is_between_0_and_1_and_1_for_a_reference_that_all_gave(
 @settings(max_examples=40)
 @given(text=st.text(max_size=20))
 def test_normalising_again_changes_nothing_but_what_was_kept_whole(text):
-    once = metrics.normalised(text)
-    assert metrics.normalised(once) == once
+    once = metrics.normalise_answer(text)
+    assert metrics.normalise_answer(once) == once
 
 
 @pytest.mark.parametrize(

@@ -22,8 +22,8 @@ from knobwise.profiling.measuring.adaptive_model import (
     KeepsConfiguration,
     KnobSupport,
 )
-from knobwise.profiling.measuring.machine import claim
-from knobwise.profiling.measuring.measuring import LOG, appended, missing, read_measurements
+from knobwise.profiling.measuring.machine import claim_machine
+from knobwise.profiling.measuring.measuring import LOG, missing, open_log, read_measurements
 from knobwise.profiling.measuring.outputs import knob_lines, knob_report
 from knobwise.profiling.measuring.profiler import profile_vlm
 from knobwise.profiling.measuring.questions import VQAItem
@@ -284,7 +284,7 @@ def test_features_are_kept_unless_force_asks_for_new_ones(tmp_path):
 
 
 def test_two_processes_do_not_measure_into_one_file(tmp_path):
-    with appended(tmp_path / "state" / LOG), input_error(LOG):
+    with open_log(tmp_path / "state" / LOG), input_error(LOG):
         measured(tmp_path)
 
 
@@ -371,14 +371,14 @@ def test_mistakes_are_refused_before_anything_is_written(tmp_path, name, value):
 def test_a_damaged_note_of_what_is_measured_is_refused_in_a_line(tmp_path, content):
     (tmp_path / "run.json").write_text(content)
     with input_error(r"run\.json: is damaged .*; choose another out folder") as refused:
-        claim(tmp_path / "run.json", {"a": 1})
+        claim_machine(tmp_path / "run.json", {"a": 1})
     assert "\n" not in str(refused.value)
 
 
 @pytest.mark.parametrize("content", ["", '{\n "a', '{\n "a": 1\0\0\0', "\0\0"])
 def test_a_note_that_a_power_cut_left_half_is_written_again(tmp_path, content):
     (tmp_path / "run.json").write_text(content)
-    claim(tmp_path / "run.json", {"a": 1})
+    claim_machine(tmp_path / "run.json", {"a": 1})
     assert read_json(tmp_path / "run.json") == {"a": 1}
 
 

@@ -28,7 +28,7 @@ from knobwise.profiling.workers import pool
 from knobwise.profiling.workers.cluster import WorkerOptions, cluster
 from knobwise.profiling.workers.machines import (
     SHARED,
-    compared,
+    compare_workers,
     differing,
     number_of,
     shared_cells,
@@ -230,7 +230,7 @@ def test_times_are_compared_with_those_of_the_others(tmp_path):
     for number, host in enumerate("aab"):
         note = {"host": host, "accelerator": "none"}
         assert number_of(state / "workers.json", note, {*range(number)}) == number
-    workers = compared(state)
+    workers = compare_workers(state)
     assert [worker["measured"] for worker in workers] == [3, 1, 0]
     # against the geometric mean of the two others
     factors = [math.sqrt(1 / 2), math.sqrt(1 / 2), 2.0]

@@ -18,8 +18,8 @@ from commands import wait_for
 from proxied import MESSAGES, SAFE, Client, knobs_of, serving, started
 
 from knobwise.agents.learning.logged import read_log
-from knobwise.experiments.deploy.serve import run as run_serve
-from knobwise.experiments.settings.config_file import text_of
+from knobwise.experiments.deploy.serve import serve_controller as run_serve
+from knobwise.experiments.settings.config_file import to_yaml
 from knobwise.serving.proxy import server
 from knobwise.serving.proxy.settings import ServeRun
 from knobwise.serving.proxy.under_way import place_of
@@ -438,7 +438,7 @@ def test_how_many_requests_were_measured_at_once_is_known_from_the_run(
     run.mkdir()
     shutil.copy(exported, run)
     profile = {"format": "table", "path": str(tmp_path / "table.parquet")}
-    (run / "config.yaml").write_text(text_of({"profile": profile}))
+    (run / "config.yaml").write_text(to_yaml({"profile": profile}))
     (tmp_path / "profile.json").write_text('{"concurrency": 8}')
     served = []
     monkeypatch.setattr(server, "serve", lambda config, controller: served.append(config))

@@ -8,7 +8,7 @@ from commands import read_json
 from small_elastic import SmallElastic
 
 from knobwise.envs.readers.long_table import read_long_table
-from knobwise.experiments.command_line.profile import measure
+from knobwise.experiments.command_line.profile import measure_profile
 from knobwise.experiments.settings.measuring_options import ProfileRun
 from knobwise.profiling.measuring.settings import VLMProfileConfig
 from knobwise.testbeds.elastic.settings import Configuration
@@ -19,7 +19,7 @@ FEW = partial(VLMProfileConfig, samples=5, repeats=3, warm_up=0, **GRID)
 
 
 def measured(folder, **knobs):
-    return measure(ProfileRun(model=MODEL, out=str(folder), knobs=FEW(**knobs)))
+    return measure_profile(ProfileRun(model=MODEL, out=str(folder), knobs=FEW(**knobs)))
 
 
 @pytest.fixture(scope="module")
