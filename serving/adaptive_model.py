@@ -41,7 +41,7 @@ from knobwise.profiling.measuring.adaptive_model import (
     clocked_by,
 )
 from knobwise.serving.first_stages import FirstStages, Prepared
-from knobwise.serving.inputs import as_array, limit_of
+from knobwise.serving.inputs import as_array, limit_in_request
 from knobwise.serving.requests import Decision, Result
 from knobwise.serving.runtime import Runtime, deadline_controller_of
 from knobwise.serving.tracker import LatencyTracker
@@ -155,7 +155,7 @@ class AdaptiveModel(FirstStages):
         Raises:
             InputError: a budget or limit that is not positive, an arrival with the CPU clock.
         """
-        return self._serve([request], [limit_of(budget_ms)], [arrived], limits)[0]
+        return self._serve([request], [limit_in_request(budget_ms)], [arrived], limits)[0]
 
     def generate(
         self,
@@ -191,7 +191,7 @@ class AdaptiveModel(FirstStages):
                 f"runtime: {n} requests need as many budgets and arrivals, not {len(budgets)} and "
                 f"{len(moments)}"
             )
-        return self._serve(requests, [*map(limit_of, budgets.tolist())], moments, limits)
+        return self._serve(requests, [*map(limit_in_request, budgets.tolist())], moments, limits)
 
     def _serve(
         self,

@@ -109,7 +109,7 @@ class FirstStages:
         if not (self.cached_features.size and features):
             return Prepared(self._first_stage(request, features), None)
         start = self.runtime.now()
-        content = content_of(request)
+        content = digest_of_request(request)
         kept = self.cached_features.get(content)
         took_ms = (self.runtime.now() - start) * 1e3
         stage = self._first_stage(request, kept is None)
@@ -189,7 +189,7 @@ class FirstStages:
         self.close()
 
 
-def content_of(request: Request) -> bytes:
+def digest_of_request(request: Request) -> bytes:
     """Return a SHA-256 digest that is equal for equal images (or arrays) and questions.
 
     Raises:

@@ -27,7 +27,7 @@ def as_array(
         raise InputError(str(error)) from error
 
 
-def limit_of(value: object, unit: str = "ms", name: str = "budget_ms") -> float:
+def limit_in_request(value: object, unit: str = "ms", name: str = "budget_ms") -> float:
     """Return the budget of one request, or another limit of this name, as a float.
 
     Raises InputError if it is no single number, not positive, or too large to count in."""

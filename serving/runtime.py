@@ -26,7 +26,7 @@ from knobwise.common.errors import InputError
 from knobwise.common.forks import FORKED
 from knobwise.envs.tables.units import MS, check_time
 from knobwise.serving.exploration import Exploration, near_best, second_best
-from knobwise.serving.inputs import blocks_of, limit_of
+from knobwise.serving.inputs import blocks_of, limit_in_request
 from knobwise.serving.requests import Decision, PendingRequest, Result, row_of
 from knobwise.serving.tracker import LatencyTracker
 from knobwise.serving.versions import Watched
@@ -182,9 +182,11 @@ class Runtime:
                 a cost that the policy does not predict.
         """
         begun = self.now()
-        budget_ms = limit_of(budget_ms, self.controller.unit)
+        budget_ms = limit_in_request(budget_ms, self.controller.unit)
         if limits is not None:
-            limits = {name: limit_of(limit, "its unit", name) for name, limit in limits.items()}
+            limits = {
+                name: limit_in_request(limit, "its unit", name) for name, limit in limits.items()
+            }
         waited_ms = 0.0
         if arrived is not None:
             waited_ms = (begun - arrived) * 1e3

@@ -68,7 +68,8 @@ def serving_version(folder: Path) -> Path | None:
     if link.is_symlink():
         version = folder / VERSIONS / link.readlink().name
         if not version.is_dir():
-            raise InputError(f"{link}: leads to {version}, which is gone; {other_version(folder)}")
+            advice = advice_on_versions(folder)
+            raise InputError(f"{link}: leads to {version}, which is gone; {advice}")
         return version
     if link.exists():
         raise InputError(
@@ -83,7 +84,7 @@ def versions_in(folder: Path) -> list[Path]:
     return sorted(whole, key=lambda path: int(path.name))
 
 
-def other_version(folder: Path) -> str:
+def advice_on_versions(folder: Path) -> str:
     """Return advice on how to let any version serve by hand."""
     names = ", ".join(path.name for path in versions_in(folder)) or "none"
     return f"restore a copy, or {_linking(folder)}, where NUMBER is any of {names}"

@@ -16,7 +16,7 @@ from knobwise.agents.calibration.ways import WAYS
 from knobwise.agents.controller.features import FeatureNormaliser
 from knobwise.agents.deployed.calibrated import Static
 from knobwise.agents.evaluation.limits import fit_bounds
-from knobwise.agents.evaluation.policy import Array, Policy, choices_of, requests_of
+from knobwise.agents.evaluation.policy import Array, Policy, choices_of, inputs_of_rows
 from knobwise.agents.problem import Problem
 from knobwise.agents.teacher.regressors import ridge
 from knobwise.agents.training.controllers import ControllerSetup
@@ -68,7 +68,7 @@ def cells_to_judge(controller: DeployedController, table: ProfileTable, test: Te
     rows = torch.from_numpy(calibration.judged["rows"]).unsqueeze(1)
     for name in ("chosen", "static"):
         cells[rows, torch.from_numpy(calibration.judged[name])] = True
-    features, _ = requests_of(Problem.from_table(table), test)
+    features, _ = inputs_of_rows(Problem.from_table(table), test)
     budgets_ms = np.array([row["budget_ms"] for row in calibration.guard])
     left_ms = np.maximum(budgets_ms - calibration.judged["cost_ms"], MIN_LATENCY_MS)
     allowed = np.ones((len(test), table.num_configurations), bool)

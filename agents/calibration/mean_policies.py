@@ -18,7 +18,7 @@ from knobwise.agents.calibration.prices import (
     static_hull,
 )
 from knobwise.agents.evaluation.baselines import PredictThenChoose
-from knobwise.agents.evaluation.policy import Array, requests_of
+from knobwise.agents.evaluation.policy import Array, inputs_of_rows
 from knobwise.agents.problem import Problem
 from knobwise.agents.teacher.experts import Experts, FittedExpert
 from knobwise.agents.teacher.outcomes import pick
@@ -255,7 +255,7 @@ class MeanBudgetPolicy:
     def decided(self, problem: Problem, rows: Tensor) -> Tensor:
         """Return the policy's own configurations for each sample at each calibrated budget, without
         the mix: int64 [n, B]."""
-        features, mask = requests_of(problem, rows)
+        features, mask = inputs_of_rows(problem, rows)
         groups = range(len(self.budgets_ms))
         columns = [torch.from_numpy(self.decide(features, group, mask)) for group in groups]
         return torch.stack(columns, 1)

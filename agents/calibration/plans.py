@@ -19,7 +19,7 @@ from knobwise.agents.calibration.mean_policies import (
     outcomes_of,
 )
 from knobwise.agents.evaluation.baselines import fit_static
-from knobwise.agents.evaluation.policy import Policy, choices_of, requests_of
+from knobwise.agents.evaluation.policy import Policy, choices_of, inputs_of_rows
 from knobwise.agents.training.controllers import ControllerSetup
 from knobwise.envs.bandit.budgets import MIN_LATENCY_MS
 
@@ -74,7 +74,7 @@ def _choices(setup: ControllerSetup, policies: Sequence[Policy], limits: Tensor)
     """Return what the policy of each fold chooses for the samples held out of it, int64 [n, B]."""
     choices = []
     for policy, rows in zip(policies, setup.folds[1], strict=True):
-        features, mask = requests_of(setup.problem, rows)
+        features, mask = inputs_of_rows(setup.problem, rows)
         choices.append(choices_of(policy, features, limits.double().numpy(), mask))
     return torch.cat(choices)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from knobwise.agents.evaluation.policy import Policy, choices_of, reads_features, requests_of
+from knobwise.agents.evaluation.policy import Policy, choices_of, inputs_of_rows, reads_features
 from knobwise.agents.problem import Problem
 from knobwise.common.errors import InputError
 from knobwise.envs.bandit.budgets import MIN_LATENCY_MS
@@ -44,7 +44,7 @@ def evaluate_policy(
     problem = Problem.from_table(table)
     left = (budgets_ms.double() - cost_ms).clamp_min(MIN_LATENCY_MS).numpy()
     # the policy decides for the time that its own cost leaves
-    features, mask = requests_of(problem, rows)
+    features, mask = inputs_of_rows(problem, rows)
     chosen = choices_of(policy, features, left, mask)
     _refuse_unmeasured(policy, chosen, problem.mask[rows])
     reads = torch.from_numpy(reads_features(policy, left))

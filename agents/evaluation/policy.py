@@ -70,7 +70,7 @@ def reads_features(policy: Any, limits: Array) -> Array:
     return np.full(len(limits), getattr(policy, "informed", False))
 
 
-def requests_of(problem: Problem, rows: Tensor) -> tuple[dict[str, Array], Array]:
+def inputs_of_rows(problem: Problem, rows: Tensor) -> tuple[dict[str, Array], Array]:
     """Return the feature blocks [n, d] by name and the mask bool [n, C] of samples int64 [n]."""
     features = {name: block.numpy() for name, block in problem.facts.blocks(rows).items()}
     return features, problem.mask[rows].numpy()

@@ -49,8 +49,8 @@ def selector_baselines(
     """Return the choices of every simple way that the table supports, except `random`.
 
     `image_similarity` needs a block `image` in `table.blocks`, `question_similarity` a block
-    `question`, `part_similarity` parts (see `parts_of`), `careful_rule` parts and `trusted`, and
-    `same_kind` the kinds.
+    `question`, `part_similarity` parts (see `parts_of_questions`), `careful_rule` parts and
+    `trusted`, and `same_kind` the kinds.
 
     Args:
         table: the queries and their pools.
@@ -68,7 +68,7 @@ def selector_baselines(
         # cosines differ by at most 2
         same = kinds.queries.unsqueeze(1) == kinds.candidates[table.pool.clamp_min(0)]
         ways["same_kind"] = best_places(cosines(table, "similarity") + 4.0 * same, shots)
-    parts = parts_of(table)
+    parts = parts_of_questions(table)
     if parts is not None:
         ways["part_similarity"] = part_similarity(table, parts, shots)
         if trusted is not None:
@@ -145,7 +145,7 @@ def _both_blocks(table: BeamTable) -> dict[str, tuple[int, int]]:
 # -- questions in parts ----------------------------------------------------------------------------
 
 
-def parts_of(table: BeamTable) -> tuple[Tensor, Tensor] | None:
+def parts_of_questions(table: BeamTable) -> tuple[Tensor, Tensor] | None:
     """Return the parts that every query asks and that every candidate of the bank answers.
 
     A part is a column of the block `question`. The result is None unless that block is all 0 and 1
@@ -177,7 +177,7 @@ def part_similarity(
 
     Args:
         table: the queries and their pools.
-        parts: of the queries and of the candidates, see `parts_of`.
+        parts: of the queries and of the candidates, see `parts_of_questions`.
         shots: T; with more shots than parts the turns start over.
         trusted: bool [M], candidates that come before all others; None for no difference.
 
@@ -214,7 +214,7 @@ def voters(table: BeamTable, each: int = 5) -> Tensor:
         table: the queries and their pools.
         each: the number of demonstrations for each part.
     """
-    parts = parts_of(table)
+    parts = parts_of_questions(table)
     if parts is None:
         return best_places(cosines(table, "similarity"), each)
     wanted, answered = parts

@@ -162,7 +162,7 @@ def judged_choices(
     return Decided(torch.stack(correct), torch.stack(demonstrations))
 
 
-def decision_us(actor: SelectorActor, rows: Tensor) -> float:
+def selector_decision_us(actor: SelectorActor, rows: Tensor) -> float:
     """Measure the median time of a greedy choice for a single query, in µs, on one CPU thread.
 
     The selector's network encodes the query and its pool within this time. Their embeddings are

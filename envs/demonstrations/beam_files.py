@@ -30,7 +30,7 @@ from knobwise.envs.demonstrations.beam_records import (
 )
 from knobwise.envs.demonstrations.beam_table import BeamTable
 from knobwise.envs.demonstrations.settings import FIELDS, METHODS
-from knobwise.envs.readers.feature_files import read_arrays
+from knobwise.envs.readers.feature_files import read_feature_arrays
 
 Embeddings = str | Path | Tensor
 """A file that `read_embeddings` reads, or the matrix itself."""
@@ -301,7 +301,7 @@ def read_embeddings(embeddings: Embeddings) -> Tensor:
         source = str(embeddings)
         # arrays of numbers alone: a file may hold names too
         matrices = {}
-        for name, x in read_arrays(Path(embeddings), "embeddings").items():
+        for name, x in read_feature_arrays(Path(embeddings), "embeddings").items():
             if isinstance(x, Tensor) or (isinstance(x, np.ndarray) and x.dtype.kind in "iuf"):
                 matrices[name] = torch.as_tensor(x)
         if len(matrices) != 1 and "embeddings" not in matrices:

@@ -14,8 +14,8 @@ from knobwise.envs.readers.outcome_columns import (
     MEASURED,
     OUTCOMES,
     REPEATS,
+    as_whole_numbers,
     named_like,
-    whole_numbers,
 )
 
 EXAMPLES = 4
@@ -108,7 +108,7 @@ def check_ids(
     advice = f"profile.id={names[0]} tells them apart"
     if parting:
         advice = f"rename {parting[0]} to `dataset`, in which ids start anew"
-    numbers = whole_numbers(keys["sample_id"])
+    numbers = as_whole_numbers(keys["sample_id"])
     if not numbers.null_count() and numbers.min() in (0, 1):
         raise InputError(f"{words}: {advice}. If they are repeats, profile.repeat=… numbers them")
     notes.append(f"{words}, taken for repeated measurements: if they are not, {advice}")

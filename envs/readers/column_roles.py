@@ -33,6 +33,7 @@ from knobwise.envs.readers.outcome_columns import (
     ROW_NUMBERS,
     UNITS,
     Design,
+    as_whole_numbers,
     differs_in_every_row,
     is_clock,
     list_columns,
@@ -41,7 +42,6 @@ from knobwise.envs.readers.outcome_columns import (
     of_configurations,
     plain_name,
     settings_among,
-    whole_numbers,
 )
 from knobwise.envs.readers.run_states import states_among
 from knobwise.envs.readers.unit_columns import measures_with_units
@@ -159,9 +159,9 @@ def knobs_and_features(
     if wrong or not knobs:
         raise InputError(
             f"{list_columns(wrong) or 'no column'} for a knob; its columns are "
-            f"{list_columns(frame.columns)}. Name the knobs with knobs=; if there are none, name the configurations in one column. "
-            "If each sample has one setting alone, this is a log of decisions, and nothing can be "
-            f"replayed. {'; '.join(notes)}"
+            f"{list_columns(frame.columns)}. Name the knobs with knobs=; if there are none, name "
+            "the configurations in one column. If each sample has one setting alone, this is a log "
+            f"of decisions, and nothing can be replayed. {'; '.join(notes)}"
         )
     if not some_cells:
         _refuse_log(frame, keys, knobs)
@@ -354,8 +354,8 @@ def _knobs_by_design(
     others = [c for c in (*columns, QUESTION) if c not in names and c in frame.columns]
     for name, changing in _parting(frame, keys, names, list(dict.fromkeys(others))):
         notes.append(
-            f"knob {name} may be part of the ids: {list_columns(changing)} of a sample changes with "
-            f"it alone. If ids start anew in each {name}, rename it to `dataset`"
+            f"knob {name} may be part of the ids: {list_columns(changing)} of a sample changes "
+            f"with it alone. If ids start anew in each {name}, rename it to `dataset`"
         )
     numbered = [c for c in repeats if c not in names]
     for name, changing in _parting(frame, keys, [*names, *numbered], [*rest, *random]):
@@ -508,7 +508,7 @@ def _unknown_before(frame: pl.DataFrame, keys: pl.DataFrame, columns: Sequence[s
     ids = samples["sample_id"]
     numbers = numbers_of_rows(samples, samples.select(keys.columns), columns)
     numbers += [
-        c for c in named_like(columns, ROW_NUMBERS) if not whole_numbers(frame[c]).null_count()
+        c for c in named_like(columns, ROW_NUMBERS) if not as_whole_numbers(frame[c]).null_count()
     ]
     numbers += [c for c in columns if (samples[c].cast(pl.String) == ids).all()]
     unknown = {*named_like(columns, ANSWERS, OUTCOMES, REPEATS), *numbers, *states_among(samples)}

@@ -55,7 +55,7 @@ def fit_column(series: pl.Series) -> Column:
     if not (dtype.is_numeric() or dtype in KINDS):
         raise InputError(f"{what} holds {dtype}; give numbers or text, or leave it out")
     frame = series.alias("x").to_frame()
-    read = frame.select(text=_text("x"), number=as_numbers("x", dtype), missing=_missing("x"))
+    read = frame.select(text=_text("x"), number=numbers_in("x", dtype), missing=_missing("x"))
     present = read.filter(~pl.col("missing"))
     if present.is_empty():
         raise InputError(f"{what} is empty in every sample; leave it out")
@@ -132,7 +132,7 @@ def encode(frame: pl.DataFrame, columns: Sequence[Column]) -> tuple[np.ndarray, 
                 "value is unknown"
             )
         if column.categories is None:
-            value = as_numbers(name, frame.schema[name])
+            value = numbers_in(name, frame.schema[name])
             missing = _missing(name)
             # null is NaN in an array
             valid = value.abs() <= LARGEST
@@ -175,7 +175,7 @@ def _text(name: str) -> pl.Expr:
     return pl.col(name).cast(pl.String).str.strip_chars().replace("?", "").fill_null("")
 
 
-def as_numbers(name: str, dtype: pl.DataType) -> pl.Expr:
+def numbers_in(name: str, dtype: pl.DataType) -> pl.Expr:
     """Return a column as numbers; null is missing, or no number."""
     value = pl.col(name)
     if not dtype.is_numeric():

@@ -241,7 +241,7 @@ def _in_blocks(content: dict[Any, Any]) -> dict[str, Any]:
     return blocks
 
 
-def read_arrays(path: Path, kind: str) -> dict[str, Any]:
+def read_feature_arrays(path: Path, kind: str) -> dict[str, Any]:
     """Return the content of a `.safetensors`, `.npz`, `.npy` or `.pt` file by name.
 
     An array without a name is `embeddings`. Raises InputError if the file cannot be read without
@@ -277,7 +277,7 @@ def _read_arrays(path: Path, ids: str | None) -> dict[str, ArrayLike]:
     if path.suffix == ".safetensors":
         content, metadata = tensors_and_metadata(path)
     else:
-        content = read_arrays(path, "features")
+        content = read_feature_arrays(path, "features")
     arrays = _in_blocks(content)
     ids = ids or "sample_id"
     for key in {"sample_id", "dataset", ids} & metadata.keys():

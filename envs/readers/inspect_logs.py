@@ -286,17 +286,17 @@ def _archived(path: Path) -> tuple[Any, list[Any]]:
             samples = []
             size = 0
             for part in parts:
-                content = content_of(archive, part, path, size)
+                content = unpack_member(archive, part, path, size)
                 size += len(content)
                 samples += decode_json(content)
-            return decode_json(content_of(archive, header, path, size)), samples
+            return decode_json(unpack_member(archive, header, path, size)), samples
     except (OSError, zipfile.BadZipFile, zlib.error, KeyError, TypeError, ValueError) as error:
         if isinstance(error, InputError):
             raise
         raise InputError(f"{path}: not a log of inspect-ai, or damaged ({error})") from error
 
 
-def content_of(
+def unpack_member(
     archive: zipfile.ZipFile, member: zipfile.ZipInfo, path: Path, before: int = 0
 ) -> bytes:
     """Return the content of a member of an archive, which may be compressed by zstandard.

@@ -30,7 +30,7 @@ from knobwise.envs.readers.layouts import CONFIGURATION, Layout, long_form
 from knobwise.envs.readers.missing_cells import MISSING_CELLS, cells_as_failed, rows_as_failed
 from knobwise.envs.readers.missing_columns import refuse_missing
 from knobwise.envs.readers.outcome_columns import failures, is_crashed, list_columns
-from knobwise.envs.readers.tool_files import BUDGET, read_measurements
+from knobwise.envs.readers.tool_files import BUDGET, read_files
 from knobwise.envs.readers.unit_columns import in_one_unit
 from knobwise.envs.tables.cells import unread
 from knobwise.envs.tables.columns import Column
@@ -69,7 +69,7 @@ def read_long_table(
     notes = list[str]()
     source = ", ".join(map(str, paths))
     with naming(source):
-        frame, choices = read_measurements(paths, choices, notes)
+        frame, choices = read_files(paths, choices, notes)
     if BUDGET in frame.columns:
         try:
             with naming(source):

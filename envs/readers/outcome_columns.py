@@ -244,7 +244,7 @@ def numbers_of_rows(frame: pl.DataFrame, keys: pl.DataFrame, names: Sequence[str
         # numbers of rows are all different, so that most columns need no closer look
         if name in numbered or frame[name].n_unique() * parts < len(frame):
             continue
-        rows = pl.DataFrame({"part": part, "number": whole_numbers(frame[name])})
+        rows = pl.DataFrame({"part": part, "number": as_whole_numbers(frame[name])})
         sizes = rows.group_by("part").agg(
             count=pl.len(),
             distinct=pl.col("number").drop_nulls().n_unique(),
@@ -257,7 +257,7 @@ def numbers_of_rows(frame: pl.DataFrame, keys: pl.DataFrame, names: Sequence[str
     return numbered
 
 
-def whole_numbers(series: pl.Series) -> pl.Series:
+def as_whole_numbers(series: pl.Series) -> pl.Series:
     """Return the whole numbers of a column, Int64, null for anything else."""
     if holds_no_text(series.dtype):
         return pl.repeat(None, len(series), dtype=pl.Int64, eager=True)

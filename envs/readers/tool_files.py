@@ -40,7 +40,7 @@ FORMATS = {
 """Tool → whether a path is of this tool, and its reader, which takes several paths at once."""
 
 
-def read_measurements(
+def read_files(
     paths: Sequence[Path], choices: dict[str, Any], notes: list[str]
 ) -> tuple[pl.DataFrame, dict[str, Any]]:
     """Read a file of any format, or several.
@@ -76,7 +76,7 @@ def read_measurements(
 def of_frame(
     frame: pl.DataFrame, choices: dict[str, Any], notes: list[str]
 ) -> tuple[pl.DataFrame, dict[str, Any]]:
-    """Return rows and options as `read_measurements` does, of a data frame that a tool may have
+    """Return rows and options as `read_files` does, of a data frame that a tool may have
     made."""
     if is_inspect_frame(frame.columns):
         return as_table(inspect_frame(frame, notes), choices, notes)

@@ -137,10 +137,11 @@ def save_tensors(
     tensors = {name: tensor.contiguous() for name, tensor in tensors.items()}
     metadata = dict(metadata or {})
     with written_whole(path) as temporary:
-        save_file(tensors, temporary, metadata={**metadata, DIGEST: digest_of(tensors, metadata)})
+        digest = digest_of_tensors(tensors, metadata)
+        save_file(tensors, temporary, metadata={**metadata, DIGEST: digest})
 
 
-def digest_of(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> str:
+def digest_of_tensors(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> str:
     """Compute the SHA-256 of all that a file holds: metadata, names, shapes, values."""
     sha = hashlib.sha256(json.dumps(sorted(metadata.items())).encode())
     for name in sorted(tensors):
@@ -174,7 +175,7 @@ def tensors_and_metadata(path: str | Path) -> tuple[dict[str, Tensor], dict[str,
             if is_damaged(path) or opened.read(9)[8:] == b"{":
                 raise Damaged(path) from error
         raise
-    if metadata.pop(DIGEST, None) not in (None, digest_of(tensors, metadata)):
+    if metadata.pop(DIGEST, None) not in (None, digest_of_tensors(tensors, metadata)):
         raise Damaged(path)
     return tensors, metadata
 

@@ -24,11 +24,11 @@ from knobwise.common.errors import InputError
 from knobwise.common.interruption import end_with
 from knobwise.common.progress import say
 from knobwise.experiments.command_line.flags import SWEEP
-from knobwise.experiments.command_line.grammar import kinds_of, literal
+from knobwise.experiments.command_line.grammar import kinds_of_options, literal
 from knobwise.experiments.command_line.mistakes import explain_mistakes
 from knobwise.experiments.command_line.registry import (
     READERS,
-    groups_of,
+    config_groups,
     readers_of,
     register_settings,
 )
@@ -73,16 +73,17 @@ def in_grammar(verb: str, arguments: Sequence[str], sweep: bool = False) -> list
 
 @cache
 def text_options(verb: str) -> dict[str, set[str]]:
-    """Return what the options of a verb may hold; see `kinds_of`."""
-    readers = {group: readers_of(group) for group in READERS if group in groups_of(verb)}
-    return kinds_of(settings_of_verb(verb)(), readers)
+    """Return what the options of a verb may hold; see `kinds_of_options`."""
+    readers = {group: readers_of(group) for group in READERS if group in config_groups(verb)}
+    return kinds_of_options(settings_of_verb(verb)(), readers)
 
 
 def words_of_run(verb: str, arguments: Sequence[str]) -> list[str]:
     """Return the words by which profile, beams and encoder that are not chosen are those of the
     checkpoint's run, so that options change these. The run also says whether there are
     baselines."""
-    groups = [group for group, default in groups_of(verb).items() if default in readers_of(group)]
+    defaults = config_groups(verb).items()
+    groups = [group for group, default in defaults if default in readers_of(group)]
     if not groups or not hasattr(settings_of_verb(verb), "checkpoint"):
         return []
     # Hydra knows what quotes and interpolations stand for

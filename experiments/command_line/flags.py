@@ -9,7 +9,7 @@ import shlex
 from collections.abc import Sequence
 
 from knobwise.common.errors import InputError
-from knobwise.experiments.command_line.registry import groups_of, options_in
+from knobwise.experiments.command_line.registry import config_groups, options_in
 from knobwise.experiments.settings.verbs import settings_of_verb
 
 SWEEP = ("-m", "--multirun")
@@ -125,7 +125,8 @@ def refuse_flags(schema: str, arguments: Sequence[str]) -> None:
         if not (schema.startswith("train") or set(SWEEP).isdisjoint(arguments)):
             raise InputError("-m: sweeps are for knobwise train")
         return
-    options = [option.key for option in options_in(settings_of_verb(schema)(), groups_of(schema))]
+    settings = settings_of_verb(schema)()
+    options = [option.key for option in options_in(settings, config_groups(schema))]
     names = {name.replace("-", "_") for name, _ in flagged}
     if schema == "train" and names & OF_SELECTORS:
         schema = "train_selector"

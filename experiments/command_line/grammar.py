@@ -24,7 +24,7 @@ TEXT = "text"
 TEXTS = "a list of texts"
 ANY = "any"
 NONE = "none"
-"""What an option may hold; see `kinds_of`."""
+"""What an option may hold; see `kinds_of_options`."""
 KINDS = "kinds"
 """The key of the same in the metadata of a field, whose annotation cannot say it: OmegaConf has no
 union of text and lists."""
@@ -34,7 +34,7 @@ MAX_PARTS = 9
 Kinds = Mapping[str, set[str]]
 
 
-def kinds_of(
+def kinds_of_options(
     settings: DataclassInstance, groups: Mapping[str, Mapping[str, type[DataclassInstance]]]
 ) -> dict[str, set[str]]:
     """Return what the options in an instance of a settings dataclass may hold, by their keys: text,
@@ -51,7 +51,7 @@ def kinds_of(
         for choice in groups.get(f.name, {}).values():
             parts.append(choice())
         for part in parts:
-            for key, held in kinds_of(part, groups).items():
+            for key, held in kinds_of_options(part, groups).items():
                 kinds.setdefault(f"{f.name}.{key}", set()).update(held)
         types = {hints[f.name]}
         if isinstance(hints[f.name], UnionType):
@@ -76,7 +76,7 @@ def literal(arguments: Sequence[str], kinds: Kinds, sweep: bool = False) -> list
     options and of resolvers; `null` is no value where there may be none.
 
     Args:
-        kinds: what options may hold, see `kinds_of`.
+        kinds: what options may hold, see `kinds_of_options`.
         sweep: whether commas part the values of a sweep.
 
     Raises:

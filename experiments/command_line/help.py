@@ -12,7 +12,7 @@ from rich.table import Table
 from knobwise.experiments.command_line.compose import read_settings
 from knobwise.experiments.command_line.registry import (
     Option,
-    groups_of,
+    config_groups,
     names_of_choices,
     options_in,
     question_of_experiment,
@@ -58,7 +58,7 @@ def help_lines(verb: str) -> list[Option]:
         settings = settings_of_verb(verb)()
     else:
         settings = read_settings(verb, [])
-    return list(options_in(settings, groups_of(verb)))
+    return list(options_in(settings, config_groups(verb)))
 
 
 def show_help(verb: str) -> None:

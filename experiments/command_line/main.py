@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from knobwise import __version__
 from knobwise.common.errors import InputError
-from knobwise.common.files import check_address_space, limit_of, refused_by_system
+from knobwise.common.files import check_address_space, refused_by_system, system_limit_of
 from knobwise.common.garbage import uncollected
 from knobwise.common.interruption import status_of, stopped_by_signals
 from knobwise.common.progress import say
@@ -85,7 +85,7 @@ def main(arguments: list[str] | None = None) -> int:
         say("\n".join(["\nknobwise: interrupted", *notes, *_how_to_resume(arguments)]))
         return status_of(stop)
     except BaseException as error:  # libraries name limits in errors of their own
-        if not (limit := limit_of(error)):
+        if not (limit := system_limit_of(error)):
             raise
         say(f"knobwise: {limit}, then give the same command again")
         return 1

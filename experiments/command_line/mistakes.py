@@ -15,7 +15,7 @@ from omegaconf.errors import OmegaConfBaseException
 from knobwise.common.errors import InputError
 from knobwise.envs.readers.folders import is_table
 from knobwise.experiments.command_line.flags import in_our_words, meaning_of
-from knobwise.experiments.command_line.registry import groups_of, names_of_choices, options_in
+from knobwise.experiments.command_line.registry import config_groups, names_of_choices, options_in
 from knobwise.experiments.settings.verbs import settings_of_verb
 from knobwise.experiments.settings.words import nearest_options, shell_word
 
@@ -69,7 +69,7 @@ def _suggestion(verb: str, arguments: Sequence[str]) -> str:
     """Return `; did you mean …?` for the first argument with an unknown key or choice, or ""."""
     if not arguments:
         return ""
-    groups = {**groups_of(verb), "experiment": None}
+    groups = {**config_groups(verb), "experiment": None}
     # the choices that have each option; "" for all
     choices: dict[str, list[str]] = {}
     for option in options_in(settings_of_verb(verb)(), groups):

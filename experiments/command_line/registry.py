@@ -55,7 +55,7 @@ def schema_of(verb: str, arguments: Sequence[str]) -> str:
 
 
 @cache
-def groups_of(verb: str) -> dict[str, str | None]:
+def config_groups(verb: str) -> dict[str, str | None]:
     """Return the groups in the settings of a verb with their default choices."""
     defaults = OmegaConf.load(CONF / f"{verb}.yaml").defaults
     groups = [entry for entry in defaults if OmegaConf.is_dict(entry)]
@@ -72,7 +72,7 @@ def register_settings(verb: str) -> None:
     """
     store = ConfigStore.instance()
     store.store(name=f"{verb}_schema", node=settings_of_verb(verb))
-    for group in groups_of(verb):
+    for group in config_groups(verb):
         choices = readers_of(group) or CHOICES.get(group, {})
         for name, node in choices.items():
             store.store(group=group, name=name, node=node)

@@ -15,14 +15,14 @@ from knobwise.common.files import written_whole
 from knobwise.common.progress import say
 from knobwise.common.words import format_count
 from knobwise.envs.readers.column_values import refuse_lost_digits
-from knobwise.envs.readers.feature_columns import as_numbers, encode
+from knobwise.envs.readers.feature_columns import encode, numbers_in
 from knobwise.envs.readers.frames import Lines, read_frame, with_chats
 from knobwise.envs.readers.nested import unnest
 from knobwise.envs.tables.columns import FEATURES, Column, columns_of
 from knobwise.experiments.evidence.run_folder import controller_at
 from knobwise.experiments.settings.deployment_options import DecideRun
 from knobwise.experiments.settings.profiles import of_run
-from knobwise.serving.inputs import limit_of
+from knobwise.serving.inputs import limit_in_request
 
 AT_ONCE = 50_000
 """Rows that are decided together; so many features and outcomes take little memory."""
@@ -44,7 +44,7 @@ def decide_requests(config: DecideRun) -> int:
         raise InputError(f"out={out}: must be a .csv file, and not that of the requests")
     controller = controller_at(config.checkpoint)
     if config.budget_ms is not None:
-        limit_of(config.budget_ms, controller.unit)
+        limit_in_request(config.budget_ms, controller.unit)
     knobs = [controller.configuration(i) for i in range(len(controller.configurations))]
     settings = pl.DataFrame(knobs, infer_schema_length=None)
     # the budgets that the controller was judged at, where it has a guard
@@ -84,8 +84,8 @@ def decide_requests(config: DecideRun) -> int:
     if untried:
         say(
             f"{format_count(int(untried), 'budget')} outside {tried.min():.4g} to "
-            f"{tried.max():.4g} {controller.unit}, the range that this controller was tested on; do not rely on the "
-            "decisions there"
+            f"{tried.max():.4g} {controller.unit}, the range that this controller was tested on; "
+            "do not rely on the decisions there"
         )
     if unlike:
         words = "without its text" if controller.static is None else "by budget-aware static"
@@ -147,7 +147,7 @@ def _limits(frame: pl.DataFrame, config: DecideRun) -> pl.Series:
     budget = pl.lit(config.budget_ms, pl.Float64)
     if "budget_ms" in frame.columns:
         present = pl.col("budget_ms").cast(pl.String).fill_null("") != ""
-        known = as_numbers("budget_ms", frame.schema["budget_ms"]).fill_null(-1.0)
+        known = numbers_in("budget_ms", frame.schema["budget_ms"]).fill_null(-1.0)
         budget = pl.when(present).then(known).otherwise(budget)
     elif config.budget_ms is None:
         raise InputError("no column budget_ms; give budget_ms=…")

@@ -37,7 +37,7 @@ from knobwise.serving.versions import (
     CURRENT,
     VERSIONS,
     add_version,
-    other_version,
+    advice_on_versions,
     serve_version,
     serving_version,
     versions_in,
@@ -133,7 +133,7 @@ def _before(out: Path, current: Path) -> Path | None:
             raise ValueError(name)
     except (LookupError, OSError, RecursionError, TypeError, ValueError) as error:
         raise InputError(
-            f"{path}: does not say which version served before; {other_version(out)}"
+            f"{path}: does not say which version served before; {advice_on_versions(out)}"
         ) from error
     return version
 
@@ -171,7 +171,7 @@ def _roll_back(out: Path) -> None:
     version = current and _before(out, current)
     if version is None:
         raise InputError(f"out={out}: there is no version before the one that serves")
-    _read(version, other_version(out))
+    _read(version, advice_on_versions(out))
     with lock_folder(out):
         serve_version(out, version)
     print(f"{version}: serves again")

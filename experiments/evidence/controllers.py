@@ -263,9 +263,9 @@ def held_out_choices(loaded: Sequence[Loaded]) -> RunResults:
     Returns:
         `guard`: rows of `knobwise.agents.calibration.guard.calibrate`, or under mean budgets of
         `knobwise.agents.calibration.mean_policies.compare_with_mix`, [] without a guard. `chosen`:
-        the weights of the teacher, the settings of its experts, the iteration of the controller, and
-        validation utility where GRPO starts. `satisfaction_level`: the level that the guard keeps,
-        if any.
+        the weights of the teacher, the settings of its experts, the iteration of the controller,
+        and validation utility where GRPO starts. `satisfaction_level`: the level that the guard
+        keeps, if any.
     """
     choices: RunResults = {"guard": [], "chosen": []}
     for checkpoint in loaded:

@@ -152,7 +152,7 @@ def _decided(
             chosen = outcome.demonstrations
             assert chosen is not None
             votes = torch.stack([scorer.vote(data.test_rows, sequences) for sequences in chosen])
-            times = evaluation.decision_us(actors[0], data.test_rows)
+            times = evaluation.selector_decision_us(actors[0], data.test_rows)
             outcome = outcome._replace(vote=votes.float().cpu(), decision_us=times)
         decided[shots] = outcome
     return decided

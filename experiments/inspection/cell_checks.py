@@ -17,9 +17,9 @@ from knobwise.experiments.inspection.measured import (
     Measured,
     expected_of,
     gaps_of,
-    groups_of,
     jump_of,
     levels_of,
+    named_configurations,
     numbers_of,
     setting_of,
 )
@@ -343,9 +343,9 @@ def slow_workers(measured: Measured) -> Findings:
     if not workers:
         return
     # only what several workers measured has something to compare
-    from knobwise.profiling.workers.machines import differing
+    from knobwise.profiling.workers.machines import differing_machines
 
-    for machine in differing(workers):
+    for machine in differing_machines(workers):
         factor = f"{machine['times']:.2f} (± {machine['times'] * machine['times_error']:.2f})"
         yield Finding(
             f"{machine['name']} took {factor} times as long as the others for "
@@ -381,7 +381,7 @@ def missing_configurations(measured: Measured) -> Findings:
     missing = np.isnan(measured.log_ms) & measured.ran
     if not missing.any():
         return
-    groups = groups_of(measured)
+    groups = named_configurations(measured)
     chances = {name: _chance(missing, measured.ran, has) for name, has in groups.items()}
     least = min(chances, key=lambda name: chances[name], default="")
     if least and chances[least] * len(chances) < 1e-5:

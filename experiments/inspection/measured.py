@@ -132,7 +132,7 @@ class Finding(NamedTuple):
 Findings = Iterator[Finding]
 
 
-def groups_of(measured: Measured) -> dict[str, np.ndarray]:
+def named_configurations(measured: Measured) -> dict[str, np.ndarray]:
     """Return which configurations, bool [C], a name stands for: that of a value of a knob, or of
     a single configuration, unless there are very many."""
     table = measured.table
@@ -151,7 +151,7 @@ def setting_of(measured: Measured, cells: np.ndarray) -> str:
     counts = cells.sum(0)
     named = ""
     fewest = len(counts)
-    for name, has in groups_of(measured).items():
+    for name, has in named_configurations(measured).items():
         count = counts[has].sum()
         if count >= MOST * counts.sum() and has.sum() < fewest:
             fewest = has.sum()

@@ -43,9 +43,9 @@ def holes(measured: Measured) -> Findings:
     missing = 1 - measured.facts["coverage"]
     if missing > 0:
         yield _certain(
-            f"{format_number(missing, '.1%')} of the cells were not profiled: means per configuration "
-            "or knob and the best static choice then come from different samples; compare them with "
-            "caution."
+            f"{format_number(missing, '.1%')} of the cells were not profiled: means per "
+            "configuration or knob and the best static choice then come from different samples; "
+            "compare them with caution."
         )
 
 

@@ -17,7 +17,7 @@ from knobwise.experiments.evidence.results import (
 from knobwise.experiments.evidence.statistics import Difference, holm
 from knobwise.experiments.evidence.task import LEARNED, condition_of
 from knobwise.experiments.report.paired import differences, judged_alike
-from knobwise.experiments.report.runs import Run, differing, find_runs, read_runs
+from knobwise.experiments.report.runs import Run, differing_settings, find_runs, read_runs
 from knobwise.experiments.report.sentences import Sentence
 
 MAX_DRAWN = 4
@@ -62,7 +62,7 @@ class Comparison:
         reference = self.reference = self.runs[0]
         self.task = reference.task
         self.unit = unit_of(reference.results)
-        self.settings = differing([run.settings for run in self.runs])
+        self.settings = differing_settings([run.settings for run in self.runs])
         self.conditions = reference.conditions
         self.main = condition_of(self.task.main_condition(reference.results))
         self.rows = [run.row(run.policy, self.main) for run in self.runs]

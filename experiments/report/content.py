@@ -110,7 +110,7 @@ def tiles_of(comparison: Comparison) -> list[Tile]:
 # -- tables ----------------------------------------------------------------------------------------
 
 
-def name_of(entry: Entry) -> str:
+def name_of_entry(entry: Entry) -> str:
     """Return what a policy of a run is called beside the others."""
     if entry.stands_for_run:
         return entry.run.label
@@ -161,7 +161,7 @@ def table_at(comparison: Comparison, condition: float | None) -> Table:
     metrics = _metrics(comparison, rows)
     lines = []
     for entry, row in zip(entries, rows, strict=True):
-        name = name_of(entry)
+        name = name_of_entry(entry)
         line = {"policy": name}
         if not comparison.single:
             line = {"run": name} | tested_cells(tested.get(name))

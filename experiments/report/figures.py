@@ -25,7 +25,7 @@ from knobwise.experiments.evidence.task import (
 )
 from knobwise.experiments.report import charts, words
 from knobwise.experiments.report.comparison import Comparison, Entry
-from knobwise.experiments.report.content import name_of
+from knobwise.experiments.report.content import name_of_entry
 from knobwise.experiments.report.page import Figure, colours_of, unchecked
 from knobwise.experiments.report.sentences import texts
 from knobwise.experiments.report.tables import reword_costs
@@ -100,7 +100,7 @@ def _frame(
                 continue
             low, high = row.get(interval) or (None, None)
             numbers = {name: value for name, value in row.items() if not isinstance(value, list)}
-            rows.append(numbers | {"policy": name_of(entry), "low": low, "high": high})
+            rows.append(numbers | {"policy": name_of_entry(entry), "low": low, "high": high})
     return pl.DataFrame(rows, infer_schema_length=None)
 
 
@@ -170,7 +170,7 @@ def _gains(comparison: Comparison) -> pl.DataFrame | None:
     ]
     if tested:
         # the first run has no line here, but a colour on this page
-        colours = colours_of([name_of(entry) for entry in comparison.lines()])
+        colours = colours_of([name_of_entry(entry) for entry in comparison.lines()])
         rows = pl.DataFrame(tested).with_columns(colour=pl.col("policy").replace(colours))
     if rows is None or not len(rows):
         return None
@@ -225,7 +225,7 @@ def _usage(comparison: Comparison) -> Drawn:
     condition = pl.col("budget_ms").map_elements(lambda ms: quantity(ms, ""), pl.String)
     shares = shares.with_columns(pl.col("value").cast(pl.String), condition=condition)
     limit = in_words(f"latency budget ({comparison.unit})", comparison.unit)
-    labels = [name for name in map(name_of, entries) if name in set(shares["policy"])]
+    labels = [name for name in map(name_of_entry, entries) if name in set(shares["policy"])]
     return charts.knob_usage(shares, labels, limit), {"columns": len(labels)}
 
 

@@ -18,7 +18,7 @@ from knobwise.experiments.evidence.schema import RunResults
 from knobwise.experiments.evidence.statistics import Difference
 from knobwise.experiments.report.comparison import Comparison, read_comparison
 from knobwise.experiments.report.runs import Run
-from knobwise.experiments.report.sections import content_of
+from knobwise.experiments.report.sections import page_content
 from knobwise.experiments.report.tables import print_content
 from knobwise.experiments.report.words import shown_by
 from knobwise.experiments.settings.comparison_options import CompareRun
@@ -42,7 +42,7 @@ def write_page(comparison: Comparison, path: str | Path) -> Path:
     from knobwise.experiments.report.page import render_page
 
     figures = {heading: [figure] for heading, figure in figures_of(comparison).items()}
-    return render_page(path, content_of(comparison), figures)
+    return render_page(path, page_content(comparison), figures)
 
 
 def print_results(results: RunResults, console: Console) -> None:
@@ -52,7 +52,7 @@ def print_results(results: RunResults, console: Console) -> None:
 
 def print_comparison(comparison: Comparison, console: Console) -> None:
     """Print the table, what is open of the details, and the sentences of a page."""
-    print_content(console, content_of(comparison))
+    print_content(console, page_content(comparison))
 
 
 def result_images(results: RunResults) -> dict[str, bytes]:

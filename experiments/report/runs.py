@@ -176,7 +176,7 @@ def read_settings_of(folder: Path) -> dict[str, Any]:
     return flatten_keys(read_settings_file(path)) if path.exists() else {}
 
 
-def differing(settings: Sequence[Mapping[str, object]]) -> dict[str, list[str]]:
+def differing_settings(settings: Sequence[Mapping[str, object]]) -> dict[str, list[str]]:
     """Return the settings that are not the same in all runs: key → the value in every run, as the
     command line takes it."""
     table = {}

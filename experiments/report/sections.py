@@ -36,7 +36,7 @@ from knobwise.experiments.report.words import (
 )
 
 
-def content_of(comparison: Comparison) -> Content:
+def page_content(comparison: Comparison) -> Content:
     """Return a page about one run or several, but for its figures."""
     results = comparison.reference.results
     kind = "knobwise comparison"

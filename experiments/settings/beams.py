@@ -32,7 +32,7 @@ from knobwise.profiling.demonstrations.scorers import (
     Scorer,
     recorded_scores,
 )
-from knobwise.profiling.demonstrations.tasks import kinds_of, read_answerer
+from knobwise.profiling.demonstrations.tasks import kinds_of_questions, read_answerer
 from knobwise.profiling.measuring.questions import VQAData, read_vqa_data
 from knobwise.testbeds import DATA
 from knobwise.testbeds.canvases.builtin import builtin_demonstrations
@@ -146,7 +146,7 @@ def _answering(config: BeamFiles, table: BeamTable) -> tuple[Scorer, Kinds | Non
     if hasattr(answering, "close"):
         weakref.finalize(scorer, answering.close)
     _remember(scorer, table)
-    return scorer, kinds_of(data)
+    return scorer, kinds_of_questions(data)
 
 
 def _check_items(data: VQAData, table: BeamTable) -> None:

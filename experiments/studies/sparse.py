@@ -102,7 +102,7 @@ Values = dict[str, Tensor]
 
 
 @functools.cache
-def read(profile: str) -> ProfileTable:
+def profile_named(profile: str) -> ProfileTable:
     """Read a profile by its name, or the table of a folder."""
     if profile in PROFILES:
         return PROFILES[profile]()
@@ -269,7 +269,7 @@ class Case:
 def utilities(case: Case) -> Values:
     """Return the utility of each test sample by every way, float [n]; `rows`, int64 [n]; and
     `share_deployed`, of budgets where the guard lets the policy decide."""
-    whole = read(case.profile)
+    whole = profile_named(case.profile)
     split = whole.split(seed=case.draw % SPLITS)
     budgets_ms = default_budgets(whole)
     problem = case.problem(whole, split)
@@ -293,7 +293,7 @@ def utilities(case: Case) -> Values:
 
 def tune(folder: Path) -> None:
     """Try the learning rates of all ways, by the validation samples of the whole profile."""
-    whole = read("builtin")
+    whole = profile_named("builtin")
     split = whole.split(seed=TUNING_DRAW % SPLITS)
     budgets_ms = default_budgets(whole)
     problem = Case("builtin", Fraction(1, 16), TUNING_DRAW).problem(whole, split)
@@ -316,7 +316,7 @@ def tune(folder: Path) -> None:
 def cases(profiles: list[str]) -> Iterator[Case]:
     """Yield what is to be run, draw by draw; the whole profiles once for each split."""
     for draw, profile in itertools.product(range(DRAWS), profiles):
-        count = read(profile).num_configurations
+        count = profile_named(profile).num_configurations
         # those that draw a single cell of each sample are the same
         shares = {cells_drawn(share, count): share for share in CURVE}
         if draw < SPLITS:

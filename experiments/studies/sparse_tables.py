@@ -27,7 +27,7 @@ from knobwise.experiments.studies.sparse import (
     Case,
     cells_drawn,
     name_of,
-    read,
+    profile_named,
 )
 
 RESAMPLES = 4000
@@ -63,7 +63,7 @@ class Resamples:
                     case = dict(np.load(path), imitation_of_whole=of_whole)
                     self.cases.setdefault(share, []).append(case)
         generator = np.random.default_rng(list(name_of(profile).encode()))
-        table = read(profile)
+        table = profile_named(profile)
         self.configurations = table.num_configurations
         count = table.num_samples
         even = np.full(count, 1 / count)

@@ -21,7 +21,7 @@ EDGES = np.linspace(-5.0, 5.0, 21)
 """The edges of the bins; what lies outside counts in the first or the last one."""
 
 
-def counts_of(name: str, values: ArrayLike) -> dict[str, float]:
+def counts_in_bins(name: str, values: ArrayLike) -> dict[str, float]:
     """Return how many of the values, [n], are in each bin, by the name of the bin."""
     counts, _ = np.histogram(np.asarray(values).clip(EDGES[0], EDGES[-1]), EDGES)
     return {_bin(name, edge): float(count) for edge, count in zip(EDGES, counts, strict=False)}

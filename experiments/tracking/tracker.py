@@ -32,7 +32,7 @@ from knobwise.experiments.evidence.schema import RunResults
 from knobwise.experiments.settings.tracking import TrackingSettings
 from knobwise.experiments.tracking.histograms import (
     EDGES,
-    counts_of,
+    counts_in_bins,
     part_histograms,
     values_from_counts,
 )
@@ -197,7 +197,7 @@ class Tracker:
         counts: dict[str, float] = {}
         for name, value in metrics.items():
             if np.ndim(value):
-                counts |= counts_of(name, value)
+                counts |= counts_in_bins(name, value)
             elif name == THROUGHPUT:
                 speed[name] = float(value)
             else:

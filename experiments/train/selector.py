@@ -114,7 +114,7 @@ class SelectorExperiment(Experiment):
         """Judge every policy on the same held-out queries, and keep the best on validation.
         Controls do not compete."""
         config = self.config
-        results, decisions = evaluate_run(config, self.data, folder)
+        results, decisions = judge_selectors(config, self.data, folder)
         plans = config.plans.items()
         controls = {name for name, plan in plans if plan.variant.hidden or plan.reward.shuffled}
         # the validation score of every seed of every policy that competes
@@ -391,7 +391,7 @@ class SeedRun:
 # -- judging ---------------------------------------------------------------------------------------
 
 
-def evaluate_run(
+def judge_selectors(
     config: SelectorRun, data: SelectorData, folder: Path
 ) -> tuple[RunResults, pl.DataFrame]:
     """Judge every policy of a run, see `evaluate_selectors`."""

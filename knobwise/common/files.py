@@ -53,7 +53,7 @@ def refused_by_system(error: OSError) -> tuple[int, str] | None:
     return None
 
 
-def limit_of(error: BaseException) -> str:
+def system_limit_of(error: BaseException) -> str:
     """Return advice if an error of any library says that a system limit was met; else ""."""
     message = str(error)
     signs = ("failed to map segment", "can't start new thread")

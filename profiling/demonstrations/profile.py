@@ -42,7 +42,7 @@ from knobwise.profiling.measuring.machine import (
     claim_machine,
     digests,
     read_note,
-    write_json,
+    write_readable_json,
 )
 
 Draw = Callable[[Tensor, int], Tensor]
@@ -108,7 +108,7 @@ def profile_beams(
         rounds.append(this_round)
     for index, beginning in enumerate(rounds, 1):
         if index > num_begun:  # only now, since an earlier round may turn out to be unfinished
-            write_json(begun, rounds)
+            write_readable_json(begun, rounds)
         find = None  # earlier rounds are only read
         if draw is not None and beginning == this_round:
             find = partial(_draw_round, config, draw, table, zero_shot)
@@ -116,7 +116,7 @@ def profile_beams(
         table = _with_found(table, beams, index)
     info = _write(out, table, task, config)
     shares = figures(table, zero_shot)
-    write_json(out / "beams-info.json", info | {"rounds": rounds, "figures": shares})
+    write_readable_json(out / "beams-info.json", info | {"rounds": rounds, "figures": shares})
     print_figures(shares)
     return table
 

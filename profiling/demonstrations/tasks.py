@@ -79,10 +79,10 @@ def vlm_task(
     options = {"model": model, "vlm": settings, "pool": asdict(pool)}
     options |= getattr(scorer, "identity", {})
     sources = digests(Path(), filter(None, (str(answerer.path), config.bank)))
-    return BeamTask(table, scorer, options, sources, kinds_of(data))
+    return BeamTask(table, scorer, options, sources, kinds_of_questions(data))
 
 
-def kinds_of(data: VQAData) -> Kinds | None:
+def kinds_of_questions(data: VQAData) -> Kinds | None:
     """Return the kinds of questions as numbers, of queries int64 [Q] and of the bank int64 [M];
     None where no item names its kind."""
     items = (*data.queries, *data.bank)

@@ -26,7 +26,7 @@ def claim_machine(path: Path, identity: Mapping[str, Any]) -> None:
     # as it will be read back: tuples become lists
     wanted = json.loads(json.dumps(identity))
     if not path.exists() or is_cut_short(path.read_bytes(), _json(wanted)):
-        write_json(path, wanted)
+        write_readable_json(path, wanted)
         return
     noted = read_note(path, dict)
     # what differs, by name, in the order of the note
@@ -53,7 +53,7 @@ def read_note(path: Path, kind: Callable[[Any], T]) -> T:
         ) from error
 
 
-def write_json(path: str | Path, content: Any) -> None:
+def write_readable_json(path: str | Path, content: Any) -> None:
     """Write a file that people read too."""
     write_text(path, _json(content))
 

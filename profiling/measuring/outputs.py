@@ -18,7 +18,7 @@ from knobwise.common.files import written_whole
 from knobwise.envs.readers.dense_table import WEIGHT
 from knobwise.envs.readers.exp_files import write_exp5_exp6
 from knobwise.profiling.measuring.adaptive_model import KNOBS, KnobSupport
-from knobwise.profiling.measuring.machine import digests, write_json
+from knobwise.profiling.measuring.machine import digests, write_readable_json
 from knobwise.profiling.measuring.measuring import (
     CELL,
     COLUMNS,
@@ -184,7 +184,7 @@ def write_vlm_profile(
         ),
         "sha256": digests(out, ("table.parquet", "features.safetensors")),
     }
-    write_json(out / "profile.json", content)
+    write_readable_json(out / "profile.json", content)
     return content
 
 

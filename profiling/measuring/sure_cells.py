@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from knobwise.envs.tables.profile_table import ProfileTable
-from knobwise.profiling.measuring.machine import read_note, write_json
+from knobwise.profiling.measuring.machine import read_note, write_readable_json
 
 Bools = NDArray[np.bool_]
 Configurations = Sequence[Mapping[str, Any]]
@@ -52,7 +52,7 @@ def write_sure_cells(
     for content, columns in zip(contents, cells, strict=True):
         if columns.any():
             noted[content] = [configurations[j] for j in np.flatnonzero(columns).tolist()]
-    write_json(path, noted)
+    write_readable_json(path, noted)
 
 
 def cells_of_plan(

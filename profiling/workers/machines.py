@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import polars as pl
 
-from knobwise.profiling.measuring.machine import read_note, write_json
+from knobwise.profiling.measuring.machine import read_note, write_readable_json
 from knobwise.profiling.measuring.measuring import (
     COLUMNS,
     EXTRA,
@@ -42,7 +42,7 @@ def number_of(path: Path, note: Mapping[str, object], taken: set[int]) -> int:
     for number, known in enumerate(notes):
         if known == note and number not in taken:
             return number
-    write_json(path, [*notes, note])
+    write_readable_json(path, [*notes, note])
     return len(notes)
 
 
@@ -57,7 +57,8 @@ def shared_cells(samples: int, configurations: int) -> list[Job]:
 def note_workers(folder: Path) -> None:
     """Add `compared` to what `profile.json` in a folder holds, as `workers`."""
     path = folder / "profile.json"
-    write_json(path, read_note(path, dict) | {"workers": compare_workers(folder / "state")})
+    workers = compare_workers(folder / "state")
+    write_readable_json(path, read_note(path, dict) | {"workers": workers})
 
 
 def compare_workers(state: Path) -> list[dict[str, Any]]:
@@ -102,7 +103,7 @@ def compare_workers(state: Path) -> list[dict[str, Any]]:
     return workers
 
 
-def differing(workers: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def differing_machines(workers: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Return the machines, and of those that do not differ the workers, whose times differ from the
     others': by more than `SLOWER` and more than three errors. The slowest comes first.
 

@@ -137,7 +137,7 @@ def message_text(content: object) -> str:
     return "\n".join(text for text in texts if isinstance(text, str))
 
 
-def counts_of(body: Mapping[str, object], question: str) -> dict[str, float]:
+def count_request(body: Mapping[str, object], question: str) -> dict[str, float]:
     """Return what can be counted in a request: characters and words of the user's last message,
     messages, images and tools."""
     messages = body.get("messages")
@@ -194,7 +194,7 @@ class RequestFeatures:
         function may."""
         if self._compute is not None:
             return ""
-        known = {self._prompt, *counts_of({}, ""), BLOCK}
+        known = {self._prompt, *count_request({}, ""), BLOCK}
         return ", ".join(sorted(self._names - known))
 
     async def computed(self, chat: ChatRequest) -> dict[str, Any]:
@@ -210,7 +210,7 @@ class RequestFeatures:
         # nothing is counted in vain
         if not self._names <= brought.keys():
             _, question = last_question(chat.body)
-            counts = counts_of(chat.body, question)
+            counts = count_request(chat.body, question)
             # the policy knows which messages it reads
             features = {self._prompt: chat.body.get("messages") or "", **counts}
             if BLOCK in self._names:

@@ -14,7 +14,7 @@ from knobwise.agents.deployed.arrays import Array
 from knobwise.agents.deployed.controller import NumpyController
 from knobwise.common.errors import InputError
 from knobwise.profiling.endpoint.prices import Price
-from knobwise.serving.inputs import limit_of
+from knobwise.serving.inputs import limit_in_request
 from knobwise.serving.proxy.chat import (
     ChatRequest,
     MissingFeatures,
@@ -293,7 +293,7 @@ class Walk:
 def checked_budget(value: object, controller: NumpyController, name: str) -> float:
     """Return the budget of a request, in the controller's unit. Raises InputError, with the name of
     its field, for what is none, or for a mean that was not calibrated."""
-    budget = limit_of(value, controller.unit, name)
+    budget = limit_in_request(value, controller.unit, name)
     try:
         controller.budgets.check(budget)
     except ValueError as error:

@@ -20,7 +20,7 @@ import torch
 from knobwise.common.files import written_whole
 from knobwise.common.json_text import read_json
 from knobwise.envs.readers.feature_files import read_features
-from knobwise.envs.tables.tensor_file import digest_of
+from knobwise.envs.tables.tensor_file import digest_of_tensors
 from knobwise.profiling.measuring.adaptive_model import (
     KNOBS,
     Answer,
@@ -28,7 +28,7 @@ from knobwise.profiling.measuring.adaptive_model import (
     FirstStage,
     clock_ms,
 )
-from knobwise.profiling.measuring.machine import digests, one_thread, write_json
+from knobwise.profiling.measuring.machine import digests, one_thread, write_readable_json
 from knobwise.profiling.measuring.measuring import LOG, read_measurements
 from knobwise.profiling.measuring.outputs import write_table
 from knobwise.profiling.measuring.profiler import profile_vlm
@@ -56,7 +56,7 @@ class TimedElastic(ElasticAdaptive):
     @property
     def identity(self) -> dict[str, Any]:
         """What tells the model from others: a digest of its weights."""
-        return {"weights": digest_of(self.model.state_dict(), {})}
+        return {"weights": digest_of_tensors(self.model.state_dict(), {})}
 
     def answer(self, stages: Sequence[FirstStage], configuration: Configuration) -> list[Answer]:
         """Answer as the elastic model does."""
@@ -165,7 +165,7 @@ def write(out: Path) -> Path:
         },
         "sha256": digests(folder, ("table.parquet", "features.npz", "samples.parquet")),
     }
-    write_json(folder / "profile.json", content)
+    write_readable_json(folder / "profile.json", content)
     return folder
 
 

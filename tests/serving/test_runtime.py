@@ -22,7 +22,7 @@ from knobwise.common.errors import InputError
 from knobwise.envs.tables.profile_table import Knob
 from knobwise.profiling.measuring.adaptive_model import Answer, FirstStage, KnobSupport, Request
 from knobwise.serving import AdaptiveModel
-from knobwise.serving.first_stages import content_of
+from knobwise.serving.first_stages import digest_of_request
 from knobwise.serving.knob_policy import KnobPolicy
 from knobwise.testbeds.elastic.adapter import ElasticAdaptive, request_of
 from knobwise.testbeds.elastic.model import ElasticVLM
@@ -415,7 +415,7 @@ def test_kept_features_cost_less_than_those_that_are_computed():
 
 def test_content_tells_requests_apart():
     def content(image, question="a"):
-        return content_of(Request(image, question))
+        return digest_of_request(Request(image, question))
 
     gray = Image.new("L", (2, 2), 7)
     zeros = torch.zeros(2, 3)

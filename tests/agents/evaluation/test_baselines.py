@@ -33,7 +33,7 @@ from knobwise.agents.evaluation.baselines import (
     make_baselines,
 )
 from knobwise.agents.evaluation.evaluation import evaluate_policy
-from knobwise.agents.evaluation.policy import choices_of, reads_features, requests_of
+from knobwise.agents.evaluation.policy import choices_of, inputs_of_rows, reads_features
 from knobwise.agents.problem import Problem
 from knobwise.envs.bandit.budgets import default_budgets
 from knobwise.envs.tables.cells import unread
@@ -62,7 +62,7 @@ def chosen(policy, budgets_ms, allowed=(0, 1, 2)):
 
 def asked(policy, table, rows, budget_ms):
     """What it chooses for these rows of a table under one budget."""
-    features, mask = requests_of(Problem.from_table(table), rows)
+    features, mask = inputs_of_rows(Problem.from_table(table), rows)
     return policy.choose(features, np.full(len(rows), budget_ms), mask)
 
 
@@ -200,7 +200,7 @@ def test_never_outside_the_mask_and_deterministic():
     table = small_table(80, seed=1, holes=0.5)
     policies = fitted_to(table)
     rows = table.split().test
-    features, profiled = requests_of(Problem.from_table(table), rows)
+    features, profiled = inputs_of_rows(Problem.from_table(table), rows)
     generator = np.random.default_rng(0)
     for _ in range(9):
         mask = profiled & (generator.random((len(rows), 12)) < 0.5)

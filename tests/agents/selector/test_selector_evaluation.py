@@ -23,8 +23,8 @@ from knobwise.agents.selector.evaluation import (
     choose,
     decide_baselines,
     decide_selectors,
-    decision_us,
     recorded_choices,
+    selector_decision_us,
 )
 from knobwise.agents.selector.selector import Selector
 from knobwise.agents.selector.settings import SelectorConfig
@@ -194,7 +194,7 @@ def test_decision_time_is_that_of_one_choice_on_one_thread():
     actor = actor_of()
     threads = torch.get_num_threads()
     actor.train()
-    assert decision_us(actor, ALL) > 0
+    assert selector_decision_us(actor, ALL) > 0
     assert torch.get_num_threads() == threads
     assert actor.selector.training
 

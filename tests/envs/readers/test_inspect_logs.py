@@ -295,17 +295,17 @@ def test_no_more_is_unpacked_than_the_limit_whatever_the_archive_names(
                 member.file_size = len(text) + 1
                 member.CRC = zlib.crc32(f"{text}\n".encode())
             if fits:
-                unpacked = inspect_logs.content_of(opened, member, path)
+                unpacked = inspect_logs.unpack_member(opened, member, path)
                 assert unpacked.decode().rstrip("\n") == text
                 # several members share the limit
                 with input_error("t.eval: unpacks to more than 1 MB"):
-                    inspect_logs.content_of(opened, member, path, 500_000)
+                    inspect_logs.unpack_member(opened, member, path, 500_000)
                 continue
             with (
                 patch.object(inspect_logs.pl, "read_lines", side_effect=AssertionError),
                 input_error("t.eval: unpacks to more than 1 MB"),
             ):
-                inspect_logs.content_of(opened, member, path)
+                inspect_logs.unpack_member(opened, member, path)
 
 
 def test_log_without_samples_is_refused(tmp_path):

@@ -8,7 +8,7 @@ import pytest
 from knobwise.__main__ import main
 from knobwise.experiments.command_line.compose import compose_config
 from knobwise.experiments.command_line.help import COMMON, help_lines
-from knobwise.experiments.command_line.registry import groups_of, names_of_choices
+from knobwise.experiments.command_line.registry import config_groups, names_of_choices
 from knobwise.experiments.settings.verbs import VERBS
 
 
@@ -20,7 +20,7 @@ def shown(capsys, *words):
 
 @pytest.mark.parametrize("verb", VERBS)
 def test_every_choice_in_help_can_be_given(verb, capsys):
-    groups = groups_of(verb).keys() - {"experiment"}
+    groups = config_groups(verb).keys() - {"experiment"}
     printed = shown(capsys, *verb.replace("_", " experiment=").split(), "--help")
     words = []
     for group in groups:

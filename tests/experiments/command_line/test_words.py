@@ -19,7 +19,7 @@ from knobwise.experiments.command_line.compose import (
     read_settings,
     text_options,
 )
-from knobwise.experiments.command_line.grammar import TEXT, kinds_of
+from knobwise.experiments.command_line.grammar import TEXT, kinds_of_options
 from knobwise.experiments.command_line.registry import READERS, readers_of
 from knobwise.experiments.deploy.update import CURRENT
 from knobwise.experiments.evidence.run_folder import command_of, run_name
@@ -101,7 +101,7 @@ def test_every_option_that_is_text_holds_what_was_typed(verb, home):
     check_text(verb, [], options - in_groups)
     for group in GROUPS.get(verb, ()):
         for choice, settings in readers_of(group).items():
-            held = kinds_of(settings(), {})
+            held = kinds_of_options(settings(), {})
             names = {f"{group}.{name}" for name, kinds in held.items() if TEXT in kinds}
             check_text(verb, [f"{group}={choice}"], names)
 

@@ -34,7 +34,7 @@ from knobwise.experiments.report.content import main_table
 from knobwise.experiments.report.figures import figures_of
 from knobwise.experiments.report.paired import decisions_of
 from knobwise.experiments.report.report import write_page
-from knobwise.experiments.report.runs import differing, find_runs, read_runs, value_words
+from knobwise.experiments.report.runs import differing_settings, find_runs, read_runs, value_words
 
 
 def test_runs_are_found_in_folders_in_order_and_once(tmp_path):
@@ -81,7 +81,10 @@ def test_settings_that_differ_without_where_runs_are_kept():
     one = {"name": "a", "runs": "x", "tracking.mode": "auto", "loss.group_size": 8, "seeds": [0, 1]}
     other = one | {"name": "b", "runs": "y", "tracking.mode": "online", "seeds": [0]}
     other["loss.kl_band"] = None
-    assert differing([one, other]) == {"seeds": ["[0,1]", "[0]"], "loss.kl_band": ["–", "null"]}
+    assert differing_settings([one, other]) == {
+        "seeds": ["[0,1]", "[0]"],
+        "loss.kl_band": ["–", "null"],
+    }
     values = {1e-5: "1e-05", 0.25: "0.25", True: "true", None: "null", "a": "a"}
     assert [value_words(value) for value in values] == list(values.values())
 

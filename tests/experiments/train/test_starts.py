@@ -108,14 +108,14 @@ def test_the_kept_epoch_is_judged(tmp_path):
     """Not the last one."""
     config, data = run_of({"warm": {}}), data_of(*small_beams(60))
     train_graph(SeedRun(config, data, 0, tmp_path))
-    before, decisions = selector.evaluate_run(config, data, tmp_path)
+    before, decisions = selector.judge_selectors(config, data, tmp_path)
     epochs = {"sft": [1], "rce": [1], "warm": [1]}
     assert before["epochs"] == epochs
     assert {row["policy"] for row in before["votes"]} == epochs.keys()
     seed = tmp_path / "checkpoints" / "seed0"
     for name in epochs:
         shutil.copy(seed / "sft" / "epoch0.pt", seed / name / "last.pt")
-    again, decided_again = selector.evaluate_run(config, data, tmp_path)
+    again, decided_again = selector.judge_selectors(config, data, tmp_path)
     assert_frame_equal(decisions.drop("decision_us"), decided_again.drop("decision_us"))
     for row in (*before["rows"], *again["rows"]):
         del row["decision_us_p50"]

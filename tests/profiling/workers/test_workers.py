@@ -29,7 +29,7 @@ from knobwise.profiling.workers.cluster import WorkerOptions, cluster
 from knobwise.profiling.workers.machines import (
     SHARED,
     compare_workers,
-    differing,
+    differing_machines,
     number_of,
     shared_cells,
 )
@@ -237,11 +237,11 @@ def test_times_are_compared_with_those_of_the_others(tmp_path):
     for worker, factor in zip(workers, factors, strict=True):
         assert worker["times"] == pytest.approx(factor, abs=1e-3)
         assert worker["shared"] == 3
-    slow, fast = differing(workers)
+    slow, fast = differing_machines(workers)
     assert slow["times"] == pytest.approx(2.0, abs=1e-3)
     assert fast["times"] == pytest.approx(0.5, abs=1e-3)
     assert slow["name"] == "b"
-    assert not differing(workers[:0])
+    assert not differing_machines(workers[:0])
 
 
 # -- what takes longer -----------------------------------------------------------------------------
