@@ -13,7 +13,8 @@ from torch import Tensor
 
 from knobwise.envs.bandit.outcomes import Decisions, Outcomes
 from knobwise.envs.bandit.reward import RewardTable
-from knobwise.envs.bandit.rules import Deadline, Rule, rule_of
+from knobwise.envs.bandit.rule_choice import rule_of
+from knobwise.envs.bandit.rules import Deadline, Rule
 from knobwise.envs.bandit.settings import BudgetConfig
 from knobwise.envs.tables.beliefs import Beliefs
 from knobwise.envs.tables.cells import Cells

@@ -17,7 +17,8 @@ import torch
 from knobwise.agents.training.checkpoint import load_checkpoint
 from knobwise.common.errors import InputError, naming
 from knobwise.common.progress import say
-from knobwise.envs.bandit.rules import Rule, take_rule
+from knobwise.envs.bandit.rule_choice import take_rule
+from knobwise.envs.bandit.rules import Rule
 from knobwise.envs.readers.embeddings import embed_texts
 from knobwise.envs.readers.feature_files import attach_features, features_from
 from knobwise.envs.readers.folders import refuse_folder

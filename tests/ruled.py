@@ -3,7 +3,7 @@
 import numpy as np
 
 from knobwise.agents.calibration.mean_policies import MeanBudgetPolicy
-from knobwise.envs.bandit.rules import rule_named
+from knobwise.envs.bandit.rule_choice import rule_named
 
 
 class Ruled:

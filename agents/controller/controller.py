@@ -22,7 +22,8 @@ from knobwise.agents.controller.networks import KnobNetwork
 from knobwise.agents.controller.settings import OUTSIDE_THE_NETWORK, PolicyConfig
 from knobwise.agents.controller.side_by_side import for_each
 from knobwise.envs.bandit.budgets import BudgetEncoding, subsample
-from knobwise.envs.bandit.rules import DEADLINES, Rule, as_rule, rule_named
+from knobwise.envs.bandit.rule_choice import as_rule, rule_named
+from knobwise.envs.bandit.rules import DEADLINES, Rule
 from knobwise.envs.tables.cells import Cells
 from knobwise.envs.tables.profile_table import ActionIndex, Knob, ProfileTable
 from knobwise.envs.tables.units import MS

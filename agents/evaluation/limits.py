@@ -30,7 +30,8 @@ from knobwise.agents.problem import Problem
 from knobwise.agents.teacher.regressors import ridge
 from knobwise.common.errors import InputError
 from knobwise.envs.bandit.budgets import subsample
-from knobwise.envs.bandit.rules import Rule, rule_of, share_over
+from knobwise.envs.bandit.rule_choice import rule_of
+from knobwise.envs.bandit.rules import Rule, share_over
 from knobwise.envs.bandit.settings import BudgetConfig
 from knobwise.envs.tables.profile_table import ProfileTable, Split
 from knobwise.envs.tables.splits import folds_of

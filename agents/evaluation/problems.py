@@ -10,7 +10,7 @@ from knobwise.agents.problem import Problem
 from knobwise.common.checks import one_of
 from knobwise.common.progress import say
 from knobwise.envs.bandit.budgets import subsample
-from knobwise.envs.bandit.rules import rule_of
+from knobwise.envs.bandit.rule_choice import rule_of, try_rule
 from knobwise.envs.bandit.settings import BudgetConfig
 from knobwise.envs.tables.profile_table import ProfileTable, Split
 
@@ -59,7 +59,7 @@ def problem_of(
         values = facts if beliefs is None else beliefs.filled
     rule = rule_of(budget)
     if rule.is_own:
-        rule.try_on(values)
+        try_rule(rule, values)
     return Problem(
         facts=facts,
         split=split,

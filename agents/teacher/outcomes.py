@@ -10,7 +10,8 @@ from torch import Tensor
 
 from knobwise.agents.deployed import arrays
 from knobwise.envs.bandit.budgets import log_ms
-from knobwise.envs.bandit.rules import DEADLINES, Rule, as_rule
+from knobwise.envs.bandit.rule_choice import as_rule
+from knobwise.envs.bandit.rules import DEADLINES, Rule
 
 HOPELESS = 0.01
 """Where no configuration is more likely than this to be on time, the fastest is chosen; under a

@@ -26,7 +26,8 @@ from knobwise.agents.teacher.network import WIDEST, OutcomeNetwork
 from knobwise.agents.teacher.outcomes import HOPELESS, Prediction, pick
 from knobwise.agents.teacher.weights import HeldOutScores, stack_weights, weights_of_folds
 from knobwise.envs.bandit.budgets import subsample
-from knobwise.envs.bandit.rules import DEADLINES, Rule, as_rule
+from knobwise.envs.bandit.rule_choice import as_rule
+from knobwise.envs.bandit.rules import DEADLINES, Rule
 from knobwise.envs.tables.profile_table import ProfileTable
 
 LEARNED = ("latency_offset", "latency_variance", "accuracy_logits")

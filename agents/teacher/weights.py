@@ -13,7 +13,8 @@ from torch import Tensor
 from knobwise.agents.teacher.experts import MeasuredRows
 from knobwise.agents.teacher.outcomes import Prediction
 from knobwise.common.paired import is_better
-from knobwise.envs.bandit.rules import DEADLINES, Rule, as_rule
+from knobwise.envs.bandit.rule_choice import as_rule
+from knobwise.envs.bandit.rules import DEADLINES, Rule
 from knobwise.envs.tables.splits import Fold
 
 ROUNDS = 15

@@ -16,7 +16,7 @@ from knobwise.common.errors import InputError
 from knobwise.envs.bandit.budgets import MIN_LATENCY_MS, subsample
 from knobwise.envs.bandit.reward_kinds import KINDS
 from knobwise.envs.bandit.rows import RowSampler
-from knobwise.envs.bandit.rules import rule_of
+from knobwise.envs.bandit.rule_choice import rule_of
 from knobwise.envs.bandit.settings import BudgetConfig, RewardConfig, reward_of
 from knobwise.envs.tables.cells import Cells
 from knobwise.envs.tables.profile_table import ProfileTable

@@ -22,7 +22,7 @@ from knobwise.common.errors import InputError
 from knobwise.envs.bandit.contexts import ContextSampler, chosen_context
 from knobwise.envs.bandit.replay import Replay
 from knobwise.envs.bandit.reward import RewardTable, share_on_time
-from knobwise.envs.bandit.rules import RULES, rule_of
+from knobwise.envs.bandit.rule_choice import RULES, rule_of
 from knobwise.envs.bandit.settings import BudgetConfig, RewardConfig
 from knobwise.envs.tables.profile_table import ProfileTable
 

@@ -16,7 +16,7 @@ from knobwise.envs.bandit.actions import ActionForm
 from knobwise.envs.bandit.contexts import reward_for
 from knobwise.envs.bandit.faster import any_nan
 from knobwise.envs.bandit.reward import RewardTable
-from knobwise.envs.bandit.rules import rule_of
+from knobwise.envs.bandit.rule_choice import rule_of
 from knobwise.envs.bandit.settings import BudgetConfig, RewardConfig
 from knobwise.envs.tables.cells import Cells
 from knobwise.envs.tables.profile_table import ProfileTable

@@ -17,9 +17,7 @@ from torch import Tensor
 
 from knobwise.common.checks import one_of
 from knobwise.common.errors import InputError
-from knobwise.common.imports import import_callable, in_a_line
 from knobwise.envs.bandit.budgets import (
-    MIN_LATENCY_MS,
     STRATEGIES,
     AnswerValues,
     Strategy,
@@ -36,19 +34,15 @@ from knobwise.envs.bandit.outcomes import (
     priced_outcomes,
 )
 from knobwise.envs.bandit.reward import RewardTable, expected_utility
+from knobwise.envs.bandit.rule_answers import LONGEST_MS, answer, values_of
 from knobwise.envs.bandit.settings import BudgetConfig, RewardConfig, reward_of
 from knobwise.envs.tables.beliefs import Beliefs
 from knobwise.envs.tables.cells import Cells, CountedCells
 from knobwise.envs.tables.divisions import budget_rows
 from knobwise.envs.tables.profile_table import ProfileTable, Split
 
-EXAMPLE = "examples.rules:FallingUtility"
 NODES = 16
 """A mean over a predicted latency is that over so many of its quantiles."""
-LONGEST_MS = 1e30
-"""The longest latency that a rule is asked about."""
-ROUNDING = 1e-5
-"""By so much a utility may be outside 0 … 1, or fall as the budget grows."""
 
 
 class Expected(Protocol):
@@ -227,95 +221,12 @@ class Rule:
 
         Accuracy [*], measurements [*, R], limits [*] → [*]. Shapes broadcast.
         """
-        values = self._values_of("utility", accuracy, measurements_ms, limits)
+        values = values_of(self, "utility", accuracy, measurements_ms, limits)
         return values.nanmean(-1).nan_to_num()
 
     def mean_reward(self, accuracy: Tensor, latency_ms: Tensor, limits: Tensor) -> Tensor:
         """Return the rewards of single outcomes, NaN where there are none; shapes broadcast."""
-        return self._values_of("reward", accuracy, latency_ms.unsqueeze(-1), limits).squeeze(-1)
-
-    def _values_of(
-        self, name: str, accuracy: Tensor, measurements_ms: Tensor, limits: Tensor
-    ) -> Tensor:
-        """Ask a function of the rule about cells, as in `mean_utility`: [*, R], NaN where there is
-        no measurement.
-
-        Raises:
-            InputError: it raises, or returns no tensor, one of another shape, or numbers that are
-                not finite, or no utility.
-        """
-        cells = torch.broadcast_tensors(
-            accuracy.unsqueeze(-1), measurements_ms.clamp_max(LONGEST_MS), limits.unsqueeze(-1)
-        )
-        values = self._answer(name, *cells)
-        known = ~(cells[0].isnan() | cells[1].isnan())
-        key = f"budget={self.name}: {name}"
-        wrong = known & ~values.isfinite()
-        must = "finite"
-        if name == "utility":
-            wrong |= known & ((values < -ROUNDING) | (values > 1 + ROUNDING))
-            must = "finite, from 0 to 1"
-        if wrong.any():
-            first = [float(each[wrong][0]) for each in (values, *cells)]
-            raise InputError(
-                f"{key}: returns {first[0]:g} for accuracy, latency and budget {first[1:]}; must "
-                f"be {must}"
-            )
-        return values.detach().to(cells[0].dtype).where(known, torch.nan)
-
-    def _answer(self, name: str, *cells: Tensor) -> Tensor:
-        """Return what a function of the rule says of numbers that broadcast.
-
-        Raises:
-            InputError: it raises, or returns no tensor, or one of another shape.
-        """
-        cells = torch.broadcast_tensors(*cells)
-        key = f"budget={self.name}: {name}"
-        try:
-            values: Tensor = getattr(self, name)(*cells)
-        except Exception as error:
-            raise InputError(f"{key}: raises {in_a_line(error)}") from error
-        returned = [*values.shape] if isinstance(values, Tensor) else type(values).__name__
-        if returned != [*cells[0].shape]:
-            raise InputError(
-                f"{key}: returns {returned}; must return a tensor {[*cells[0].shape]}, the shape "
-                "of its arguments"
-            )
-        return values
-
-    def try_on(self, table: ProfileTable) -> None:
-        """Ask a rule of the user's own about all cells of a table, under three budgets.
-
-        Raises:
-            InputError: see `_values_of`; `allowed` raises or returns something else than what may
-                be chosen; or a utility falls as the budget grows.
-        """
-        key = f"budget={self.name}"
-        median_ms = table.latency_ms.nanmedian().clamp_min(MIN_LATENCY_MS)
-        before = torch.zeros(())
-        for factor in (0.5, 1.0, 2.0):
-            limit = factor * median_ms
-            worth = self.mean_utility(table.accuracy, table.measurements_ms, limit)
-            self.mean_reward(table.accuracy, table.latency_ms, limit)
-            if (worth < before - ROUNDING).any():
-                raise InputError(
-                    f"{key}: utility: an answer is worth less under a larger budget (at "
-                    f"{float(limit):g}); it must not be"
-                )
-            before = worth
-        try:
-            allowed = self.allowed(table)
-        except Exception as error:
-            raise InputError(f"{key}: allowed: raises {in_a_line(error)}") from error
-        right = isinstance(allowed, Tensor) and allowed.dtype == torch.bool
-        if not right or allowed.shape != table.mask.shape:
-            raise InputError(f"{key}: allowed: must return bool {[*table.mask.shape]}")
-        rows = (~(allowed & table.mask).any(1)).nonzero()
-        if len(rows):
-            raise InputError(
-                f"{key}: allowed: leaves {len(rows)} samples without any configuration, the first "
-                f"{table.sample_ids[int(rows[0])]!r}"
-            )
+        return values_of(self, "reward", accuracy, latency_ms.unsqueeze(-1), limits).squeeze(-1)
 
     # -- what is trained and expected --------------------------------------------------------------
 
@@ -363,7 +274,7 @@ class Rule:
         limits = limits.unsqueeze(-1)
         for node in range(NODES):
             latency_ms = expected.quantile((node + 0.5) / NODES).clamp_max(LONGEST_MS)
-            total = total + self._answer("utility", accuracy, latency_ms, limits)
+            total = total + answer(self, "utility", accuracy, latency_ms, limits)
         if not total.isfinite().all():
             raise InputError(f"budget={self.name}: utility: is not finite for some latency")
         return total / NODES
@@ -476,91 +387,6 @@ class MeanBudget(Rule):
 
 DEADLINES = Deadline()
 """The rule where nothing else is said."""
-RULES: dict[str, type[Rule]] = {rule.name: rule for rule in (Deadline, MeanBudget)}
-"""By the words of `budget.constraint`; beside them the rules of the user's own that the user has
-given to this process. No name in a file adds one."""
-
-
-def rule_of(budget: BudgetConfig) -> Rule:
-    """Return the rule that the settings of a budget ask for, which may be code of the user's own.
-
-    Raises:
-        InputError: there is none, or it takes no such settings.
-    """
-    name = budget.constraint
-    if ":" not in name:
-        one_of("budget.constraint", name, ("deadline", "mean", "module:Class"))
-    rule = RULES[name] if name in RULES else take_rule(name, f"budget={name}")
-    if ":" in rule.name:
-        return own_rule(rule, budget)
-    return rule.from_settings(budget)
-
-
-def take_rule(rule: str | type[Rule], key: str) -> type[Rule]:
-    """Make a rule of the user's own known to this process, by its `module:Class` or itself.
-
-    Args:
-        key: the setting that names it, for the messages.
-
-    Raises:
-        InputError: there is no such class, or it is no rule.
-    """
-    kind: Any = import_callable(key, rule, "class", EXAMPLE) if isinstance(rule, str) else rule
-    if not (isinstance(kind, type) and issubclass(kind, Rule)) or ":" not in kind.name:
-        raise InputError(
-            f"{key}: is no rule of your own; it must be a subclass of knobwise.envs.bandit.Rule"
-        )
-    names = {kind.name, rule} if isinstance(rule, str) else {kind.name}
-    RULES.update(dict.fromkeys(names, kind))
-    return kind
-
-
-def own_rule(kind: type[Rule], budget: BudgetConfig) -> Rule:
-    """Return a rule of the user's own with the settings of a budget."""
-    numbers = dict(budget.settings or {})
-    known = [each.name for each in dataclasses.fields(kind)[len(dataclasses.fields(Rule)) :]]
-    for name in numbers:
-        if name not in known:
-            raise InputError(
-                f"budget.settings: {name}: {kind.name} has no such number; it has "
-                f"{', '.join(known) or 'none'}"
-            )
-    try:
-        return kind(dict(budget.limits or {}), budget.limit_probability, **numbers)
-    except InputError:
-        raise
-    except Exception as error:
-        raise InputError(f"budget={kind.name}: making one raises {in_a_line(error)}") from error
-
-
-def rule_named(name: str, numbers: Mapping[str, Any] | None = None) -> Rule:
-    """Return the rule that a file names, without its limits: one of knobwise, or one of the user's
-    own that the user has given. Nothing is imported.
-
-    Args:
-        numbers: those of a rule of the user's own.
-
-    Raises:
-        InputError: the user has not given it.
-    """
-    kind = RULES.get(name)
-    if kind is None and ":" in name:
-        # a file may have been moved since
-        _, _, named = name.partition(":")
-        of_name = [each for each in RULES.values() if each.name.partition(":")[2] == named]
-        kind = of_name[-1] if of_name else None
-    if kind is None:
-        raise InputError(
-            f"it was trained under the rule {name}, whose code no file holds; give it again, as "
-            f"rule={name} (to train on: budget={name}), or in Python as "
-            f"knobwise.load(…, rule={name.rpartition(':')[2]})"
-        )
-    return own_rule(kind, BudgetConfig(constraint=name, settings=dict(numbers or {})))
-
-
-def as_rule(rule: Rule | str) -> Rule:
-    """Return a rule as it is, or the one of knobwise with this name."""
-    return rule_named(rule) if isinstance(rule, str) else rule
 
 
 def share_over(cost: Tensor, limit: float) -> Tensor:

@@ -18,7 +18,7 @@ from torchrl.data import Binary, Categorical, Composite, MultiCategorical, Tenso
 from knobwise.common.errors import InputError
 from knobwise.envs.bandit.contexts import ContextSampler
 from knobwise.envs.bandit.replay import Replay
-from knobwise.envs.bandit.rules import rule_of
+from knobwise.envs.bandit.rule_choice import rule_of
 from knobwise.envs.bandit.settings import BudgetConfig, RewardConfig
 from knobwise.envs.bandit.single_step import SingleStepEnv, batch_shape, one_axis
 from knobwise.envs.tables.cells import Cells

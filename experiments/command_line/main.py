@@ -166,7 +166,7 @@ def _run(arguments: list[str]) -> int:
     check_written(config, verb)
     if rule := getattr(config, "rule", None):
         # a run names its rule, but only the user gives its code
-        from knobwise.envs.bandit.rules import take_rule
+        from knobwise.envs.bandit.rule_choice import take_rule
 
         take_rule(rule, f"rule={rule}")
     if verb not in ("decide", "serve"):  # which need no torch for an exported controller

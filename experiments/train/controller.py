@@ -30,7 +30,13 @@ from knobwise.experiments.inspection.checks import warnings_of
 from knobwise.experiments.settings.options import TrainRun, resolve_training
 from knobwise.experiments.settings.tracking import TrackingSettings
 from knobwise.experiments.train.problems import facts_of_run, problem_of_run
-from knobwise.experiments.train.run import Experiment, run_logged, seed_folder
+from knobwise.experiments.train.run import (
+    Experiment,
+    patience_of,
+    run_logged,
+    seed_folder,
+    split_folder,
+)
 
 if TYPE_CHECKING:
     from knobwise.agents.teacher.experts import Experts
@@ -229,11 +235,6 @@ def width_for(problem: Problem, budgets_ms: Tensor, policy: PolicyConfig) -> int
     return hidden_for(inputs, table.num_configurations, policy.utility_head, budget_us)
 
 
-def split_folder(folder: Path, number: int) -> Path:
-    """Return the folder of a split inside that of the run; the first split has no own."""
-    return folder / f"split{number}" if number else folder
-
-
 def best_of(trainer: Trainer) -> str:
     """Return a line with the best validation score of a trainer, and when it was reached."""
     state = trainer.state
@@ -253,8 +254,3 @@ def best_of(trainer: Trainer) -> str:
             f"(optimiser.patience={trainer.settings.patience})"
         )
     return line
-
-
-def patience_of(trainer: Trainer) -> int:
-    """Return after how many iterations without a better score the last stage ends; 0 for never."""
-    return trainer.stages[-1].patience * trainer.settings.evaluate_every

@@ -41,8 +41,7 @@ from knobwise.experiments.inspection.attainable import add_shares, attainable_by
 from knobwise.experiments.settings.deployment_options import EvaluateRun
 from knobwise.experiments.settings.options import TrainRun
 from knobwise.experiments.settings.profiles import read_questions
-from knobwise.experiments.train.controller import patience_of, split_folder
-from knobwise.experiments.train.run import keep_best, seed_folder
+from knobwise.experiments.train.run import keep_best, patience_of, seed_folder, split_folder
 
 if TYPE_CHECKING:
     from knobwise.experiments.train.controller import ControllerExperiment, SplitTraining

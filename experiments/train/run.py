@@ -93,6 +93,16 @@ def seed_folder(folder: Path, seed: int) -> Path:
     return folder / "checkpoints" / f"seed{seed}"
 
 
+def split_folder(folder: Path, number: int) -> Path:
+    """Return the folder of a split inside that of the run; the first split has no own."""
+    return folder / f"split{number}" if number else folder
+
+
+def patience_of(trainer: Trainer) -> int:
+    """Return after how many iterations without a better score the last stage ends; 0 for never."""
+    return trainer.stages[-1].patience * trainer.settings.evaluate_every
+
+
 def run_logged(
     trainer: Trainer,
     config: Training,

@@ -14,7 +14,8 @@ from knobwise.agents.controller.settings import PolicyConfig
 from knobwise.agents.evaluation.baselines import fit_static
 from knobwise.agents.problem import Problem
 from knobwise.envs.bandit.budgets import default_budgets
-from knobwise.envs.bandit.rules import RULES, Deadline
+from knobwise.envs.bandit.rule_choice import RULES
+from knobwise.envs.bandit.rules import Deadline
 from knobwise.envs.tables.profile_table import Split
 from knobwise.experiments.evidence import explanation
 from knobwise.experiments.evidence.controllers import configuration_rows, evaluator_of

@@ -19,9 +19,10 @@ from knobwise.agents.evaluation.baselines import Oracle, fit_static
 from knobwise.agents.problem import Problem
 from knobwise.agents.teacher.outcomes import Prediction
 from knobwise.common.errors import InputError
-from knobwise.envs.bandit import rules
+from knobwise.envs.bandit import rule_choice
 from knobwise.envs.bandit.outcomes import Decisions
-from knobwise.envs.bandit.rules import DEADLINES, Rule, rule_of
+from knobwise.envs.bandit.rule_choice import rule_of
+from knobwise.envs.bandit.rules import DEADLINES, Rule
 from knobwise.envs.bandit.settings import BudgetConfig
 
 NAME = "examples.rules:FallingUtility"
@@ -76,9 +77,9 @@ class FirstHalf(Rule):
 def own_rules(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     # what one test gives is not there in the next
-    monkeypatch.setattr(rules, "RULES", dict(rules.RULES))
-    for name in [name for name in rules.RULES if ":" in name]:
-        del rules.RULES[name]
+    monkeypatch.setattr(rule_choice, "RULES", dict(rule_choice.RULES))
+    for name in [name for name in rule_choice.RULES if ":" in name]:
+        del rule_choice.RULES[name]
     write_table()
     Path("own_rules.py").write_text(OWN)
     yield
@@ -208,8 +209,8 @@ def test_runs_under_one_rule_are_compared_without_its_code(own_rules, capsys):
 
 def forget():
     """Make this process one to which no rule was given."""
-    for name in [name for name in rules.RULES if ":" in name]:
-        del rules.RULES[name]
+    for name in [name for name in rule_choice.RULES if ":" in name]:
+        del rule_choice.RULES[name]
     sys.modules.pop("examples.rules", None)
 
 
