@@ -31,6 +31,7 @@ def main(
     shape = {"batch_size": contexts, "group_size": group_size}
     observed = {"observe_features": False, "full_information": True}
     env = ConfigBandit(table, **shape, **observed, rows=split.train, action_keys="knobs")
+    # judged is what would be deployed: features and a budget in, a configuration out
     agent = DeployedController(Controller.for_table(table, split.train, PolicyConfig()))
     policy = make_actor(agent, table, group_size=group_size, separate=True)
     storage = LazyTensorStorage(contexts)
@@ -52,7 +53,8 @@ def main(
                 loss_module.temperature.fill_(0.5 - 0.4 * iteration / count)
             buffer.extend(batch.flatten())  # [contexts, 1 step] → [contexts]
             for _ in range(2):
-                with dropping_out(warming_up):  # not in GRPO, whose ratio begins at 1
+                # not in GRPO, whose ratio is 1 in the first minibatch, and moves in the second
+                with dropping_out(warming_up):
                     losses = loss_module(buffer.sample())
                 optimiser.zero_grad()
                 sum(value for name, value in losses.items() if name.startswith("loss_")).backward()
