@@ -144,11 +144,13 @@ def make_actor(
 
     Raises:
         InputError: an agent that is not a controller, `separate` where an action is a
-            configuration.
+            configuration, `offsets` or `noise` for a single network.
     """
     one_of("action", action, ACTIONS)
     if separate and action != "knobs":
         raise InputError(f"separate=True: gives each knob its own key; leave out action={action}")
+    if not all_networks and (offsets is not None or noise is not None):
+        raise InputError("offsets and noise: are for all_networks=True")
     controller = _controller_in(agent)
     limit = controller.limit_key
     # requests as they come, or rows of a table

@@ -62,8 +62,8 @@ class Expected(Protocol):
 
 @dataclass(frozen=True)
 class Rule:
-    """What counts under a kind of budget. A *limit* is what a request comes with, in ms: its budget,
-    or the value of a right answer. (`limits`, of further costs, are the same for all requests.)
+    """What counts under a kind of budget. A *limit* is what a request comes with, in ms: its
+    budget, or the value of a right answer. (`limits`, of further costs, are the same for all.)
 
     A rule of your own, `budget=module:Class`, is a subclass with up to three functions of its own:
     `utility`, `reward` and `allowed`. All else is that of deadlines. Numbers of its own are the
