@@ -1,6 +1,7 @@
 """Warnings of libraries are not ours; neither is their chatter. One thread: the tests run side by
 side."""
 
+import gc
 import io
 import itertools
 import logging
@@ -14,6 +15,7 @@ import pytest
 import torch
 import yaml
 from commands import VARIABLES
+from hydra.core.config_store import ConfigStore
 from PIL import Image
 
 from knobwise.agents.teacher.regressors import FAMILIES
@@ -57,6 +59,11 @@ LESS_OF_RUNS = {
 """The same for tests that run commands; others need not import these modules."""
 CURVES = 3
 """Panels of training curves in a report, of some thirty."""
+gc.disable()  # until all tests are imported
+
+
+def pytest_collection_finish():
+    gc.enable()
 
 
 def pytest_collection_modifyitems(items):
@@ -70,8 +77,19 @@ def _quiet_and_single_threaded():
     os.environ |= VARIABLES
     # the settings of each command are composed from dozens of files: by libyaml in a third less time
     yaml.SafeLoader = yaml.CSafeLoader
+    # Hydra copies all that it was told for each, and again what it takes of it
+    ConfigStore.__deepcopy__ = lambda store, _: store
     multiprocessing.set_forkserver_preload(PRELOADED)
     logging.getLogger("torchrl").setLevel(logging.WARNING)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _collections_skip_what_stays():
+    """Libraries and tests are half a million objects, which every full collection of garbage would
+    search for cycles again, for a sixth of the time of tests that compose many settings."""
+    if len(gc.get_objects()) > 50_000:
+        gc.collect()
+        gc.freeze()
 
 
 @pytest.fixture(scope="module", autouse=True)

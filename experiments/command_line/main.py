@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 from knobwise import __version__
 from knobwise.common.errors import InputError
 from knobwise.common.files import check_address_space, limit_of, refused_by_system
+from knobwise.common.garbage import uncollected
 from knobwise.common.interruption import status_of, stopped_by_signals
 from knobwise.common.progress import say
 
@@ -142,10 +143,11 @@ def _run(arguments: list[str]) -> int:
             hint = f"did you mean knobwise {nearest[0]}?"
         raise InputError(f"there is no verb {verb!r}; {hint}")
     # imported here, since Hydra takes long to import
-    from knobwise.experiments.command_line import compose
-    from knobwise.experiments.command_line.flags import SWEEP, refuse_flags
-    from knobwise.experiments.command_line.help import show_help
-    from knobwise.experiments.command_line.registry import schema_of
+    with uncollected():
+        from knobwise.experiments.command_line import compose
+        from knobwise.experiments.command_line.flags import SWEEP, refuse_flags
+        from knobwise.experiments.command_line.help import show_help
+        from knobwise.experiments.command_line.registry import schema_of
 
     # help, sweeps and single runs need the settings of the verb
     schema = schema_of(verb, arguments)
@@ -166,7 +168,8 @@ def _run(arguments: list[str]) -> int:
         check_address_space()
     # what runs may need torch, which takes seconds to import
     module, _, name = VERBS[verb].partition(":")
-    run = getattr(import_module(f"knobwise.experiments.{module}"), name)
+    with uncollected():
+        run = getattr(import_module(f"knobwise.experiments.{module}"), name)
     if verb == "train":
         run(config, arguments, arguments)
         return 0

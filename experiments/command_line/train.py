@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from knobwise.common.garbage import uncollected
 from knobwise.common.progress import has_terminal, say
 from knobwise.experiments.command_line.registry import question_of
 from knobwise.experiments.settings.options import TrainRun
@@ -36,15 +37,17 @@ def train(
             "PyTorch and the data …"
         )
     # imported here, since PyTorch takes seconds
-    from knobwise.experiments.train.launch import launch
-
     experiment: Experiment
-    if isinstance(config, SelectorRun):
-        from knobwise.experiments.train.selector import SelectorExperiment
+    with uncollected():
+        from knobwise.experiments.train.launch import launch
 
-        experiment = SelectorExperiment(replace(config, tracking=tracking))
+        if isinstance(config, SelectorRun):
+            from knobwise.experiments.train.selector import SelectorExperiment
+        else:
+            from knobwise.experiments.train.controller import ControllerExperiment
+    settings = replace(config, tracking=tracking)
+    if isinstance(settings, SelectorRun):
+        experiment = SelectorExperiment(settings)
     else:
-        from knobwise.experiments.train.controller import ControllerExperiment
-
-        experiment = ControllerExperiment(replace(config, tracking=tracking))
+        experiment = ControllerExperiment(settings)
     return launch(experiment, words, named, once)

@@ -6,6 +6,8 @@ import importlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from knobwise.common.garbage import uncollected
+
 
 def lazy(package: str, module_of: Mapping[str, str]) -> Callable[[str], Any]:
     """Return a package's `__getattr__` (PEP 562), which imports a name's module on first use."""
@@ -17,6 +19,7 @@ def lazy(package: str, module_of: Mapping[str, str]) -> Callable[[str], Any]:
         # most names are of the package itself
         if not module.startswith("knobwise."):
             module = f"{package}.{module}"
-        return getattr(importlib.import_module(module), name)
+        with uncollected():
+            return getattr(importlib.import_module(module), name)
 
     return get
