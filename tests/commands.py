@@ -1,7 +1,6 @@
 """The command line in tests: data to train on, mistakes, Ctrl-C, and commands in processes of their
 own."""
 
-import gc
 import json
 import multiprocessing
 import os
@@ -241,7 +240,6 @@ class Command:
 
 def _work(words, folder, environment, printed, gone):
     """`python -m knobwise …` in this process."""
-    gc.freeze()  # collections skip what was imported before the fork
     os.chdir(folder)
     os.environ.clear()
     os.environ.update(environment)

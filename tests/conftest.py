@@ -24,7 +24,6 @@ from knobwise.common import interruption
 PRELOADED = [
     *(
         "pytest",
-        "commands",
         "hydra.compose",
         "torch.utils.tensorboard",
         "torchrl.collectors",
