@@ -1,7 +1,9 @@
 """Warm-up and GRPO with TorchRL's parts and nothing hidden: environment, policy, losses, collector,
 buffer, optimiser.
 
-Each knob is drawn under its own key. Prints the utility on held-out samples. It takes about a
+Each knob is drawn under its own key. What is judged is what would be deployed: features and a
+budget in, a configuration out. The ratio of GRPO is 1 in the first minibatch of an iteration, and
+moves in the second. Prints the utility on held-out samples. It takes about a
 minute on one core.
 """
 
@@ -31,7 +33,6 @@ def main(
     shape = {"batch_size": contexts, "group_size": group_size}
     observed = {"observe_features": False, "full_information": True}
     env = ConfigBandit(table, **shape, **observed, rows=split.train, action_keys="knobs")
-    # judged is what would be deployed: features and a budget in, a configuration out
     agent = DeployedController(Controller.for_table(table, split.train, PolicyConfig()))
     policy = make_actor(agent, table, group_size=group_size, separate=True)
     storage = LazyTensorStorage(contexts)
@@ -53,8 +54,7 @@ def main(
                 loss_module.temperature.fill_(0.5 - 0.4 * iteration / count)
             buffer.extend(batch.flatten())  # [contexts, 1 step] → [contexts]
             for _ in range(2):
-                # not in GRPO, whose ratio is 1 in the first minibatch, and moves in the second
-                with dropping_out(warming_up):
+                with dropping_out(warming_up):  # not in GRPO, whose ratio begins at 1
                     losses = loss_module(buffer.sample())
                 optimiser.zero_grad()
                 sum(value for name, value in losses.items() if name.startswith("loss_")).backward()

@@ -104,8 +104,9 @@ class LossConfig(GRPOConfig):
     The reference policy is the policy at the end of the warm-up.
     """
 
-    objective: str = "exact"
-    """`exact`: GRPO in expectation over all configurations; `sampled`: over `group_size` draws;
+    group_size: int = 16
+    objective: str = "sampled"
+    """`sampled`: GRPO over `group_size` draws; `exact`: in expectation over all configurations;
     `ppo`: TorchRL's ClipPPOLoss on as many draws, with the advantage reward − V, where V is what a
     value network expected of the context before. With advantage=zscore these are standardised over
     the draws of a step. Or a loss of your own as module:Class (also loss=module:Class), see

@@ -31,7 +31,7 @@ DISTILLED_OPTIMISER = OptimiserConfig(
     pretrain_lr=3e-3, iterations=400, lr=3e-4, patience=10, epochs=2
 )
 """The optimiser of heads that are distilled before GRPO."""
-SAMPLED = LossConfig(objective="sampled", group_size=16)
+SAMPLED = LossConfig()
 
 CHOICES: dict[str, dict[str, object]] = {
     "policy": {"auto": AUTO, "utility": UTILITY, "independent": INDEPENDENT},

@@ -77,11 +77,12 @@ def test_a_new_controller_takes_over_between_two_requests(tmp_path, monkeypatch,
 SWAPPING = """
 import sys
 from pathlib import Path
-from knobwise.serving.versions import add_version, serve
+from knobwise.serving.versions import add_version, serve_version
 folder, content = Path(sys.argv[1]), [Path(path).read_bytes() for path in sys.argv[2:]]
 while True:
     for npz in content:
-        serve(folder, add_version(folder, lambda to: (to / "controller.npz").write_bytes(npz) and None))
+        write = lambda to: (to / "controller.npz").write_bytes(npz) and None
+        serve_version(folder, add_version(folder, write))
         print("served", flush=True)
 """
 

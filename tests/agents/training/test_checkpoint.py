@@ -33,6 +33,7 @@ from knobwise.agents.selector.settings import SelectorConfig
 from knobwise.agents.training.checkpoint import load_checkpoint, save_checkpoint, started_from
 from knobwise.common.errors import InputError
 from knobwise.envs.bandit.settings import BudgetConfig
+from knobwise.losses.settings import LossConfig
 
 
 def heads(table, **settings):
@@ -150,7 +151,8 @@ OTHER = small_table(50, seed=5)
 
 
 def trainer(how, table=TABLE, **settings):
-    options = {"policy": POLICIES[how], "optimiser": GRPO, "split": table.split()} | settings
+    options = {"policy": POLICIES[how], "optimiser": GRPO, "split": table.split()}
+    options |= {"loss": LossConfig(objective="exact")} | settings
     return distillation_trainer(table, **options)
 
 

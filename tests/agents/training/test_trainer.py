@@ -274,7 +274,8 @@ def test_training_on_a_reward_function_is_judged_by_the_reward(tmp_path, monkeyp
 
 def test_under_a_mean_budget_values_are_drawn_and_rewards_are_priced():
     lines, table = Lines(), small_table(60)
-    student = trainer(table, policy=HEADS, constraint="mean", log=lines)
+    loss = LossConfig(objective="exact")
+    student = trainer(table, policy=HEADS, constraint="mean", loss=loss, log=lines)
 
     def priced(data):
         cell = data["row"], data["configuration"].squeeze(-1)
