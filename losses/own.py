@@ -5,8 +5,9 @@ The class makes a torch module, such as a `LossModule` of TorchRL, and that is a
 - `Class(actor, **settings)` gets the policy, whose `get_dist(contexts)` gives a distribution with
   `log_prob_of_index(configuration)`, `log_probs` [*, C] of all configurations, −inf where masked,
   and `entropy()` [*]. Of the settings it gets those that its signature names: from `loss.*` the
-  arguments of `GRPOLoss` (`advantage`, `advantage_clip`, `clip_epsilon`, `entropy_coeff`,
-  `kl_to_ref_coeff`, `std_floor`, `std_eps`), and every entry of `loss.settings`, its own.
+  arguments of `GRPOLoss` (`advantage`, `advantage_clip`, `advantage_std_floor`,
+  `advantage_std_eps`, `clip_epsilon`, `entropy_coeff`, `kl_to_ref_coeff`), and every entry of
+  `loss.settings`, its own.
 - `module(contexts)` returns a TensorDict, or a dict. The sum of its `loss_…`, a single number each,
   is minimised; all other single numbers are diagnostics, logged where they have the names of those
   of `GRPOLoss`.
@@ -36,8 +37,6 @@ from knobwise.common.imports import import_callable, in_a_line
 from knobwise.losses.settings import LossConfig
 
 SEE = "see knobwise.losses.own"
-ARGUMENTS = {"std_floor": "advantage_std_floor", "std_eps": "advantage_std_eps"}
-"""Arguments of a loss that are called otherwise among the settings."""
 
 
 class OwnLoss:
@@ -82,13 +81,11 @@ class OwnLoss:
                     f"{known}"
                 )
         usual = LossConfig()
-        for argument in config.of_grpo():
-            option = ARGUMENTS.get(argument, argument)
-            value = getattr(config, option)
-            if argument not in self._taken and value != getattr(usual, option):
+        for name, value in config.of_grpo().items():
+            if name not in self._taken and value != getattr(usual, name):
                 raise InputError(
-                    f"loss.{option}={value}: {config.objective} does not take it; leave it out, or "
-                    f"add the argument {argument}"
+                    f"loss.{name}={value}: {config.objective} does not take it; leave it out, or "
+                    f"add the argument {name}"
                 )
 
     def make(self, actor: Any, settings: Mapping[str, Any]) -> nn.Module:
