@@ -100,11 +100,11 @@ def load(path: str | Path = "runs/latest", rule: str | type[Rule] | None = None)
 
     Raises:
         InputError: no such run or checkpoint, a run that is not finished, the checkpoint of a
-            selector, a rule of your own that is not given.
+            selector, a rule of your own that is not given, or another one than the run's.
     """
     if rule is not None:
         take_rule(rule, "rule")
-    return KnobPolicy(load_checkpoint(checkpoint_at(path)))
+    return KnobPolicy(load_checkpoint(checkpoint_at(path), rule))
 
 
 def fit(

@@ -9,8 +9,8 @@ The class makes a torch module, such as a `LossModule` of TorchRL, and that is a
   `advantage_std_eps`, `clip_epsilon`, `entropy_coeff`, `kl_to_ref_coeff`), and every entry of
   `loss.settings`, its own.
 - `module(contexts)` returns a TensorDict, or a dict. The sum of its `loss_…`, a single number each,
-  is minimised; all other single numbers are diagnostics, logged where they have the names of those
-  of `GRPOLoss`.
+  is minimised. All single numbers are logged, those with the names of `GRPOLoss`'s under the same
+  names, others under their own, such as `Train/loss_mine`.
 
 Contexts have one or more leading axes, [*]. They hold what the actor reads; `configuration` int64
 [*, G], the draws; `("next", "reward")` [*, G]; and the log-probs of the draws under the policy that

@@ -13,11 +13,13 @@ from knobwise.agents.training.state import Provenance
 from knobwise.common.errors import Damaged, InputError
 from knobwise.common.files import is_damaged, written_whole
 from knobwise.common.progress import say
+from knobwise.envs.bandit.rule_choice import refuse_other_rule
 
 if TYPE_CHECKING:
     from knobwise.agents.calibration.deployed_controller import DeployedController
     from knobwise.agents.controller.controller import Controller
     from knobwise.agents.selector.selector import Selector
+    from knobwise.envs.bandit.rules import Rule
 
 FORMAT = "knobwise.Controller/3"
 KINDS = {
@@ -141,13 +143,19 @@ def save_checkpoint(
     Loaded(agent, table.name, table.digest, extra).save(path)
 
 
-def load_checkpoint(path: str | Path) -> Loaded:
+def load_checkpoint(path: str | Path, rule: str | type[Rule] | None = None) -> Loaded:
     """Read a file that `save_checkpoint` wrote, strictly.
+
+    Args:
+        path: of the file.
+        rule: that of the user's own which a controller was trained under, taken by `take_rule`;
+            None where there is none, or it does not matter.
 
     Raises:
         Damaged: the file is not whole, or does not agree with its checksums.
         InputError: no such file, not a checkpoint of knobwise, one of another version, weights
-            that are not finite, or a model that the agent was trained along with is missing.
+            that are not finite, or a model that the agent was trained along with is missing; or
+            it was trained under another rule.
     """
     try:
         # a damaged file is told from one of another program
@@ -167,6 +175,8 @@ def load_checkpoint(path: str | Path) -> Loaded:
     try:
         agent = class_of(content["kind"]).restored(content["controller"])
         _refuse_nan(agent)
+        if rule is not None and hasattr(agent, "rule"):
+            refuse_other_rule(rule, agent.rule)
         profile = content["profile"]
         return Loaded(agent, profile["name"], profile["digest"], content["extra"])
     except InputError as error:

@@ -290,6 +290,8 @@ class PPO(GRPO):
 class OwnGRPO(GRPO):
     """A loss of the user's own in the place of GRPO's, see `knobwise.losses.own`."""
 
+    logs_all = True
+
     def __init__(self, setup: ControllerSetup, own_loss: OwnLoss) -> None:
         self.own_loss = own_loss
         self.name = own_loss.name

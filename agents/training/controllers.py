@@ -332,6 +332,7 @@ def provenance(trainer: Trainer) -> Provenance:
         "validation_utility": best.score,
         "judged_by": setup.judged_by,
         "iteration": best.iteration,
+        "method": trainer.stages[-1].name,
         "reward_spread": trainer.stages[-1].reward_spread,
         "seen": setup.seen,
         "fold_seed": setup.fold_seed,

@@ -99,6 +99,8 @@ class Stage(ABC):
     collects = True
     """False if it draws its own minibatches; contexts are then collected only where diagnostics are
     read."""
+    logs_all = False
+    """True if all that the loss returns is logged, also what `LOGGED` does not name."""
     stored: Collection[Any] = ()
     """The collected keys that go into the buffer."""
     scores_before: Tensor | None = None

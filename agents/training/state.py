@@ -83,6 +83,8 @@ class Provenance(TypedDict, total=False):
     judged_by: str
     """What that is: `utility` or `reward`."""
     iteration: int
+    method: str
+    """The name of the last stage, such as GRPO."""
     grpo: dict[str, float]
     """The score on validation where GRPO starts."""
     grpo_held_out: dict[str, Tensor]

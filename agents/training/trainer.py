@@ -235,6 +235,9 @@ class Trainer:
             if self.evaluates and data is not None:
                 metrics = stage.metrics(data)
                 metrics |= {name: float(mean[key]) for key, name in LOGGED.items() if key in mean}
+                if stage.logs_all:
+                    others = {str(key): float(value) for key, value in mean.items()}
+                    metrics |= {key: value for key, value in others.items() if key not in LOGGED}
                 metrics[stage.loss_name] = metrics.pop("Loss")
                 metrics["LR"] = rate
                 if stage.reward_spread is not None:

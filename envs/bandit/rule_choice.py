@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import Tensor
 from knobwise.common.checks import one_of
 from knobwise.common.errors import InputError
 from knobwise.common.imports import import_callable, in_a_line
+from knobwise.common.progress import say
 from knobwise.envs.bandit.budgets import MIN_LATENCY_MS
 from knobwise.envs.bandit.rule_answers import ROUNDING
 from knobwise.envs.bandit.rules import Deadline, MeanBudget, Rule
@@ -68,12 +70,32 @@ def own_rule(kind: type[Rule], budget: BudgetConfig) -> Rule:
                 f"budget.settings: {name}: {kind.name} has no such number; it has "
                 f"{', '.join(known) or 'none'}"
             )
+        if not isinstance(numbers[name], int | float):
+            raise InputError(f"budget.settings: {name}={numbers[name]}: must be a number")
     try:
         return kind(dict(budget.limits or {}), budget.limit_probability, **numbers)
     except InputError:
         raise
     except Exception as error:
         raise InputError(f"budget={kind.name}: making one raises {in_a_line(error)}") from error
+
+
+def refuse_other_rule(taken: str | type[Rule], rule: Rule) -> None:
+    """Refuse a rule that the user gave for something that was trained under another one.
+
+    Args:
+        taken: what `take_rule` took.
+        rule: what it was trained under.
+
+    Raises:
+        InputError: they are not the same.
+    """
+    kind = RULES[taken] if isinstance(taken, str) else taken
+    if type(rule) is not kind:
+        raise InputError(
+            f"rule={kind.name}: it was trained under the rule {rule.name}; "
+            + ("give that one" if rule.is_own else "leave rule out")
+        )
 
 
 def rule_named(name: str, numbers: Mapping[str, Any] | None = None) -> Rule:
@@ -92,13 +114,21 @@ def rule_named(name: str, numbers: Mapping[str, Any] | None = None) -> Rule:
         _, _, named = name.partition(":")
         of_name = [each for each in RULES.values() if each.name.partition(":")[2] == named]
         kind = of_name[-1] if of_name else None
+        if kind is not None:
+            _note_moved(name, kind.name)
     if kind is None:
         raise InputError(
-            f"it was trained under the rule {name}, whose code no file holds; give it again, as "
+            f"it was trained under the rule {name}, whose code no file holds; give that one, as "
             f"rule={name} (to train on: budget={name}), or in Python as "
             f"knobwise.load(…, rule={name.rpartition(':')[2]})"
         )
     return own_rule(kind, BudgetConfig(constraint=name, settings=dict(numbers or {})))
+
+
+@functools.cache
+def _note_moved(name: str, taken: str) -> None:
+    """Say once that a rule has the name of the class in a file, and another module."""
+    say(f"trained under the rule {name}; taken for it is {taken}")
 
 
 def as_rule(rule: Rule | str) -> Rule:

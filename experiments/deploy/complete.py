@@ -52,7 +52,7 @@ def complete(
     """
     run = str(config.complete)
     path = checkpoint_at(run)
-    loaded = load_checkpoint(path)
+    loaded = load_checkpoint(path, config.rule)
     agent = loaded.controller
     if not agent.calibration.judged:
         raise InputError(

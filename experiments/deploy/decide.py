@@ -42,7 +42,7 @@ def decide_requests(config: DecideRun) -> int:
     out = Path(config.out)
     if out.suffix != ".csv" or out.resolve() == path.resolve():
         raise InputError(f"out={out}: must be a .csv file, and not that of the requests")
-    controller = controller_at(config.checkpoint)
+    controller = controller_at(config.checkpoint, config.rule)
     if config.budget_ms is not None:
         limit_in_request(config.budget_ms, controller.unit)
     knobs = [controller.configuration(i) for i in range(len(controller.configurations))]

@@ -71,7 +71,7 @@ def evaluate_run(config: EvaluateRun) -> RunResults:
             )
     torch.set_num_threads(1)
     checkpoint = checkpoint_at(config.checkpoint)
-    loaded = load_checkpoint(checkpoint)
+    loaded = load_checkpoint(checkpoint, config.rule)
     is_selector = isinstance(loaded.agent, Selector)
     if config.live and not is_selector:
         return _evaluate_live(checkpoint, loaded, config)
@@ -133,6 +133,8 @@ def evaluate_controller(loaded: Loaded, config: EvaluateRun) -> tuple[RunResults
     budgets = ", ".join(quantity(budget, table.unit) for budget in budgets_ms.tolist())
     print(f"judged on {len(split.test):,} test samples, at budgets {budgets}", flush=True)
     rule = problem.rule
+    if rule.is_own:
+        print(f"utility is what the rule {rule.words} says", flush=True)
     reward = reward_of(rule.name) if rule.is_own else config.reward
     rewards = RewardTable(problem.values, reward, cells=problem.cells, rule=rule)
     judged = evaluator_of(problem, budgets_ms, rewards)
@@ -144,6 +146,8 @@ def evaluate_controller(loaded: Loaded, config: EvaluateRun) -> tuple[RunResults
     results |= held_out_choices([loaded]) | validation_scores([loaded])
     if gain := gain_on_held_out([loaded]):
         results |= {"grpo_gain": gain}
+    if method := loaded.extra.get("method"):
+        results |= {"training": {"method": method}}
     return results, decisions
 
 

@@ -75,7 +75,7 @@ def _of_run(config: ExplainRun) -> dict[str, object]:
 
 def _of_sample(config: ExplainRun, sample: str) -> dict[str, Any]:
     """Explain why a controller decides as it does for one sample, and add what was measured."""
-    loaded = load_checkpoint(checkpoint_at(config.checkpoint))
+    loaded = load_checkpoint(checkpoint_at(config.checkpoint), config.rule)
     policy = KnobPolicy(loaded)
     if config.budget_ms is None or not 0 < config.budget_ms < math.inf:
         raise InputError(

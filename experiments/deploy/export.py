@@ -49,7 +49,7 @@ def export_controller(config: ExportRun) -> Path:
     """
     torch.set_num_threads(1)
     checkpoint = checkpoint_at(config.checkpoint)
-    loaded = load_checkpoint(checkpoint)
+    loaded = load_checkpoint(checkpoint, config.rule)
     agent = loaded.controller
     out = Path(config.out)
     table = fitting_profile(config, loaded)

@@ -30,4 +30,4 @@ def serve_controller(config: ServeRun) -> None:
         path = of_run(config.checkpoint, "profile.path")
         config = replace(config, concurrency=measured_at_once(path))
     with threadpool_limits(1):
-        serve(config, controller_at(config.checkpoint))
+        serve(config, controller_at(config.checkpoint, config.rule))

@@ -70,7 +70,7 @@ def update_controller(config: UpdateRun) -> None:
 
 def _update(config: UpdateRun, out: Path) -> None:
     """Make a new version, and let it serve if it is better."""
-    loaded = load_checkpoint(checkpoint_at(config.checkpoint))
+    loaded = load_checkpoint(checkpoint_at(config.checkpoint), config.rule)
     agent = loaded.controller
     if agent.rule.is_own:
         raise InputError(

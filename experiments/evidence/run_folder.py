@@ -53,9 +53,9 @@ def checkpoint_at(path: str | Path) -> Path:
     return path / "checkpoints" / "best.pt"
 
 
-def controller_at(path: str) -> NumpyController:
+def controller_at(path: str, rule: str | None = None) -> NumpyController:
     """Load an exported `.npz` or the folder that holds it, which needs no torch; or what a
-    checkpoint or a run deploys."""
+    checkpoint or a run deploys; for `rule` see `load_checkpoint`."""
     exported = Path(path, "controller.npz")
     if exported.exists() and not Path(path, "checkpoints").exists():
         path = str(exported)
@@ -63,7 +63,7 @@ def controller_at(path: str) -> NumpyController:
         from knobwise.agents.training.checkpoint import load_checkpoint
         from knobwise.serving.knob_policy import KnobPolicy
 
-        return KnobPolicy(load_checkpoint(checkpoint_at(path))).agent.decider
+        return KnobPolicy(load_checkpoint(checkpoint_at(path), rule)).agent.decider
     from knobwise.agents.deployed.controller import NumpyController
 
     try:

@@ -297,6 +297,8 @@ def glossary(comparison: Comparison) -> list[Folded]:
     terms = dict(texts()["glossary"]["live" if "live" in results else task.name])
     if comparison.unit not in TIMES:
         terms |= texts()["glossary"]["not_charged"]
+    if rule := results.get("rule"):
+        terms["utility"] = texts()["glossary"]["own_rule"].format(rule=rule["name"])
     # only policies of the project have a description
     policies = [row["policy"] for row in task.rows(results)]
     for policy in dict.fromkeys([*policies, *(run.policy for run in comparison.runs)]):

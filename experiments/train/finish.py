@@ -71,7 +71,8 @@ def print_finished(folder: Path, results: RunResults, mode: str) -> None:
     print(f"report: {folder.resolve() / 'report.html'}")
     if mode == "offline":
         print(f"W&B:    wandb sync {shlex.quote(str(folder / 'wandb'))}/offline-run-*")
-    print(f"next:   {next_command(folder, is_worse_than_static(results))}")
+    rule = results["rule"]["name"] if "rule" in results else None
+    print(f"next:   {next_command(folder, is_worse_than_static(results), rule)}")
 
 
 def is_worse_than_static(results: RunResults) -> bool:
@@ -81,15 +82,18 @@ def is_worse_than_static(results: RunResults) -> bool:
     return any(sign_of(learned.get(f"{name}_ci95")) < 0 for name in task.compared[:1])
 
 
-def next_command(folder: Path, worse: bool = False) -> str:
+def next_command(folder: Path, worse: bool = False, rule: str | None = None) -> str:
     """Return the command that usually follows a run, as a shell takes it; a controller that is
-    `worse` than static is not for export."""
+    `worse` than static is not for export. A rule of the user's own is given again."""
+    checkpoint = shell_word("checkpoint", folder)
+    if rule is not None:
+        checkpoint += f" {shell_word('rule', rule)}"
     if (folder / "controller.npz").exists() and not worse:
-        return f"knobwise export {shell_word('checkpoint', folder)}"
+        return f"knobwise export {checkpoint}"
     # to compare takes two
     if len(find_runs([str(folder.parent)])[0]) > 1:
         return f"knobwise compare {shlex.quote(str(folder.parent))}"
-    return f"knobwise evaluate {shell_word('checkpoint', folder)}"
+    return f"knobwise evaluate {checkpoint}"
 
 
 def track_results(

@@ -4,6 +4,7 @@ import sys
 from pathlib import Path
 
 import numpy as np
+import polars as pl
 import pytest
 import torch
 from commands import (
@@ -47,6 +48,10 @@ class Plain(nn.Module):
 
     def forward(self, contexts):
         return {"loss_objective": -self.log_prob(contexts).mean()}
+
+class Mine(Plain):
+    def forward(self, contexts):
+        return {"loss_mine": -self.log_prob(contexts).mean(), "mine": torch.tensor(3.0)}
 
 class Raises(Plain):
     def forward(self, contexts):
@@ -116,10 +121,19 @@ def test_a_loss_of_ones_own_trains_and_is_named(table):
     assert "objective: examples.losses:CISPOLoss" in Path("runs/lean/own/config.yaml").read_text()
     # its diagnostic has the name of one that is logged
     assert "Train/Ratio_Mean" in Path("runs/lean/own/metrics.csv").read_text()
+    launch("evaluate baselines=false json=again.json checkpoint=runs/lean/own")
+    assert read_json("again.json")["training"] == {"method": "CISPOLoss"}
     # what was trained needs none of the code
     policy = knobwise.load("runs/lean/own")
     features = {name: np.zeros(width) for name, width in policy.features.items()}
     assert policy.decide(features, 20.0) in policy.configurations
+
+
+def test_all_numbers_that_it_returns_are_logged(table):
+    launch(RUN, "loss=own_losses:Mine name=mine")
+    logged = pl.read_csv("runs/lean/mine/metrics.csv").drop_nulls("Train/mine")
+    assert set(logged["Train/mine"]) == {3.0}
+    assert logged["Train/loss_mine"].is_finite().all()
 
 
 @pytest.mark.parametrize(("own", "ours"), [("Same", "sampled"), ("SameExact", "exact")])

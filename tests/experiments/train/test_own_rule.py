@@ -66,6 +66,10 @@ class NoMask(Rule):
 class NotARule:
     pass
 
+@dataclass(frozen=True)
+class FallingUtility(Rule):
+    tau_ms: float = 9.0
+
 class FirstHalf(Rule):
     def allowed(self, table):
         few = torch.arange(table.num_configurations) < table.num_configurations // 2
@@ -178,6 +182,8 @@ def test_a_run_from_training_to_use(own_rules, capsys, policy):
     requests(Path("requests.csv"))
     for verb in ("export out=e", "decide requests=requests.csv", "explain sample=0 budget_ms=9"):
         assert GIVEN in refused(words_of(verb, run), capsys)
+    # another one is not the run's
+    assert NAME in refused(words_of("evaluate rule=own_rules:FirstHalf", run), capsys)
     # given again, all is as it was
     launch("evaluate own_cost=false json=again.json", run, GIVEN)
     again = {r["policy"]: r for r in read_json("again.json")["rows"] if r["budget_ms"] is None}
@@ -203,8 +209,23 @@ def test_runs_under_one_rule_are_compared_without_its_code(own_rules, capsys):
     forget()
     shutil.copytree("runs/lean/a", "runs/lean/same")
     launch("compare runs/lean/a runs/lean/same html=null")
+    # a run under deadlines has none
+    launch(run[:-1], UNTAUGHT, "name=plain")
+    given = words_of("evaluate checkpoint=runs/lean/plain", GIVEN)
+    assert "deadline" in refused(given, capsys)
     # their numbers mean different things
     assert "tau_ms=1" in refused(words_of("compare runs/lean/a runs/lean/c html=null"), capsys)
+
+
+def test_a_class_of_the_same_name_in_another_module_is_said(own_rules, capsys):
+    forget()
+    rule_choice.take_rule("own_rules:FallingUtility", "rule")
+    rule_choice._note_moved.cache_clear()
+    taken = rule_choice.rule_named(NAME, {"tau_ms": 2})
+    assert taken.name == "own_rules:FallingUtility"
+    printed = capsys.readouterr().err
+    assert NAME in printed
+    assert taken.name in printed
 
 
 def forget():
@@ -249,6 +270,7 @@ def test_only_what_it_allows_is_chosen(own_rules):
         ("budget=absent:Rule", "absent"),
         (f"budget={NAME} budget.settings={{tau:5}}", "tau_ms"),
         (f"budget={NAME} budget.settings=5", "budget.settings"),
+        (f"budget={NAME} budget.settings={{tau_ms:half}}", "tau_ms=half"),
         (f"budget={NAME} budget.settings={{tau_ms:0}}", "utility"),
         ("budget.settings={tau_ms:5}", "budget.settings"),
         (f"budget={NAME} reward=shaped", "reward"),
