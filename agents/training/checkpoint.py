@@ -161,6 +161,11 @@ def load_checkpoint(path: str | Path, rule: str | type[Rule] | None = None) -> L
         # a damaged file is told from one of another program
         if is_damaged(path):
             raise Damaged(path)
+        if Path(path).suffix == ".npz" and Path(path).is_file():
+            raise InputError(
+                f"{path}: is an exported controller, no checkpoint; `knobwise decide` and `serve` "
+                "take it, and in Python knobwise.agents.NumpyController.load"
+            )
         content = torch.load(path, map_location="cpu", weights_only=True)
     except FileNotFoundError:
         raise InputError(f"{path}: no such checkpoint") from None

@@ -197,6 +197,8 @@ def test_a_run_from_training_to_use(own_rules, capsys, policy):
     assert NAME in refused(words_of("update log=served", run, GIVEN), capsys)
     loaded = knobwise.load("runs/controller/own", rule=FallingUtility)
     assert loaded.agent.rule.tau_ms == 9
+    with pytest.raises(InputError, match="NumpyController"):
+        knobwise.load("e/controller.npz")
     exported = NumpyController.load("e/controller.npz")
     features = {name: np.zeros(width) for name, width in exported.feature_sizes.items()}
     assert loaded.decide(features, 9.0) == exported.decide(features, 9.0)
