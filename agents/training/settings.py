@@ -14,7 +14,7 @@ class OptimiserConfig:
 
     teacher_iterations: int = 150
     """Iterations of the teacher's regression, where there is a teacher; twice as many where bins of
-    the features are tried (`knobwise.agents.controller.networks`)."""
+    the features are tried (`knobwise.agents.teacher.network`)."""
     pretrain_iterations: int = 600
     """Iterations before GRPO, in which the heads imitate the teacher, or without one the rewards,
     by RCE; 0 starts cold, without a teacher."""
