@@ -11,7 +11,7 @@ import torch
 from commands import BEAMS, OPTIMISER, TABLE, launch, words_of, write_table
 from helpers import few_demonstrations, small_beams
 from replayed import logging_model, serve_requests, small_stack
-from run_folders import write_run
+from run_folders import note_metrics, write_run
 
 from knobwise.__main__ import main
 from knobwise.agents.learning.logged import read_log
@@ -134,7 +134,7 @@ def _live():
 
 def _two_runs():
     for number in (0, 1):
-        write_run(Path("runs/lean") / f"r{number}", gain=0.1 * number)
+        note_metrics(write_run(Path("runs/lean") / f"r{number}", gain=0.1 * number))
 
 
 def fewer_trees():

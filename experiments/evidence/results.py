@@ -33,6 +33,8 @@ MAX_BYTES = 100_000_000
 DEEPEST = 40
 """The most levels of lists and objects in it."""
 SINGLE = "best_single"
+METRICS = "metrics.csv"
+"""The file of what a run logged while it trained."""
 
 
 def write_results(folder: Path, results: RunResults) -> None:
@@ -44,10 +46,15 @@ def write_results(folder: Path, results: RunResults) -> None:
 def _digests(folder: Path, results: RunResults) -> list[str]:
     """Return SHA-256 of the results, and of the decisions if the file exists."""
     content = {key: value for key, value in results.items() if key != "sha256"}
-    contents = [json.dumps(content).encode()]
+    digests = [hashlib.sha256(json.dumps(content).encode()).hexdigest()]
     if (folder / FILE).exists():
-        contents.append((folder / FILE).read_bytes())
-    return [hashlib.sha256(content).hexdigest() for content in contents]
+        digests.append(sha256_of(folder / FILE))
+    return digests
+
+
+def sha256_of(path: Path) -> str:
+    """Return the SHA-256 of a file, in hexadecimal digits."""
+    return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 def read_results(run_folder: str | Path) -> RunResults:

@@ -173,8 +173,9 @@ def _taken_up(folder: Path, settings: str) -> TextIO | None:
     if not (folder / UNFINISHED).exists():
         return None
     lock = (folder / UNFINISHED).open("r+")
-    # a process that was killed before it wrote the settings may have left an empty lock
-    same = lock.read() in ("", _digest(settings))
+    # a process that was killed may have left an empty lock or the beginning of its digest, and a
+    # power cut zeros
+    same = _digest(settings).startswith(lock.read().rstrip("\0"))
     if same and lock_descriptor(lock.fileno(), blocking=False):
         if (folder / UNFINISHED).exists():
             return lock

@@ -6,7 +6,7 @@ A file may lack any key: some are of controllers, some of selectors.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal, TypedDict
+from typing import TYPE_CHECKING, Literal, NotRequired, TypedDict
 
 # it imports torch, which is slow to load
 if TYPE_CHECKING:
@@ -185,6 +185,8 @@ class RunFacts(TypedDict):
     started: str
     seconds: float
     commit: str | None
+    metrics_sha256: NotRequired[str]
+    """Of `metrics.csv`, of which half is a table too."""
 
 
 class Chosen(TypedDict, total=False):

@@ -10,7 +10,7 @@ import polars as pl
 
 from knobwise.common.errors import InputError
 from knobwise.envs.tables.cost_words import in_words
-from knobwise.experiments.evidence.results import grpo_begins
+from knobwise.experiments.evidence.results import METRICS, grpo_begins, sha256_of
 from knobwise.experiments.evidence.task import CONTROLS, Task
 from knobwise.experiments.report import charts
 from knobwise.experiments.report.comparison import Comparison
@@ -36,7 +36,10 @@ def on_validation(comparison: Comparison) -> tuple[list[alt.LayerChart], dict[st
     for run in comparison.drawn():
         logged = None
         if run.folder is not None:
-            logged = logged_numbers(run.folder / "metrics.csv", run.task, comparison.unit)
+            metrics = run.folder / METRICS
+            ran = run.results.get("run")
+            check_metrics(metrics, ran.get("metrics_sha256") if ran else None)
+            logged = logged_numbers(metrics, run.task, comparison.unit)
         if logged is not None:
             name = policy_name(run.policy, run.results) if comparison.single else run.label
             curves = logged.filter(pl.col("variable") != IMITATES)
@@ -94,6 +97,19 @@ def _drawn(
     points = points.filter(pl.int_range(pl.len()).over(curve) % every == 0)
     of_stages = texts()["figures"]["training"]["stages"] * bool(stages)
     return charts.curves(points, stages), {"stages": of_stages}
+
+
+def check_metrics(path: Path, noted: str | None) -> None:
+    """Compare `metrics.csv` with the checksum that a run noted of it; older runs noted none.
+
+    Raises:
+        InputError: it is another file than the run wrote, such as half of it.
+    """
+    if noted is not None and path.exists() and sha256_of(path) != noted:
+        raise InputError(
+            f"{path}: does not match its checksum in results.json; restore a copy, or delete it to "
+            "go without curves"
+        )
 
 
 def logged_numbers(path: Path, task: Task, unit: str) -> pl.DataFrame | None:

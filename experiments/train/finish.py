@@ -13,7 +13,7 @@ from knobwise.common.progress import say
 from knobwise.envs.demonstrations.beam_table import BeamTable
 from knobwise.envs.tables.profile_table import ProfileTable
 from knobwise.experiments.evidence.decisions import write_decisions
-from knobwise.experiments.evidence.results import write_results
+from knobwise.experiments.evidence.results import METRICS, sha256_of, write_results
 from knobwise.experiments.evidence.run_folder import command_of
 from knobwise.experiments.evidence.schema import RunResults
 from knobwise.experiments.evidence.statistics import sign_of
@@ -53,6 +53,7 @@ def finish(
             "started": date,
             "seconds": round(time.time() - started, 1),
             "commit": commit,
+            "metrics_sha256": sha256_of(folder / METRICS),
         },
     }
     write_decisions(folder, decisions)

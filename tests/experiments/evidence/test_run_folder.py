@@ -232,6 +232,15 @@ def test_what_killed_processes_left_goes_and_a_folder_cut_short_is_taken_up_by_t
         assert stopped(config) == folder
         assert settings.read_bytes() == whole
         assert str(settings) in capsys.readouterr().err
+    # as may the lock
+    lock = folder / UNFINISHED
+    digest = lock.read_bytes()
+    for cut in (b"", digest[:32], bytes(len(digest))):
+        lock.write_bytes(cut)
+        assert stopped(config) == folder
+    lock.write_bytes(digest[32:])
+    assert stopped(config) != folder
+    lock.write_bytes(digest)
     # it may have written no settings; its lock is there, and nobody holds it any more
     settings.unlink()
     assert stopped(config) == folder

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import polars as pl
 import pytest
-from commands import read_json, refused
+from commands import main, read_json, refused
 from helpers import input_error
 from page_parts import (
     data_of,
@@ -22,7 +22,7 @@ from page_parts import (
     titles_of,
 )
 from polars.testing import assert_frame_equal
-from run_folders import BUDGETS, write_run, write_selector_run
+from run_folders import BUDGETS, note_metrics, write_run, write_selector_run
 
 from knobwise.common.words import format_number, quantity
 from knobwise.experiments.evidence.decisions import read_decisions
@@ -75,6 +75,20 @@ def test_files_that_are_broken_are_named_and_nothing_is_written(home, name, cont
     broken.unlink()
     broken.mkdir() if content is None else broken.write_bytes(content)
     assert f"{broken}: " in refused(["compare", "runs", "json=numbers.json"], capsys)
+
+
+def test_half_of_what_a_run_logged_is_told_from_all_of_it(home, capsys):
+    write_run(Path("runs/a"))
+    folder = write_run(Path("runs/b"))
+    metrics = folder / "metrics.csv"
+    whole = metrics.read_text()
+    note_metrics(folder)
+    assert main(["compare", "runs", "json=numbers.json"]) == 0
+    lines = whole.splitlines(keepends=True)
+    metrics.write_text("".join(lines[: len(lines) // 2 + 1]))
+    assert f"{metrics}: " in refused(["compare", "runs", "json=other.json"], capsys)
+    metrics.unlink()
+    assert main(["compare", "runs", "json=other.json"]) == 0
 
 
 def test_settings_that_differ_without_where_runs_are_kept():
