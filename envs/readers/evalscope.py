@@ -36,9 +36,9 @@ UNSET = "unset"
 ID = "metadata.id"
 
 
-def holds_evalscope(path: Path) -> bool:
-    """Return whether a path is an output folder of evalscope."""
-    return all((path / name).is_dir() for name in (PREDICTIONS, REVIEWS))
+def is_output_folder(folder: Path) -> bool:
+    """Return whether a folder is one of the output of evalscope."""
+    return all((folder / name).is_dir() for name in (PREDICTIONS, REVIEWS))
 
 
 def read_evalscope(paths: Sequence[Path], notes: list[str]) -> ToolRows:

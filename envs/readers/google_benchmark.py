@@ -15,25 +15,20 @@ from typing import Any
 import polars as pl
 
 from knobwise.common.errors import InputError
-from knobwise.envs.readers.raw_files import beginning, json_in, text_in
+from knobwise.envs.readers.raw_files import json_in, text_in
 from knobwise.envs.readers.tool_rows import FAILED, ToolRows
 from knobwise.envs.tables.units import TIMES
 
 TOOL = "google-benchmark"
-DOCUMENT = re.compile(r'\{\s*"context":\s*\{')
 HEADER = re.compile(r"^name,iterations,real_time,cpu_time,time_unit,", re.MULTILINE)
 """The header of its CSV, which stands below the context of the run."""
+BEGINS = re.compile(
+    rf'\{{\s*"context":\s*\{{.*"benchmarks"|(.*\n)?{HEADER.pattern.removeprefix("^")}', re.DOTALL
+)
+"""How its files begin: the JSON, or the CSV."""
 AGGREGATE = re.compile(r".*_(mean|median|stddev|cv|min|max|BigO|RMS)")
 """Names of rows that summarise the others."""
 ARGUMENT = re.compile(r"([^:/]+):([^:/]+)")
-
-
-def holds_google_benchmark(path: Path) -> bool:
-    """Return whether a file begins as results of google-benchmark do."""
-    if path.name.removesuffix(".gz").endswith(".csv"):
-        return bool(HEADER.search(beginning(path)))
-    begin = beginning(path)
-    return bool(DOCUMENT.match(begin)) and '"benchmarks"' in begin
 
 
 def read_google_benchmark(paths: Sequence[Path], notes: list[str]) -> ToolRows:

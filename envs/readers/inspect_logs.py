@@ -26,7 +26,10 @@ from knobwise.envs.readers.raw_files import beginning, json_in
 from knobwise.envs.readers.tool_rows import FAILED, ToolRows, known_before
 
 TOOL = "inspect-ai"
-LOG = re.compile(r'\{\s*"version":\s*\d+,\s*"status":\s*"\w+",\s*"eval":')
+BEGINS = re.compile(r'\{\s*"version":\s*\d+,\s*"status":\s*"\w+",\s*"eval":')
+"""How a log of JSON begins."""
+ZIPPED = ".eval"
+"""The suffix of the other logs."""
 NEEDED = {"id", "epoch"}
 """What each sample has."""
 FRAME = {"sample_id", "eval_id", "log", "id", "epoch"}
@@ -53,11 +56,10 @@ LOCAL_HEADER = 30
 """Bytes before the name of a member of a zip archive."""
 
 
-def holds_inspect_logs(path: Path) -> bool:
-    """Return whether a path is a log of inspect-ai, or a folder of such logs."""
-    if path.is_dir():
-        return any(path.glob("*.eval")) or any(map(holds_inspect_logs, path.glob("*.json")))
-    return path.suffix == ".eval" or bool(LOG.match(beginning(path)))
+def logs_in(folder: Path) -> list[Path]:
+    """Return the logs of inspect-ai in a folder, by name."""
+    documents = (path for path in folder.glob("*.json") if BEGINS.match(beginning(path)))
+    return sorted([*folder.glob(f"*{ZIPPED}"), *documents])
 
 
 def read_inspect_logs(paths: Sequence[Path], notes: list[str]) -> ToolRows:
@@ -70,8 +72,7 @@ def read_inspect_logs(paths: Sequence[Path], notes: list[str]) -> ToolRows:
     files: list[Path] = []
     for path in paths:
         if path.is_dir():
-            inside = [*path.glob("*.eval"), *path.glob("*.json")]
-            files += sorted(file for file in inside if holds_inspect_logs(file))
+            files += logs_in(path)
         else:
             files.append(path)
     logs = [_log(path) for path in files]
@@ -103,11 +104,6 @@ def read_inspect_logs(paths: Sequence[Path], notes: list[str]) -> ToolRows:
         )
     frame = pl.DataFrame(_columns(records), strict=False)
     return _tool_rows(frame, names, ["eval_id", "epoch"], notes)
-
-
-def is_inspect_frame(columns: Sequence[str]) -> bool:
-    """Return whether columns are those that inspect-ai's `samples_df` makes."""
-    return {*columns} >= FRAME and any(name.startswith(SCORE) for name in columns)
 
 
 def inspect_frame(frame: pl.DataFrame, notes: list[str]) -> ToolRows:
@@ -261,7 +257,7 @@ def _log(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     Raises:
         InputError: it is damaged, or no log.
     """
-    if path.suffix == ".eval":
+    if path.suffix == ZIPPED:
         header, samples = _archived(path)
     else:
         header = json_in(path)

@@ -14,7 +14,7 @@ from typing import Any
 import polars as pl
 
 from knobwise.common.errors import InputError
-from knobwise.envs.readers.raw_files import beginning, json_in, json_lines_in
+from knobwise.envs.readers.raw_files import json_in, json_lines_in
 from knobwise.envs.readers.tool_rows import (
     FAILED,
     ToolRows,
@@ -23,8 +23,10 @@ from knobwise.envs.readers.tool_rows import (
     that_vary,
 )
 
-ROW = re.compile(r'\{\s*"(cost|gradingResult|description|id|error)"')
-DOCUMENT = re.compile(r'\{\s*"evalId"')
+BEGINS = re.compile(
+    r'\{\s*"(cost|gradingResult|description|id|error)".*"namedScores"|\{\s*"evalId"', re.DOTALL
+)
+"""How its files begin: with a row, or with the document of an evaluation."""
 NEEDED = {"promptIdx", "testIdx", "latencyMs", "provider"}
 """What each result has."""
 ERROR = 2
@@ -33,12 +35,6 @@ HELD_MS = 60_000
 """promptfoo waits so long after a rate limit that names no other time, and counts it as latency."""
 UNUSUAL = 5
 """An answer that takes so many times as long as usual may have waited."""
-
-
-def holds_promptfoo(path: Path) -> bool:
-    """Return whether a file of JSON begins as results of promptfoo do."""
-    begin = beginning(path)
-    return bool(ROW.match(begin) and '"namedScores"' in begin) or bool(DOCUMENT.match(begin))
 
 
 def read_promptfoo(paths: Sequence[Path], notes: list[str]) -> ToolRows:

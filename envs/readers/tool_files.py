@@ -1,43 +1,54 @@
 """Files and folders that people's tools write, recognised by what they hold.
 
-A format is a module with one function, from paths to `ToolRows`, and an entry in `FORMATS`.
+A format is a module with one function, from paths to `ToolRows`, and an entry in `FORMATS`. Only
+the module of a format that was recognised is asked anything.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import polars as pl
 
-from knobwise.envs.readers.evalscope import holds_evalscope, read_evalscope
+from knobwise.envs.readers import evalscope, google_benchmark, inspect_logs, promptfoo
 from knobwise.envs.readers.frames import read_frame
-from knobwise.envs.readers.google_benchmark import (
-    holds_google_benchmark,
-    read_google_benchmark,
-)
-from knobwise.envs.readers.inspect_logs import (
-    holds_inspect_logs,
-    inspect_frame,
-    is_inspect_frame,
-    read_inspect_logs,
-)
 from knobwise.envs.readers.joined_files import join_files
 from knobwise.envs.readers.nested import unnest
-from knobwise.envs.readers.promptfoo import holds_promptfoo, read_promptfoo
+from knobwise.envs.readers.raw_files import beginning
 from knobwise.envs.readers.tool_rows import ToolRows, as_table
 
 BUDGET = "latency_budget"
 """The column that only training examples of the original system have."""
-FORMATS: dict[str, tuple[Callable[[Path], bool], Callable[[Sequence[Path], list[str]], ToolRows]]]
+
+
+class Format(NamedTuple):
+    """How files and folders of a tool are told from others, and read."""
+
+    read: Callable[[Sequence[Path], list[str]], ToolRows]
+    """Its reader, which takes several paths at once."""
+    begins: re.Pattern[str] | None = None
+    """How its files of text begin."""
+    suffix: str | None = None
+    """The end of the name that only its files have."""
+    holds: Callable[[Path], object] | None = None
+    """Whether a folder is one of the tool's."""
+
+
 FORMATS = {
-    "promptfoo": (holds_promptfoo, read_promptfoo),
-    "inspect-ai": (holds_inspect_logs, read_inspect_logs),
-    "evalscope": (holds_evalscope, read_evalscope),
-    "google-benchmark": (holds_google_benchmark, read_google_benchmark),
+    "promptfoo": Format(promptfoo.read_promptfoo, promptfoo.BEGINS),
+    "inspect-ai": Format(
+        inspect_logs.read_inspect_logs,
+        inspect_logs.BEGINS,
+        inspect_logs.ZIPPED,
+        inspect_logs.logs_in,
+    ),
+    "evalscope": Format(evalscope.read_evalscope, holds=evalscope.is_output_folder),
+    "google-benchmark": Format(google_benchmark.read_google_benchmark, google_benchmark.BEGINS),
 }
-"""Tool → whether a path is of this tool, and its reader, which takes several paths at once."""
+"""Tool → its format."""
 
 
 def read_files(
@@ -60,7 +71,7 @@ def read_files(
     """
     tools = [tool_of(path) for path in paths]
     if tools[0] is not None and len(set(tools)) == 1:
-        rows = FORMATS[tools[0]][1](paths, notes)
+        rows = FORMATS[tools[0]].read(paths, notes)
         return as_table(rows, choices, notes)
     if len(paths) == 1:
         return of_frame(read_frame(paths[0], notes), choices, notes)
@@ -69,7 +80,7 @@ def read_files(
         if tool is None:
             parts.append((path.name, unnest(read_frame(path, notes))))
         else:
-            parts.append((path.name, FORMATS[tool][1]([path], notes)))
+            parts.append((path.name, FORMATS[tool].read([path], notes)))
     return join_files(parts, choices, notes)
 
 
@@ -78,8 +89,9 @@ def of_frame(
 ) -> tuple[pl.DataFrame, dict[str, Any]]:
     """Return rows and options as `read_files` does, of a data frame that a tool may have
     made."""
-    if is_inspect_frame(frame.columns):
-        return as_table(inspect_frame(frame, notes), choices, notes)
+    scored = any(name.startswith(inspect_logs.SCORE) for name in frame.columns)
+    if scored and {*frame.columns} >= inspect_logs.FRAME:
+        return as_table(inspect_logs.inspect_frame(frame, notes), choices, notes)
     if BUDGET in frame.columns:
         # the objects of training examples have names of their own
         return frame, choices
@@ -88,9 +100,13 @@ def of_frame(
 
 def tool_of(path: Path) -> str | None:
     """Return the tool that wrote a file or folder, or None if it is not known."""
-    if not path.exists():
-        return None
-    for tool, (holds, _) in FORMATS.items():
-        if holds(path):
+    if path.is_dir():
+        folders = {tool: each.holds for tool, each in FORMATS.items() if each.holds}
+        return next((tool for tool, holds in folders.items() if holds(path)), None)
+    begin = beginning(path)
+    for tool, each in FORMATS.items():
+        if each.suffix == path.suffix and path.exists():
+            return tool
+        if each.begins and each.begins.match(begin):
             return tool
     return None
