@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -10,20 +10,17 @@ from torch import Tensor
 from knobwise.common.errors import InputError
 from knobwise.common.imports import in_a_line
 
+if TYPE_CHECKING:
+    from knobwise.envs.bandit.rules import Rule
+
 LONGEST_MS = 1e30
 """The longest latency that a rule is asked about."""
 ROUNDING = 1e-5
 """By so much a utility may be outside 0 … 1, or fall as the budget grows."""
 
 
-class Answers(Protocol):
-    """A rule, by its name."""
-
-    name: ClassVar[str]
-
-
 def values_of(
-    rule: Answers, name: str, accuracy: Tensor, measurements_ms: Tensor, limits: Tensor
+    rule: Rule, name: str, accuracy: Tensor, measurements_ms: Tensor, limits: Tensor
 ) -> Tensor:
     """Ask a function of the rule about cells, as in `Rule.mean_utility`: [*, R], NaN where there is
     no measurement.
@@ -52,7 +49,7 @@ def values_of(
     return values.detach().to(cells[0].dtype).where(known, torch.nan)
 
 
-def answer(rule: Answers, name: str, *cells: Tensor) -> Tensor:
+def answer(rule: Rule, name: str, *cells: Tensor) -> Tensor:
     """Return what a function of the rule says of numbers that broadcast.
 
     Raises:

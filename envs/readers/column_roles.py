@@ -9,21 +9,8 @@ from typing import Any
 import polars as pl
 
 from knobwise.common.errors import InputError
-from knobwise.envs.readers.column_values import holds_no_text
-from knobwise.envs.readers.feature_columns import (
-    AUTO,
-    encode_samples,
-    fit_column,
-    free_texts,
-    in_block,
-    texts_in,
-)
-from knobwise.envs.readers.feature_files import Features, features_from
-from knobwise.envs.readers.frames import KEYS
-from knobwise.envs.readers.layouts import CONFIGURATION
-from knobwise.envs.readers.outcome_columns import (
+from knobwise.envs.readers.column_names import (
     ANSWERS,
-    COMPLETE,
     JUDGES,
     LABELS,
     MEASURED,
@@ -32,21 +19,29 @@ from knobwise.envs.readers.outcome_columns import (
     REPEATS,
     ROW_NUMBERS,
     UNITS,
-    Design,
-    as_whole_numbers,
-    differs_in_every_row,
-    is_clock,
     list_columns,
     named_like,
-    numbers_of_rows,
     of_configurations,
     plain_name,
     settings_among,
 )
-from knobwise.envs.readers.run_states import states_among
-from knobwise.envs.readers.unit_columns import measures_with_units
-from knobwise.envs.tables.columns import FEATURES, Column
-from knobwise.envs.tables.profile_table import Knob
+from knobwise.envs.readers.column_values import blanks_as_null, holds_no_text
+from knobwise.envs.readers.design import (
+    Design,
+    as_whole_numbers,
+    differs_in_every_row,
+    is_clock,
+    numbers_of_rows,
+    varying_among,
+)
+from knobwise.envs.readers.failures import states_among
+from knobwise.envs.readers.feature_columns import AUTO
+from knobwise.envs.readers.feature_files import features_in
+from knobwise.envs.readers.frames import KEYS
+from knobwise.envs.readers.layouts import CONFIGURATION
+from knobwise.envs.readers.other_tables import note_log, refuse_log
+from knobwise.envs.readers.quantities import measures_with_units
+from knobwise.envs.tables.columns import Column
 
 MEASURES = frozenset(
     {
@@ -66,55 +61,9 @@ MEASURES = frozenset(
 """Columns of measurements, which are never knobs."""
 QUESTION = "question"
 """The one of these that may be a feature."""
-MIN_SAMPLES = 5
-"""Fewer samples with a setting each may be a first try, and more are a log of decisions."""
-MOST_REPEATS = 10
-"""Whoever has a setting more often is a user, not a sample that was measured."""
-BY_CHANCE = 0.01
-"""A log has samples with equal settings by chance less often."""
 MOST_EMPTY = 0.05
 """A column of a sample may be empty in so many of all rows by accident; in more on purpose, as an
 error message is where nothing failed."""
-ZERO_WIDTH = "[\u200b-\u200d\u2060\ufeff]"
-"""Characters that nobody sees."""
-
-
-def keys_of(rows: pl.DataFrame) -> pl.DataFrame:
-    """Return the ids of rows: `dataset`, if there is one, and `sample_id`."""
-    return rows.select(c for c in ("dataset", "sample_id") if c in rows.columns)
-
-
-def note_look_alikes(what: str, values: Sequence[Any], notes: list[str]) -> None:
-    """Note if two of these values, each given once, differ only in spaces, zeros in front or at the
-    end, capitals, or forms of a character."""
-    names = pl.Series("value", list(map(str, values)), pl.String).to_frame()
-    text = pl.col("value").str.normalize("NFKC").str.replace_all(ZERO_WIDTH, "")
-    text = text.str.strip_chars().str.to_lowercase().str.replace_all(r"\s+", " ")
-    text = text.str.replace(r"^([+-]?)0+(\d+(?:\.\d*)?)$", "$1$2")
-    text = text.str.replace(r"^([+-]?\d+\.\d*?)0+$", "$1").str.strip_chars_end(".")
-    alike = names.group_by(text.alias("text")).agg("value").filter(pl.col("value").list.len() > 1)
-    if alike.height:
-        first, second, *_ = alike.sort("text")["value"][0].sort()
-        more = f", and {alike.height - 1} more" * (alike.height > 1)
-        notes.append(
-            f"{what}: {first!r} and {second!r}{more} look alike, but are read as different; mend "
-            "them if they are the same"
-        )
-
-
-def note_equal_numbers(column: pl.Series, knob: Knob, notes: list[str]) -> None:
-    """Note if several spellings in a column, such as 1 and 1.0, are read as one value of a knob."""
-    if column.dtype != pl.String:
-        return
-    spellings: dict[Any, list[str]] = {}
-    for text in column.unique().sort():
-        value = text if text in knob.values else float(text)
-        spellings.setdefault(value, []).append(text)
-    for value, texts in spellings.items():
-        if len(texts) > 1:
-            notes.append(
-                f"knob {knob.name}: {', '.join(texts)} are read as the same number {value:g}"
-            )
 
 
 def knobs_and_features(
@@ -142,7 +91,7 @@ def knobs_and_features(
         InputError: columns cannot be what they are named as, or there are no knobs.
     """
     if knobs is None and len(frame) == keys.n_unique():
-        _refuse_log(frame, keys, _candidates(frame, other))
+        refuse_log(frame, keys, _candidates(frame, other))
     named = [column.name for column in columns]
     if isinstance(features, list):
         named += features
@@ -152,7 +101,7 @@ def knobs_and_features(
     names: Sequence[str] = ()
     if features == AUTO or isinstance(features, list):
         names = _feature_names(frame, keys, features, columns, knobs, other, notes)
-        features = _features_in(frame, keys, names, columns, features == AUTO, notes)
+        features = features_in(frame, keys, names, columns, features == AUTO, notes)
     if knobs is None:
         knobs = _find_knobs(frame, keys, {*other, *names}, cost, notes)
     wrong = [k for k in knobs if k not in frame.columns or k in other - {cost}]
@@ -164,8 +113,8 @@ def knobs_and_features(
             f"of decisions, and nothing can be replayed. {'; '.join(notes)}"
         )
     if not some_cells:
-        _refuse_log(frame, keys, knobs)
-        _note_log(frame, keys, knobs, notes)
+        refuse_log(frame, keys, knobs)
+        note_log(frame, keys, knobs, notes)
     return knobs, features
 
 
@@ -180,9 +129,9 @@ def _filled(
         names: what may be features.
     """
     columns = [c for c in frame.columns if c in names and not holds_no_text(frame[c].dtype)]
-    known = _without_blanks(frame.select(columns))
+    known = blanks_as_null(frame.select(columns))
     few = [c for c in columns if 0 < known[c].null_count() <= MOST_EMPTY * len(frame)]
-    varying = _varying(known, keys, few, empty=False)
+    varying = varying_among(known, keys, few, empty=False)
     for name in few:
         # with one value in all samples, empty may be the other value of a knob
         if name in varying or known[name].drop_nulls().n_unique() < 2:
@@ -194,65 +143,6 @@ def _filled(
             rows = f"{filled} row{'s' * (filled > 1)}"
             notes.append(f"{name}: empty in {rows}, filled from others of the same sample")
     return frame
-
-
-def _without_blanks(frame: pl.DataFrame) -> pl.DataFrame:
-    """Return columns of numbers and text with null in all cells that are empty."""
-    text = pl.selectors.string()
-    blank = text.str.strip_chars().is_in(["", "?"])
-    return frame.with_columns(pl.when(~blank).then(text), pl.selectors.float().fill_nan(None))
-
-
-def _refuse_log(frame: pl.DataFrame, keys: pl.DataFrame, knobs: Sequence[str]) -> None:
-    """Raise InputError if settings differ between samples, but inside none."""
-    if keys.n_unique() < MIN_SAMPLES or not knobs or frame.select(knobs).n_unique() < 2:
-        return
-    if not _varying(frame, keys, knobs):
-        if other_ids := _ids_of_a_design(frame, knobs):
-            name, setting = other_ids
-            raise InputError(
-                f"one setting for each sample_id, but each {name} has all of {setting}: if {name} "
-                f"tells samples apart, give it as id={name} (on the command line profile.id={name})"
-            )
-        raise InputError(
-            "one setting for each sample: this is a log of decisions, not a profile: nothing can "
-            f"be replayed. Measure each sample under several settings ({', '.join(knobs[:5])})"
-        )
-
-
-def _ids_of_a_design(frame: pl.DataFrame, knobs: Sequence[str]) -> tuple[str, str] | None:
-    """Return the column, if there is one, whose values nearly all have the same settings, as
-    samples of a profile have and those of a log have not; and the column of these settings. Of
-    several it is the one with most values, and before others one with a name of ids."""
-    columns = [c for c in frame.columns if c != "sample_id" and not holds_no_text(frame[c].dtype)]
-    sizes = {c: frame[c].n_unique() for c in columns}
-    named = named_like(columns, ROW_NUMBERS)
-    columns = [c for c in columns if MIN_SAMPLES <= sizes[c] <= len(frame) / 2]
-    for name in sorted(columns, key=lambda c: (-sizes[c], c not in named)):
-        settings = [k for k in knobs if k != name and 1 < sizes.get(k, 0) < sizes[name]]
-        design = Design(frame, frame.select(pl.col(name).alias("sample_id")), settings, ())
-        for setting in settings:
-            # each sample has each setting once, or as often as it was repeated
-            often = len(frame) / (sizes[name] * sizes[setting])
-            chance = sizes[setting] ** -sizes[name]
-            regular = design.regularity(setting) >= COMPLETE
-            if regular and often <= MOST_REPEATS and chance < BY_CHANCE:
-                return name, setting
-    return None
-
-
-def _note_log(
-    frame: pl.DataFrame, keys: pl.DataFrame, knobs: Sequence[str], notes: list[str]
-) -> None:
-    """Note if most samples have one setting alone, as in a log of decisions with retries."""
-    spread = _spread(frame, keys, knobs)
-    several = spread.select(pl.any_horizontal(pl.col(knobs) > 1).sum()).item()
-    count = len(spread)
-    if count >= MIN_SAMPLES and 2 * several < count and frame.n_unique(knobs) > 1:
-        notes.append(
-            f"{several} of {count} samples have more than one setting: for the others, as in "
-            "a log of decisions, nothing else can be replayed"
-        )
 
 
 def _find_knobs(
@@ -386,13 +276,13 @@ def _parting(
         inside = keys.with_columns(frame[knob].alias("knob"))
         # where each cell is a group of its alone, outcomes look fixed too
         several = len(frame) > 1.5 * inside.n_unique()
-        varying = _varying(frame, inside, columns) if several else columns
+        varying = varying_among(frame, inside, columns) if several else columns
         fixed[knob] = {c for c in columns if c not in varying}
     for knob in knobs:
         others = [fixed[other] for other in knobs if other != knob]
         alone = fixed[knob].difference(*others)
         by_itself = (
-            _varying(frame, frame.select(pl.col(knob).alias("knob")), sorted(alone))
+            varying_among(frame, frame.select(pl.col(knob).alias("knob")), sorted(alone))
             if alone
             else []
         )
@@ -435,62 +325,6 @@ def _feature_names(
     return names
 
 
-def _features_in(
-    frame: pl.DataFrame,
-    keys: pl.DataFrame,
-    names: Sequence[str],
-    columns: Sequence[Column],
-    auto: bool,
-    notes: list[str],
-) -> Features:
-    """Return the features in these columns of a frame.
-
-    Args:
-        frame, keys: as in `knobs_and_features`.
-        columns: what they hold, if a checkpoint knows it; else it is fitted.
-        auto: whether columns that cannot be features are left out, with a note.
-
-    Raises:
-        InputError: a column varies inside a sample, or cannot be a feature.
-    """
-    known = _without_blanks(frame.select(names))
-    if varying := _varying(known, keys, names, empty=False):
-        raise InputError(
-            f"features: {', '.join(varying)} differs between configurations of a sample, so it is "
-            "not known before the decision; leave it out"
-        )
-    if gaps := _varying(frame, keys, names):
-        raise InputError(
-            f"features: {gaps[0]} is empty in {known[gaps[0]].null_count():,} rows, but not in "
-            "others of the same samples; fill in what belongs to a sample, and leave out what is "
-            "not known before the decision"
-        )
-    # in each row of a sample they are the same, so its first row will do
-    samples = keys.hstack(frame.select(names))
-    samples = samples.unique(keys.columns, keep="first", maintain_order=True)
-    fitted = list(columns)
-    if not columns:
-        for name in names:
-            try:
-                fitted.append(fit_column(samples[name]))
-            except InputError as error:
-                if not auto:
-                    raise
-                notes.append(f"not a feature: {error}")
-    if not fitted:
-        raise InputError(
-            "features: no column varies between samples but not inside them; name the "
-            f"columns, features=[…], and the knobs, knobs=[…] ({'; '.join(notes)})"
-        )
-    block = in_block(fitted)
-    named = [*map(str, block), *(f"{name} (text)" for name in free_texts(fitted))]
-    notes.append(f"features: {', '.join(named)}")
-    content: dict[str, Any] = {name: samples[name].to_numpy() for name in keys.columns}
-    if block:
-        content[FEATURES] = encode_samples(samples, block)
-    return features_from(content | texts_in(samples, fitted))._replace(columns=tuple(block))
-
-
 def _note_unknown(columns: Sequence[str], notes: list[str]) -> None:
     """Note once that these columns, see `_unknown_before`, are neither knobs nor features."""
     note = (
@@ -525,23 +359,6 @@ def _candidates(frame: pl.DataFrame, other: Set[str]) -> list[str]:
     return [c for c in frame.columns if c not in other and not plain_name(c).endswith("_ms")]
 
 
-def _varying(
-    frame: pl.DataFrame, keys: pl.DataFrame, names: Sequence[str], empty: bool = True
-) -> list[str]:
-    """Return those of these columns that have several values in a sample; empty may be one."""
-    spread = _spread(frame, keys, names, empty)
-    return [name for name in names if (spread[name] > 1).any()]
-
-
-def _spread(
-    frame: pl.DataFrame, keys: pl.DataFrame, names: Sequence[str], empty: bool = True
-) -> pl.DataFrame:
-    """Return how many values each of these columns has in each sample; empty may be one."""
-    values = pl.col(names) if empty else pl.col(names).drop_nulls()
-    grouped = keys.hstack(frame.select(names)).group_by(keys.columns)
-    return grouped.agg(values.n_unique())
-
-
 def _constant_columns(
     frame: pl.DataFrame, keys: pl.DataFrame, names: Sequence[str], with_knobs: bool
 ) -> list[str]:
@@ -555,5 +372,5 @@ def _constant_columns(
     if with_knobs and len(frame) < 2 * len(rows) and 2 * (rows > 1).sum() < len(rows):
         return []
     names = [c for c in names if not holds_no_text(frame[c].dtype)]
-    varying = _varying(frame, keys, names)
+    varying = varying_among(frame, keys, names)
     return [c for c in names if c not in varying and frame[c].n_unique() > 1]

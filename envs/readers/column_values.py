@@ -10,7 +10,6 @@ import math
 import re
 from typing import Any
 
-import numpy as np
 import polars as pl
 
 from knobwise.common.checks import one_of
@@ -43,6 +42,11 @@ def holds_no_text(dtype: pl.DataType) -> bool:
     return dtype.is_nested() or dtype in (pl.Binary, pl.Duration, pl.Object)
 
 
+def keys_of(rows: pl.DataFrame) -> pl.DataFrame:
+    """Return the ids of rows: `dataset`, if there is one, and `sample_id`."""
+    return rows.select(c for c in ("dataset", "sample_id") if c in rows.columns)
+
+
 def glimpse(series: pl.Series) -> pl.Series:
     """Return the first few values that are not empty, which mostly show what a column holds."""
     first = _without_blanks(series.head(SEEN))
@@ -53,6 +57,13 @@ def _without_blanks(series: pl.Series) -> pl.Series:
     """Return the values that are neither null nor empty text."""
     known = series.drop_nulls()
     return known.filter(known != "") if known.dtype == pl.String else known
+
+
+def blanks_as_null(frame: pl.DataFrame) -> pl.DataFrame:
+    """Return columns of numbers and text with null in all cells that are empty."""
+    text = pl.selectors.string()
+    blank = text.str.strip_chars().is_in(["", "?"])
+    return frame.with_columns(pl.when(~blank).then(text), pl.selectors.float().fill_nan(None))
 
 
 def number_column(series: pl.Series, logical: bool = True) -> pl.Series:
@@ -242,12 +253,3 @@ def number_repeats(series: pl.Series) -> pl.Series:
         if holds_no_text(series.dtype):
             raise
         return series.cast(pl.String).rank("dense")
-
-
-def joint_codes(*codes: np.ndarray) -> np.ndarray:
-    """Return numbers 0, 1, … for the rows, int64 [n]; rows that are equal in all codes have the
-    same."""
-    joined = np.zeros_like(codes[0])
-    for each in codes:
-        joined = np.unique(joined * (each.max() + 1) + each, return_inverse=True)[1]
-    return joined

@@ -14,8 +14,7 @@ import polars as pl
 import torch
 
 from knobwise.common.errors import InputError
-from knobwise.envs.readers.column_roles import keys_of, note_equal_numbers, note_look_alikes
-from knobwise.envs.readers.column_values import knob_column, name_column
+from knobwise.envs.readers.column_values import keys_of, knob_column, name_column
 from knobwise.envs.readers.repeats import repeated_rows
 from knobwise.envs.tables.profile_table import Knob, median_of
 
@@ -42,6 +41,8 @@ PARTS = {
     **dict.fromkeys(("test", "testing"), "test"),
 }
 """Spellings in the column `split`, and the parts they stand for."""
+ZERO_WIDTH = "[\u200b-\u200d\u2060\ufeff]"
+"""Characters that nobody sees."""
 
 
 def dense_fields(
@@ -123,9 +124,42 @@ def _coded_knobs(columns: pl.DataFrame, notes: list[str]) -> tuple[tuple[Knob, .
     """Return the knobs in these columns, and the columns with each value as its index."""
     knobs, codes = zip(*(knob_column(column) for column in columns), strict=True)
     for knob in knobs:
-        note_look_alikes(f"knob {knob.name}", knob.values, notes)
-        note_equal_numbers(columns[knob.name], knob, notes)
+        _note_look_alikes(f"knob {knob.name}", knob.values, notes)
+        _note_equal_numbers(columns[knob.name], knob, notes)
     return knobs, pl.DataFrame([code.alias(f"knob {k}") for k, code in enumerate(codes)])
+
+
+def _note_look_alikes(what: str, values: Sequence[Any], notes: list[str]) -> None:
+    """Note if two of these values, each given once, differ only in spaces, zeros in front or at the
+    end, capitals, or forms of a character."""
+    names = pl.Series("value", list(map(str, values)), pl.String).to_frame()
+    text = pl.col("value").str.normalize("NFKC").str.replace_all(ZERO_WIDTH, "")
+    text = text.str.strip_chars().str.to_lowercase().str.replace_all(r"\s+", " ")
+    text = text.str.replace(r"^([+-]?)0+(\d+(?:\.\d*)?)$", "$1$2")
+    text = text.str.replace(r"^([+-]?\d+\.\d*?)0+$", "$1").str.strip_chars_end(".")
+    alike = names.group_by(text.alias("text")).agg("value").filter(pl.col("value").list.len() > 1)
+    if alike.height:
+        first, second, *_ = alike.sort("text")["value"][0].sort()
+        more = f", and {alike.height - 1} more" * (alike.height > 1)
+        notes.append(
+            f"{what}: {first!r} and {second!r}{more} look alike, but are read as different; mend "
+            "them if they are the same"
+        )
+
+
+def _note_equal_numbers(column: pl.Series, knob: Knob, notes: list[str]) -> None:
+    """Note if several spellings in a column, such as 1 and 1.0, are read as one value of a knob."""
+    if column.dtype != pl.String:
+        return
+    spellings: dict[Any, list[str]] = {}
+    for text in column.unique().sort():
+        value = text if text in knob.values else float(text)
+        spellings.setdefault(value, []).append(text)
+    for value, texts in spellings.items():
+        if len(texts) > 1:
+            notes.append(
+                f"knob {knob.name}: {', '.join(texts)} are read as the same number {value:g}"
+            )
 
 
 def _samples_in_order(
@@ -136,7 +170,7 @@ def _samples_in_order(
     keys = keys_of(rows)
     samples = _samples(frame, keys, group)
     for name in keys.columns:
-        note_look_alikes(name, samples[name].unique().to_list(), notes)
+        _note_look_alikes(name, samples[name].unique().to_list(), notes)
     if TIME not in rows.columns:
         return samples
     first = rows.group_by(keys.columns).agg(pl.col(TIME).min())

@@ -13,8 +13,7 @@ import numpy as np
 import polars as pl
 
 from knobwise.common.errors import InputError
-from knobwise.envs.tables.columns import FEATURES, Column
-from knobwise.envs.tables.profile_table import ProfileTable
+from knobwise.envs.tables.columns import Column
 
 AUTO = "auto"
 """The setting that makes features of all columns that are constant inside each sample."""
@@ -30,14 +29,6 @@ KINDS = (pl.Null, pl.Boolean, pl.String, pl.Categorical, pl.Enum)
 """Types of columns that may be features, beside numbers."""
 LARGEST = 3.4e38
 """The largest float32."""
-
-
-def block_columns(table: ProfileTable, block: str) -> Sequence[Column]:
-    """Return what a feature block of a table holds; a column without a name is `block[0]`, …"""
-    if block == FEATURES and table.columns:
-        return table.columns
-    width = table.features[block].shape[1]
-    return [Column(f"{block}[{i}]", None, True) for i in range(width)]
 
 
 def fit_column(series: pl.Series) -> Column:

@@ -1,4 +1,5 @@
-"""Feature files: named blocks of numbers, one row per sample, keyed by `sample_id`."""
+"""Features of samples, from columns of their table or files of their own: named blocks of numbers,
+one row per sample, keyed by `sample_id`."""
 
 from __future__ import annotations
 
@@ -19,18 +20,20 @@ from torch import Tensor
 
 from knobwise.common.errors import Damaged, InputError, naming
 from knobwise.common.files import is_damaged, written_whole
-from knobwise.envs.readers.column_values import name_column, number_column
-from knobwise.envs.readers.copies import with_copies_together
+from knobwise.envs.readers.column_names import INDEX, list_columns, named_like
+from knobwise.envs.readers.column_values import blanks_as_null, name_column, number_column
+from knobwise.envs.readers.design import varying_among
 from knobwise.envs.readers.feature_columns import (
     encode_samples,
     fit_column,
+    free_texts,
     in_block,
     texts_in,
 )
 from knobwise.envs.readers.frames import KEYS, read_frame, with_chats
 from knobwise.envs.readers.layouts import PLAIN, Layout, with_ids
-from knobwise.envs.readers.outcome_columns import INDEX, list_columns, named_like
 from knobwise.envs.tables.columns import FEATURES, Column
+from knobwise.envs.tables.copies import with_copies_together
 from knobwise.envs.tables.profile_table import ProfileTable
 from knobwise.envs.tables.tensor_file import save_tensors, tensors_and_metadata, tensors_of
 
@@ -130,6 +133,62 @@ def features_from(content: Mapping[str, Any]) -> Features:
             f"{twice} ids occur more than once; keep one row of features for each sample"
         )
     return Features(names["sample_id"], blocks, names.get("dataset", ()), texts=texts)
+
+
+def features_in(
+    frame: pl.DataFrame,
+    keys: pl.DataFrame,
+    names: Sequence[str],
+    columns: Sequence[Column],
+    auto: bool,
+    notes: list[str],
+) -> Features:
+    """Return the features in these columns of a frame.
+
+    Args:
+        frame, keys: the rows as they were read, and their ids.
+        columns: what they hold, if a checkpoint knows it; else it is fitted.
+        auto: whether columns that cannot be features are left out, with a note.
+
+    Raises:
+        InputError: a column varies inside a sample, or cannot be a feature.
+    """
+    known = blanks_as_null(frame.select(names))
+    if several := varying_among(known, keys, names, empty=False):
+        raise InputError(
+            f"features: {', '.join(several)} differs between configurations of a sample, so it is "
+            "not known before the decision; leave it out"
+        )
+    if gaps := varying_among(frame, keys, names):
+        raise InputError(
+            f"features: {gaps[0]} is empty in {known[gaps[0]].null_count():,} rows, but not in "
+            "others of the same samples; fill in what belongs to a sample, and leave out what is "
+            "not known before the decision"
+        )
+    # in each row of a sample they are the same, so its first row will do
+    samples = keys.hstack(frame.select(names))
+    samples = samples.unique(keys.columns, keep="first", maintain_order=True)
+    fitted = list(columns)
+    if not columns:
+        for name in names:
+            try:
+                fitted.append(fit_column(samples[name]))
+            except InputError as error:
+                if not auto:
+                    raise
+                notes.append(f"not a feature: {error}")
+    if not fitted:
+        raise InputError(
+            "features: no column varies between samples but not inside them; name the "
+            f"columns, features=[…], and the knobs, knobs=[…] ({'; '.join(notes)})"
+        )
+    block = in_block(fitted)
+    named = [*map(str, block), *(f"{name} (text)" for name in free_texts(fitted))]
+    notes.append(f"features: {', '.join(named)}")
+    content: dict[str, Any] = {name: samples[name].to_numpy() for name in keys.columns}
+    if block:
+        content[FEATURES] = encode_samples(samples, block)
+    return features_from(content | texts_in(samples, fitted))._replace(columns=tuple(block))
 
 
 def _are_texts(values: Any) -> bool:

@@ -8,8 +8,8 @@ from typing import Any
 import polars as pl
 
 from knobwise.common.errors import InputError
+from knobwise.envs.readers.column_names import MEASURED, OUTCOMES, list_columns, named_like
 from knobwise.envs.readers.column_values import holds_no_text
-from knobwise.envs.readers.outcome_columns import MEASURED, OUTCOMES, list_columns, named_like
 from knobwise.envs.readers.tool_rows import UNLESS_GIVEN, ToolRows, as_part, given_of, named_columns
 
 SHARED = 0.5

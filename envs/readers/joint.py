@@ -15,10 +15,10 @@ from torch import Tensor
 
 from knobwise.common.errors import InputError
 from knobwise.envs.readers.column_values import whole_words
-from knobwise.envs.readers.copies import with_copies_together
 from knobwise.envs.readers.dense_table import CLUSTER, TIME
 from knobwise.envs.readers.long_table import long_frame, table_from_frame
 from knobwise.envs.tables.columns import FEATURES, Column
+from knobwise.envs.tables.copies import with_copies_together
 from knobwise.envs.tables.profile_table import ProfileTable
 
 DATASET = "dataset"

@@ -9,7 +9,6 @@ and all readers end in `table_from_frame`.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -19,23 +18,32 @@ import polars as pl
 from knobwise.common.checks import one_of
 from knobwise.common.errors import InputError, naming
 from knobwise.common.files import written_whole
-from knobwise.envs.readers.cell_rows import check_ids, refuse_judges
-from knobwise.envs.readers.column_roles import keys_of, knobs_and_features
-from knobwise.envs.readers.column_values import as_share, check_range, name_column, number_column
-from knobwise.envs.readers.dense_table import COST, TIME, WEIGHT, WORD_COLUMNS, dense_fields
-from knobwise.envs.readers.directions import check_accuracies, check_costs
+from knobwise.envs.readers.column_roles import knobs_and_features
+from knobwise.envs.readers.column_values import keys_of
+from knobwise.envs.readers.dense_table import WEIGHT, WORD_COLUMNS, dense_fields
+from knobwise.envs.readers.failures import MISSING_CELLS, cells_as_failed
 from knobwise.envs.readers.feature_files import Features, attach_features, features_from
 from knobwise.envs.readers.frames import with_chats
 from knobwise.envs.readers.layouts import CONFIGURATION, Layout, long_form
-from knobwise.envs.readers.missing_cells import MISSING_CELLS, cells_as_failed, rows_as_failed
-from knobwise.envs.readers.missing_columns import refuse_missing
-from knobwise.envs.readers.outcome_columns import failures, is_crashed, list_columns
+from knobwise.envs.readers.measured_rows import (
+    check_ranges,
+    costs_of_rows,
+    profiled_rows,
+    refuse_costs,
+    times_of_rows,
+)
+from knobwise.envs.readers.other_tables import check_ids, refuse_judges, refuse_missing
+from knobwise.envs.readers.quantities import (
+    check_accuracies,
+    check_costs,
+    in_one_unit,
+    note_unit,
+)
 from knobwise.envs.readers.tool_files import BUDGET, read_files
-from knobwise.envs.readers.unit_columns import in_one_unit
 from knobwise.envs.tables.cells import unread
 from knobwise.envs.tables.columns import Column
 from knobwise.envs.tables.profile_table import ProfileTable
-from knobwise.envs.tables.units import MS, in_other_unit, kept_as
+from knobwise.envs.tables.units import MS, kept_as
 
 UNUSED = ("fold", "question_id")
 """Keys that this reader does not use."""
@@ -45,8 +53,6 @@ TRAINING_COLUMNS = {
     "language_feature": "language_features",
 }
 """Other columns of training examples, with the names that we give them."""
-EPOCH = 1e9
-"""Times of today, in seconds or smaller units since 1970, are larger."""
 
 
 def read_long_table(
@@ -177,14 +183,14 @@ def table_from_frame(
         needed = [c for c in ("sample_id", accuracy, latency, group, time) if c is not None]
         refuse_missing(needed, accuracy, latency, frame, described)
         costs = list(dict.fromkeys(costs or ()))
-        _refuse_costs(costs, frame, needed, described)
+        refuse_costs(costs, frame, needed, described)
         other = {*needed, *costs, "dataset", "repeat"} | described.names
 
         # measurements as numbers
         frame, unit = in_one_unit(frame, latency, unit, notes)
         check_costs(latency, unit, costs, notes)
         kept, factor = kept_as(unit)
-        frame, rows = _profiled_rows(
+        frame, rows = profiled_rows(
             frame,
             ids=described.id or "sample_id",
             accuracy=accuracy,
@@ -197,14 +203,14 @@ def table_from_frame(
         # loss of 3 is no accuracy out of range
         if described.right is None:
             check_accuracies(described.wide or [accuracy], accuracy_unit, rows, notes)
-        _check_ranges(rows, accuracy, latency)
+        check_ranges(rows, accuracy, latency)
         if factor != 1:
             # before they lose digits as float32, so that the table is that of a file in ms
             rows = rows.with_columns(pl.col("latency") * factor)
-        _note_unit(latency, unit, notes)
+        note_unit(latency, unit, notes)
         _note_unused(frame, described, notes)
         if time is not None:
-            rows = rows.with_columns(_times(frame[time]))
+            rows = rows.with_columns(times_of_rows(frame[time]))
 
         # all other columns: knobs, and perhaps features
         as_told = set(knobs or ())
@@ -214,7 +220,7 @@ def table_from_frame(
         refuse_judges(frame, rows, keys_of(rows).columns, knobs, other | as_told)
         if "repeat" not in frame.columns:
             check_ids(frame, keys_of(rows), knobs, other, notes)
-        rows = rows.with_columns(_costs(frame, rows, costs, notes))
+        rows = rows.with_columns(costs_of_rows(frame, rows, costs, notes))
         fields = dense_fields(frame, rows, knobs, group, notes)
     table = ProfileTable(name=name, unit=kept, notes=tuple(notes), **fields)
     if missing == "failed" and not some_cells:
@@ -225,58 +231,10 @@ def table_from_frame(
     return attach_features(table, blocks, columns, described)
 
 
-def _refuse_costs(
-    costs: Sequence[str], frame: pl.DataFrame, used: Sequence[str], layout: Layout
-) -> None:
-    """Raise InputError if a further cost is no column of measurements, or has another role."""
-    if costs and layout.wide is not None:
-        raise InputError(
-            f"costs={', '.join(costs)}: a table with wide= has no rows for single configurations; "
-            "write one row for each sample and configuration"
-        )
-    wrong = [name for name in costs if name not in frame.columns or name in (*used, "repeat")]
-    if wrong:
-        raise InputError(
-            f"costs={', '.join(wrong)}: no column with a further cost in each row; its columns are "
-            f"{list_columns(frame.columns)} (of these {', '.join(used)} are in use)"
-        )
-
-
-def _note_unit(latency: str, unit: str, notes: list[str]) -> None:
-    """Note if times were converted to ms, or if the name of their column speaks of another unit."""
-    kept, factor = kept_as(unit)
-    if factor != 1:
-        notes.append(f"{latency}: read in {unit}, kept in ms; all budgets are in ms")
-    elif kept == MS and in_other_unit(latency):
-        notes.append(f"{latency}: read in ms; if it is in another unit, unit=… says so")
-
-
 def _note_unused(frame: pl.DataFrame, layout: Layout, notes: list[str]) -> None:
     """Note the keys of other readers that this one does not use."""
     if unused := [name for name in UNUSED if name in {*frame.columns} - layout.names]:
         notes.append(f"keys that are not used: {', '.join(unused)}")
-
-
-def _costs(
-    frame: pl.DataFrame, rows: pl.DataFrame, costs: Sequence[str], notes: list[str]
-) -> list[pl.Series]:
-    """Return further costs as numbers, float64, null where unknown.
-
-    Args:
-        frame, rows: what `_profiled_rows` returns.
-        costs: columns of the frame.
-        notes: what is noticed.
-    """
-    columns = []
-    for name in costs:
-        values = number_column(frame[name], False).alias(f"{COST}{name}")
-        check_range(rows.with_columns(values), values.name, name)
-        if values.null_count() == len(values):
-            raise InputError(f"costs={name}: no row has a value in this column; leave it out")
-        if unknown := values.null_count():
-            notes.append(f"{name}: unknown in {unknown} rows, which its means leave out")
-        columns.append(values)
-    return columns
 
 
 def _varies_in_rows(frame: pl.DataFrame) -> bool:
@@ -321,134 +279,3 @@ def write_long_table(table: ProfileTable, path: str | Path) -> None:
         raise InputError(f"{path}: a table is written as .csv, .parquet or .jsonl")
     with written_whole(path) as temporary:
         getattr(frame, writers[suffix])(temporary)
-
-
-def _profiled_rows(
-    frame: pl.DataFrame,
-    ids: str,
-    accuracy: str,
-    accuracy_unit: str,
-    latency: str,
-    timed: bool,
-    missing: str,
-    notes: list[str],
-) -> tuple[pl.DataFrame, pl.DataFrame]:
-    """Return the rows that have an accuracy and a latency, of any size, or raise InputError.
-
-    Args:
-        ids: the column of the ids, for messages.
-        timed: whether that latency is a time.
-        missing: what rows are that lack one of the two.
-
-    Returns:
-        All columns of these rows as they were read; and their ids as text (`dataset`, if there is
-        one, and `sample_id`), accuracy, latency, `repeat` (null without such a column),
-        `first_look` (0 without one) and `weight` (1 without one).
-    """
-    measured = _as_numbers(frame, accuracy, accuracy_unit, latency, timed, notes)
-    shares = measured["accuracy"].alias(accuracy)
-    at_once = is_crashed(frame, shares, measured["latency"], notes)
-    if missing == "failed":
-        # the time of nothing is none
-        timed_rows = pl.when(~at_once).then("latency").alias("latency")
-        measured = rows_as_failed(measured.with_columns(timed_rows), notes)
-    # what failed is late and wrong, not unmeasured
-    shares = measured["accuracy"].alias(accuracy)
-    failed = at_once | failures(frame, shares, measured["latency"], notes)
-    has_time = measured["latency"].is_not_null()
-    wrong = pl.when(failed & has_time).then(0.0).otherwise("accuracy")
-    measured = measured.with_columns(accuracy=wrong)
-    # a row that lacks one of the two says nothing
-    profiled = measured["accuracy"].is_not_null() & has_time
-    if not profiled.all():
-        _note_not_profiled(profiled, failed, has_time, accuracy, notes)
-        frame = frame.filter(profiled)
-        measured = measured.filter(profiled)
-    if frame.is_empty():
-        raise InputError(f"no row with both {accuracy} and {latency}")
-    keys = [name_column(frame[ids]).alias("sample_id")]
-    if "dataset" in frame.columns:
-        keys.insert(0, name_column(frame["dataset"]))
-    return frame, measured.with_columns(keys)
-
-
-def _as_numbers(
-    frame: pl.DataFrame,
-    accuracy: str,
-    accuracy_unit: str,
-    latency: str,
-    timed: bool,
-    notes: list[str],
-) -> pl.DataFrame:
-    """Return the measurements of rows as numbers: accuracy and latency, null where unknown,
-    `repeat`, `first_look` and `weight`; see `_profiled_rows`."""
-    shares = as_share(number_column(frame[accuracy]), accuracy_unit, notes)
-    measured = pl.DataFrame(
-        {"accuracy": shares, "latency": number_column(frame[latency], False)}
-    ).with_columns(repeat=pl.lit(None, pl.Float64), first_look=pl.lit(0.0), weight=pl.lit(1.0))
-    if "repeat" in frame.columns and not frame["repeat"].is_null().all():
-        repeat = number_column(frame["repeat"], False).fill_null(0.0)
-        measured = measured.with_columns(repeat=repeat)
-    # a first look is a time, so it cannot be added to another cost
-    if timed and "first_look_ms" in frame.columns:
-        first_look = number_column(frame["first_look_ms"], False).fill_null(0.0)
-        measured = measured.with_columns(first_look=first_look)
-    if WEIGHT in frame.columns:
-        measured = measured.with_columns(weight=number_column(frame[WEIGHT], False))
-    return measured
-
-
-def _note_not_profiled(
-    profiled: pl.Series, failed: pl.Series, has_time: pl.Series, accuracy: str, notes: list[str]
-) -> None:
-    """Note how many rows lack an accuracy or a latency, and what those need that failed."""
-    notes.append(f"{(~profiled).sum()} rows without accuracy or latency: not profiled")
-    if untimed := (failed & ~has_time).sum():
-        notes.append(
-            f"{untimed} of them failed: give them the time after which they were given up, or "
-            "missing=failed (on the command line profile.missing=failed) counts them as wrong and "
-            "as late as the slowest"
-        )
-    if unscored := (has_time & ~profiled).sum():
-        notes.append(
-            f"{unscored} of them lack {accuracy} alone: if they failed or timed out, they were "
-            f"late and wrong; give them {accuracy} 0"
-        )
-
-
-def _check_ranges(rows: pl.DataFrame, accuracy: str, latency: str) -> None:
-    """Raise InputError for accuracies out of range, impossible times, and unknown weights."""
-    check_range(rows, "accuracy", accuracy)
-    check_range(rows, "latency", latency)
-    check_range(rows, "first_look", "first_look_ms")
-    check_range(rows, "weight", WEIGHT)
-    if rows["weight"].null_count():
-        raise InputError(f"{WEIGHT} is empty in some rows; write 1 where all cells were measured")
-
-
-def _times(column: pl.Series) -> pl.Series:
-    """Return when each row was measured, float64 on any scale. Raises InputError for a value that
-    is no time, and for times since 1970 in several units."""
-    times = column
-    # text may hold numbers, or dates and times
-    if column.dtype == pl.String and column.cast(pl.Float64, strict=False).is_null().any():
-        with contextlib.suppress(pl.exceptions.PolarsError):
-            times = column.str.to_datetime(strict=False)
-    if times.dtype.is_temporal():
-        times = times.cast(pl.Int64)
-    times = times.cast(pl.Float64, strict=False)
-    if times.null_count():
-        wrong = column.filter(times.is_null())
-        raise InputError(
-            f"time={column.name}: {len(wrong)} values are neither numbers nor dates and times, "
-            f"as 2026-01-31 12:00:05 is: {wrong[0]!r}, …"
-        )
-    # seconds since 1970 have ten digits; each smaller unit has three more
-    units = (times.log10() // 3).filter(times >= EPOCH).value_counts(sort=True)
-    if len(units) > 1:
-        other = column.filter((times >= EPOCH) & (times.log10() // 3 != units.row(0)[0]))
-        raise InputError(
-            f"time={column.name}: {len(other)} times since 1970 are in another unit than the "
-            f"others (seconds beside milliseconds?), such as {other[0]}; write all in the same unit"
-        )
-    return times.alias(TIME)

@@ -8,8 +8,8 @@ import polars as pl
 from scipy.stats import t as student
 
 from knobwise.common.errors import InputError
+from knobwise.envs.readers.column_names import REPEATS, list_columns, named_like
 from knobwise.envs.readers.column_values import holds_no_text, number_repeats
-from knobwise.envs.readers.outcome_columns import REPEATS, list_columns, named_like
 
 RESTART = "do they restart in every batch or on every rank?"
 """What to ask of ids where different samples look like repeats."""

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import polars as pl
 
 from knobwise.common.errors import InputError
+from knobwise.envs.readers.column_names import ANSWERS, named_like
 from knobwise.envs.readers.column_values import number_column
-from knobwise.envs.readers.outcome_columns import ANSWERS, named_like
 from knobwise.envs.tables.units import MS
 
 ANSWER = re.compile(r"answers?")

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from knobwise.common.errors import InputError
 from knobwise.envs.tables.action_index import ActionIndex
-from knobwise.envs.tables.columns import Column, columns_of
+from knobwise.envs.tables.columns import FEATURES, Column, columns_of
 from knobwise.envs.tables.splits import Split, split_fixed, split_groups
 from knobwise.envs.tables.tensor_file import check_axes, load_table, save_table
 from knobwise.envs.tables.units import MS, check_kept
@@ -295,6 +295,13 @@ class ProfileTable:
     def blocks(self, rows: Tensor) -> dict[str, Tensor]:
         """Return the feature blocks [n, d] of these samples (int64 [n]), by name."""
         return {name: block[rows] for name, block in self.features.items()}
+
+    def block_columns(self, block: str) -> tuple[Column, ...]:
+        """Return what a feature block holds; a column without a name is `block[0]`, …"""
+        if block == FEATURES and self.columns:
+            return self.columns
+        width = self.features[block].shape[1]
+        return tuple(Column(f"{block}[{i}]", None, True) for i in range(width))
 
     def fingerprints(self, rows: Tensor) -> list[str]:
         """Return a short text for each of these samples (int64 [n]).

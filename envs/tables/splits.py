@@ -174,3 +174,12 @@ def folds_of(table: ProfileTable, rows: Tensor, seed: int, count: int = FOLDS) -
         return [(np.arange(len(rows)), np.arange(len(rows)))]
     division = GroupKFold(min(count, len(numbers)), shuffle=True, random_state=seed)
     return list(division.split(units, groups=units))
+
+
+def joint_codes(*codes: Rows) -> Rows:
+    """Return numbers 0, 1, … for the rows, int64 [n]; rows that are equal in all codes have the
+    same."""
+    joined = np.zeros_like(codes[0])
+    for each in codes:
+        joined = np.unique(joined * (each.max() + 1) + each, return_inverse=True)[1]
+    return joined

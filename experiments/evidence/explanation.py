@@ -16,7 +16,6 @@ from torch import Tensor
 from knobwise.agents.calibration.deployed_controller import DeployedController
 from knobwise.agents.evaluation.policy import Policy, choices_of
 from knobwise.agents.problem import Problem
-from knobwise.envs.readers.feature_columns import block_columns
 from knobwise.envs.tables.cells import averages
 from knobwise.envs.tables.profile_table import ProfileTable
 from knobwise.envs.tables.splits import folds_of
@@ -310,7 +309,7 @@ def importance(explained: Explained) -> list[Importance]:
     single_columns = []
     for name in explained.features:
         blocks.append((name, None, slice(None)))
-        columns = block_columns(explained.table, name)
+        columns = explained.table.block_columns(name)
         start = 0
         for i, column in enumerate(columns):
             stop = start + len(column.labels)
@@ -358,7 +357,7 @@ def fit_tree(explained: Explained) -> Tree:
     names = ["budget"]
     columns = [explained.budgets_ms.float().repeat(n)[:, None]]
     for name, block in explained.features.items():
-        for column in block_columns(table, name):
+        for column in table.block_columns(name):
             names += column.labels
         columns.append(block.repeat_interleave(count, 0))
     x = torch.cat(columns, 1).numpy()

@@ -13,7 +13,6 @@ import torch
 from scipy.stats import rankdata
 from torch import Tensor
 
-from knobwise.envs.readers.feature_columns import block_columns
 from knobwise.experiments.inspection.measured import (
     Finding,
     Findings,
@@ -317,7 +316,7 @@ def _numbers(measured: Measured) -> dict[str, tuple[list[str], Tensor]]:
             continue
         numbers: list[bool] = []
         names = []
-        for column in block_columns(measured.table, name):
+        for column in measured.table.block_columns(name):
             is_number = column.categories is None
             numbers += [is_number] * len(column.labels)
             names += [column.name] * is_number

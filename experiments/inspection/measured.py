@@ -13,9 +13,8 @@ from torch import Tensor
 
 from knobwise.agents.controller.features import FeatureNormaliser
 from knobwise.envs.bandit.budgets import log_measured, subsample
-from knobwise.envs.readers.copies import inputs_of
-from knobwise.envs.readers.feature_columns import block_columns
-from knobwise.envs.readers.missing_cells import ran
+from knobwise.envs.readers.failures import ran
+from knobwise.envs.tables.copies import inputs_of
 from knobwise.envs.tables.profile_table import ProfileTable
 from knobwise.envs.tables.time_outs import time_outs
 
@@ -77,7 +76,7 @@ class Measured:
         self.u, self.s, _ = np.linalg.svd((x - x.mean(0)).numpy(), full_matrices=False)
         self.names = []
         for name in table.features:
-            for column in block_columns(table, name):
+            for column in table.block_columns(name):
                 self.names += column.labels
         self.features = torch.cat([torch.zeros(len(rows), 0), *table.blocks(rows).values()], 1)
         samples = rows.numpy()  # numpy takes a tensor of one number as a number

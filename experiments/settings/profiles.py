@@ -436,11 +436,11 @@ def _read_joint(
 
 
 def _read_table(path: Any, **settings: Any) -> ProfileTable:
-    from knobwise.envs.readers.copies import with_copies_together
+    from knobwise.envs.readers.failures import MISSING_CELLS, cells_as_failed
     from knobwise.envs.readers.feature_files import attach_features
     from knobwise.envs.readers.layouts import Layout
     from knobwise.envs.readers.long_table import read_long_table
-    from knobwise.envs.readers.missing_cells import MISSING_CELLS, cells_as_failed
+    from knobwise.envs.tables.copies import with_copies_together
     from knobwise.envs.tables.profile_table import ProfileTable
 
     features = settings["features"]

@@ -5,8 +5,8 @@ import polars as pl
 import pytest
 from helpers import input_error
 
-from knobwise.envs.readers.directions import counts_errors, is_rate
 from knobwise.envs.readers.long_table import table_from_frame
+from knobwise.envs.readers.quantities import counts_errors, is_rate
 
 ERRORS = [
     "wer",

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from knobwise.agents.deployed.arrays import encode_request
 from knobwise.envs import ProfileTable
-from knobwise.envs.readers.feature_columns import block_columns, encode, fit_column
+from knobwise.envs.readers.feature_columns import encode, fit_column
 from knobwise.envs.readers.feature_files import read_features
 from knobwise.envs.readers.joint import join_tables
 from knobwise.envs.readers.long_table import read_long_table, table_from_frame
@@ -103,7 +103,7 @@ def test_columns_of_the_same_file_are_features(tmp_path, suffix, features):
     table = read_long_table(path, features=features)
     assert table.columns == COLUMNS
     identical(table.features["features"], BLOCK)
-    labels = [column.labels for column in block_columns(table, "features")]
+    labels = [column.labels for column in table.block_columns("features")]
     assert labels == [["kind=form", "kind=ocr", "kind=(other)"], ["tokens"]]
     assert [knob.name for knob in table.knobs] == ["crops"]
     table.save(path)

@@ -6,8 +6,8 @@ import pytest
 import torch
 from helpers import input_error, small_table
 
+from knobwise.envs.readers.failures import cells_as_failed
 from knobwise.envs.readers.long_table import long_frame, table_from_frame
-from knobwise.envs.readers.missing_cells import cells_as_failed
 from knobwise.experiments.inspection.checks import findings_by_check
 from knobwise.experiments.settings.profiles import TableProfile, read_profile
 

@@ -8,8 +8,8 @@ import pytest
 from helpers import close, input_error
 
 import knobwise
+from knobwise.envs.readers.failures import states_among
 from knobwise.envs.readers.long_table import table_from_frame
-from knobwise.envs.readers.run_states import states_among
 
 DATA = Path(__file__).parents[2] / "data"
 

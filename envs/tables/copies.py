@@ -10,12 +10,9 @@ from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
-import torch
 
-from knobwise.envs.bandit.budgets import subsample
-from knobwise.envs.readers.column_values import joint_codes
-from knobwise.envs.readers.feature_columns import block_columns
 from knobwise.envs.tables.profile_table import ProfileTable
+from knobwise.envs.tables.splits import joint_codes
 
 FEWEST_COLUMNS = 16
 """Samples that are equal in so many columns are hardly so by chance."""
@@ -117,7 +114,8 @@ def _shares(table: ProfileTable, rows: np.ndarray) -> Iterator[tuple[np.ndarray,
     What is missing counts as common, and so does a 0 that says so, see `_known`. Numbers have no
     letters.
     """
-    looked_at = subsample(torch.arange(table.num_samples), LOOKED_AT).numpy()
+    step = max(1, math.ceil(table.num_samples / LOOKED_AT))
+    looked_at = np.arange(0, table.num_samples, step)
     for texts in table.texts.values():
         letters = np.array([_letters(texts[row]) for row in rows])
         yield _share(_numbered(texts), rows, looked_at), letters
@@ -125,7 +123,7 @@ def _shares(table: ProfileTable, rows: np.ndarray) -> Iterator[tuple[np.ndarray,
     for name, block in table.features.items():
         values = block.numpy()
         place = 0
-        for column in block_columns(table, name):
+        for column in table.block_columns(name):
             width = len(column.labels)
             if column.categories is None:
                 yield _share(_known(values[:, place], looked_at), rows, looked_at), none

@@ -11,10 +11,10 @@ from helpers import identical, small_table
 
 from campaign import ROOT
 from knobwise.envs import ProfileTable
-from knobwise.envs.readers.copies import inputs_of, with_copies_together
 from knobwise.envs.readers.feature_files import attach_features, features_from
 from knobwise.envs.readers.joint import join_tables
 from knobwise.envs.readers.long_table import table_from_frame
+from knobwise.envs.tables.copies import inputs_of, with_copies_together
 from knobwise.envs.tables.divisions import divide
 from knobwise.envs.tables.splits import folds_of
 from knobwise.experiments.inspection.attainable import attainable
