@@ -59,26 +59,21 @@ def budget_with(rule: Rule, limits: Mapping[str, Any]) -> BudgetConfig:
     return replace(budget, limits=limits["values"], limit_probability=limits["probability"])
 
 
-def allowed_cells(
-    values: ProfileTable, facts: ProfileTable, split: Split, rule: Rule
-) -> Tensor | None:
-    """Return which cells samples may have, by the rule and within limits by what is expected of
-    them, bool [N, C]; None for all that have values.
+def within_limits(allowed: Tensor, facts: ProfileTable, split: Split, rule: Rule) -> Tensor:
+    """Return which cells samples may have within the limits of a rule, by what is expected of them,
+    bool [N, C].
 
     Args:
-        values: the table with values in all cells that may be chosen otherwise.
+        allowed: those that they may have otherwise, bool [N, C].
         facts: what was measured.
     """
-    by_rule = rule.allowed(values) & values.mask if rule.is_own else values.mask
-    if not rule.limits:
-        return None if bool((by_rule == values.mask).all()) else by_rule
     # the same features as the controller's, so that the same may be chosen
     normaliser = FeatureNormaliser.fit(facts, subsample(split.fitted))
     arrays = fit_bounds(facts, split.fitted, normaliser, rule.probability)
     bounds = CostBounds(arrays, [*facts.costs])
     x = normaliser.of_rows(facts, torch.arange(facts.num_samples)).numpy()
-    allowed, _ = bounds.allowed(x, bounds.log_limits(dict(rule.limits)), by_rule.numpy())
-    return torch.from_numpy(allowed)
+    within, _ = bounds.allowed(x, bounds.log_limits(dict(rule.limits)), allowed.numpy())
+    return torch.from_numpy(within)
 
 
 def fit_bounds(
@@ -151,10 +146,8 @@ def _quantile(errors: Array, probability: float) -> Array:
 
 
 def check_limits(table: ProfileTable, budget: BudgetConfig) -> None:
-    """Raise InputError for a limit on a cost that the table lacks, one that is not positive, one
-    beside a mean budget, or a probability outside 0 … 1."""
-    if not isinstance(budget.limits or {}, Mapping):
-        raise InputError(f"budget.limits={budget.limits}: must be like {{usd: 0.002}}")
+    """Raise InputError for a limit on a cost that the table lacks, one that is not positive, or one
+    beside a mean budget."""
     known = ", ".join(table.costs) or "none; profile.costs=[…] names the columns that are"
     for name, limit in (budget.limits or {}).items():
         if name not in table.costs:
@@ -169,10 +162,6 @@ def check_limits(table: ProfileTable, budget: BudgetConfig) -> None:
         raise InputError(
             f"budget.limits: are for deadlines; budget={budget.constraint} has none, so leave them "
             "out"
-        )
-    if not 0 < budget.limit_probability < 1:
-        raise InputError(
-            f"budget.limit_probability={budget.limit_probability}: must lie between 0 and 1"
         )
 
 

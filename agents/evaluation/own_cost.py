@@ -1,4 +1,5 @@
-"""The cost of a deployed controller itself: the time of a decision for one request.
+"""The cost of a deployed controller itself: the time of a decision for one request, as training
+expects it and as it is measured.
 
 In front of a model a decision is never repeated at once: the model has run in between, and the
 caches hold its weights and its code. A decision then takes several times as long as in a loop of
@@ -15,16 +16,25 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import cache
 from time import perf_counter_ns
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from knobwise.agents.deployed.controller import NumpyController
 from knobwise.envs.tables.profile_table import ProfileTable
 from knobwise.envs.tables.units import MS
 
+if TYPE_CHECKING:
+    from knobwise.agents.deployed.controller import NumpyController
+
+EXPECTED_US = 30.0
+"""The time of a decision, by rule of thumb. Training charges this, so that it is repeatable;
+results are charged what was measured."""
+TEXT_US = 70.0
+"""What a text adds to that."""
+CHARACTER_US = 0.1
+"""What each character of a text adds."""
 clock_ns = perf_counter_ns
 """What decisions are timed by."""
 ROUNDS = 3
@@ -54,6 +64,21 @@ class OwnCost(NamedTuple):
     """Median time of a decision in µs, in the quickest round, with the features at hand."""
     charged_ms: Tensor
     """The time that it is charged: its decision and its features; 0 where budgets are no times."""
+
+
+def expected_cost_ms(table: ProfileTable) -> float:
+    """Return the expected cost of a decision with its features, in ms."""
+    if table.unit != MS:
+        return 0.0
+    cost_us = EXPECTED_US
+    for values in table.texts.values():
+        # most tables have no text, and need nothing that reads one
+        from knobwise.agents.deployed.text import LONGEST
+
+        # of a long one both ends
+        read = [min(len(value), 2 * LONGEST) for value in values]
+        cost_us += TEXT_US + CHARACTER_US * sum(read) / len(read)
+    return cost_us / 1e3 + table.features_ms
 
 
 def own_costs(

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
-from knobwise.agents.deployed.text import TextEncoder
-from knobwise.agents.evaluation.limits import allowed_cells, check_limits
+from torch import Tensor
+
 from knobwise.agents.problem import Problem
 from knobwise.common.checks import one_of
 from knobwise.common.progress import say
 from knobwise.envs.bandit.budgets import subsample
 from knobwise.envs.bandit.rule_choice import rule_of, try_rule
+from knobwise.envs.bandit.rules import Rule
 from knobwise.envs.bandit.settings import BudgetConfig
 from knobwise.envs.tables.profile_table import ProfileTable, Split
+
+if TYPE_CHECKING:
+    from knobwise.agents.deployed.text import TextEncoder
 
 MAX_JUDGED = 1 << 16
 """Test samples that policies are judged on; of a larger test part these are spread evenly."""
@@ -44,11 +49,16 @@ def problem_of(
         encoders: what encoded the texts.
 
     Raises:
-        InputError: `unprofiled` is another word, or see `check_limits`.
+        InputError: `unprofiled` is another word, or see `limits.check_limits`.
     """
     one_of("unprofiled", unprofiled, ("predict", "forbid"))
     budget = budget or BudgetConfig()
-    check_limits(facts, budget)
+    rule = rule_of(budget)
+    if budget.limits:
+        # most budgets have none, and need nothing that predicts costs
+        from knobwise.agents.evaluation.limits import check_limits
+
+        check_limits(facts, budget)
     beliefs = None
     values = facts
     if unprofiled == "predict" and not facts.mask.all():
@@ -57,7 +67,6 @@ def problem_of(
 
         beliefs = fit_beliefs(facts, split)
         values = facts if beliefs is None else beliefs.filled
-    rule = rule_of(budget)
     if rule.is_own:
         try_rule(rule, values)
     return Problem(
@@ -66,5 +75,23 @@ def problem_of(
         rule=rule,
         beliefs=beliefs,
         encoders=encoders or {},
-        allowed=allowed_cells(values, facts, split, rule),
+        allowed=_allowed_cells(values, facts, split, rule),
     )
+
+
+def _allowed_cells(
+    values: ProfileTable, facts: ProfileTable, split: Split, rule: Rule
+) -> Tensor | None:
+    """Return which cells samples may have, by the rule and within limits by what is expected of
+    them, bool [N, C]; None for all that have values.
+
+    Args:
+        values: the table with values in all cells that may be chosen otherwise.
+        facts: what was measured.
+    """
+    by_rule = rule.allowed(values) & values.mask if rule.is_own else values.mask
+    if rule.limits:
+        from knobwise.agents.evaluation.limits import within_limits
+
+        return within_limits(by_rule, facts, split, rule)
+    return None if bool((by_rule == values.mask).all()) else by_rule

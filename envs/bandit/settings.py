@@ -54,6 +54,12 @@ class BudgetConfig:
             raise InputError(
                 f"budget.settings={self.settings}: must be values by name, such as {{tau_ms: 5}}"
             )
+        if not isinstance(self.limits, Mapping | None):
+            raise InputError(f"budget.limits={self.limits}: must be like {{usd: 0.002}}")
+        if not 0 < self.limit_probability < 1:
+            raise InputError(
+                f"budget.limit_probability={self.limit_probability}: must lie between 0 and 1"
+            )
 
 
 @dataclass

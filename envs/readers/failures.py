@@ -94,17 +94,10 @@ def failures(
     A column of errors, or of how a run ended, says so; or several rows without accuracy took
     equally long, as long as none with accuracy, or as long as other time-outs.
     """
+    failed = _none_of(frame)
     unscored = accuracy.is_null()
-    signs = {f"failed, as {name} says": ~_is_fine(text) for name, text in _statuses(frame).items()}
-    longest = float(np.max(latency.fill_null(0).to_numpy(), initial=0))
-    slowest = (latency == longest).fill_null(False)
-    if 1 < slowest.sum() == (slowest & unscored).sum() and not unscored.all():
-        signs[f"took {longest:g}, which is longest, as time-outs do"] = slowest
-    times = latency.cast(pl.Float64).fill_null(float("nan")).to_numpy()
-    late = time_outs(times, (accuracy.fill_null(0.0) == 0).to_numpy()) & unscored.to_numpy()
-    if late.any():
-        signs[f"took {times[late].min():g} or a little longer, as time-outs do"] = pl.Series(late)
-    failed = pl.repeat(False, len(frame), dtype=pl.Boolean, eager=True)
+    # most tables have a score in every row
+    signs = _signs(frame, unscored, accuracy, latency) if unscored.any() else {}
     for sign, rows in signs.items():
         new = unscored & rows & ~failed
         if new.any():
@@ -117,6 +110,26 @@ def failures(
     return failed
 
 
+def _none_of(frame: pl.DataFrame) -> pl.Series:
+    return pl.repeat(False, len(frame), dtype=pl.Boolean, eager=True)
+
+
+def _signs(
+    frame: pl.DataFrame, unscored: pl.Series, accuracy: pl.Series, latency: pl.Series
+) -> dict[str, pl.Series]:
+    """Return what tells of a failure, and for each the rows that it may have, bool [n]."""
+    signs = {f"failed, as {name} says": ~_is_fine(text) for name, text in _statuses(frame).items()}
+    longest = float(np.max(latency.fill_null(0).to_numpy(), initial=0))
+    slowest = (latency == longest).fill_null(False)
+    if 1 < slowest.sum() == (slowest & unscored).sum() and not unscored.all():
+        signs[f"took {longest:g}, which is longest, as time-outs do"] = slowest
+    times = latency.cast(pl.Float64).fill_null(float("nan")).to_numpy()
+    late = time_outs(times, (accuracy.fill_null(0.0) == 0).to_numpy()) & unscored.to_numpy()
+    if late.any():
+        signs[f"took {times[late].min():g} or a little longer, as time-outs do"] = pl.Series(late)
+    return signs
+
+
 def is_crashed(
     frame: pl.DataFrame, accuracy: pl.Series, latency: pl.Series, notes: list[str]
 ) -> pl.Series:
@@ -125,9 +138,11 @@ def is_crashed(
 
     A column of errors says so, by a value that hardly any answer has: right, and not for nothing.
     """
+    failed = _none_of(frame)
     nothing = (latency == 0).fill_null(True)
+    if not nothing.any():
+        return failed
     right = (accuracy > 0).fill_null(False)
-    failed = pl.repeat(False, len(frame), dtype=pl.Boolean, eager=True)
     for name, status in _statuses(frame.drop(accuracy.name, strict=False)).items():
         rows = pl.DataFrame({"status": status, "answered": right & ~nothing})
         seldom = rows.select(pl.col("answered").mean().over("status") <= MOST_ANSWERED)["answered"]

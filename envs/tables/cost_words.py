@@ -1,5 +1,4 @@
-"""Reword texts about latency for other costs, such as "on time" as "within the limit"; and the
-units of further costs."""
+"""Reword texts about latency for other costs, such as "on time" as "within the limit"."""
 
 from __future__ import annotations
 
@@ -55,19 +54,3 @@ def in_words(text: str, unit: str) -> str:
         return words[:1].upper() + words[1:] if match[0][0].isupper() else words
 
     return _PHRASE.sub(of_cost, _AS_LONG.sub(r"cost\1 \2 times as much", text))
-
-
-UNITS = {
-    **dict.fromkeys(("usd", "dollars"), "USD"),
-    **dict.fromkeys(("eur", "euros"), "EUR"),
-    **dict.fromkeys(("j", "joule", "joules"), "J"),
-    **{
-        unit.casefold(): unit for unit in ("mJ", "kJ", "Wh", "kWh", "MB", "GB", "s", "ms", "tokens")
-    },
-}
-"""Last word of the name of a cost, in lower case → its unit."""
-
-
-def unit_in(name: str) -> str:
-    """Return the unit that the name of a cost ends in, such as J of `energy_j`; "" for none."""
-    return UNITS.get(re.split(r"[\W_]+", name.casefold().rstrip(")] "))[-1], "")

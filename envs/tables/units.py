@@ -1,4 +1,4 @@
-"""Units of what a budget limits.
+"""Units of what a budget limits, and of further costs.
 
 Times are kept in ms, whatever the unit of their file. Any other cost, such as a price, tokens or
 energy, keeps its unit: it is no time, so nothing that reads a clock can be compared with it. This
@@ -23,6 +23,15 @@ TIMES = {
     **dict.fromkeys(("d", "day", "days"), 8.64e7),
 }
 """Spelling of a unit of time → its length in ms."""
+UNITS = {
+    **dict.fromkeys(("usd", "dollars"), "USD"),
+    **dict.fromkeys(("eur", "euros"), "EUR"),
+    **dict.fromkeys(("j", "joule", "joules"), "J"),
+    **{
+        unit.casefold(): unit for unit in ("mJ", "kJ", "Wh", "kWh", "MB", "GB", "s", "ms", "tokens")
+    },
+}
+"""Last word of the name of a cost, in lower case → its unit."""
 
 
 def kept_as(unit: str) -> tuple[str, float]:
@@ -46,6 +55,11 @@ def own_unit(column: str) -> str | None:
     word = re.split(r"[\W_]+", words)[-1]
     is_time = word in TIMES and word not in ("min", "mins", "h", "d")
     return word if is_time or word in ("usd", "eur", "dollars", "cost", "price", "tokens") else None
+
+
+def unit_in(name: str) -> str:
+    """Return the unit that the name of a cost ends in, such as J of `energy_j`; "" for none."""
+    return UNITS.get(re.split(r"[\W_]+", name.casefold().rstrip(")] "))[-1], "")
 
 
 def in_other_unit(column: str) -> bool:

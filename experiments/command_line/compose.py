@@ -31,12 +31,12 @@ from knobwise.experiments.command_line.registry import (
     config_groups,
     readers_of,
     register_settings,
+    settings_of_verb,
 )
 from knobwise.experiments.settings.choices import BY_USER, CONF, choice_of
 from knobwise.experiments.settings.profiles import group_of_run, of_run, refuse_code
 from knobwise.experiments.settings.tracking import Training
 from knobwise.experiments.settings.unread import refuse_unread, unread_options
-from knobwise.experiments.settings.verbs import settings_of_verb
 
 OF_RUN = "of_run"
 """The choice of a group that is what the run of a checkpoint was trained on."""

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any, TextIO
 from knobwise import __version__
 from knobwise.common.errors import InputError
 from knobwise.common.files import check_address_space, refused_by_system, system_limit_of
-from knobwise.common.garbage import uncollected
 from knobwise.common.interruption import status_of, stopped_by_signals
+from knobwise.common.lazy import uncollected
 from knobwise.common.progress import say
 
 if TYPE_CHECKING:

@@ -12,11 +12,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from knobwise.common.checks import at_least
+from knobwise.common.checks import a_device, at_least
 from knobwise.common.errors import InputError, Missing
 from knobwise.common.extras import install_command
 from knobwise.common.files import write_json
-from knobwise.experiments.settings.device import a_device
 from knobwise.experiments.settings.measuring_options import InspectRun, ProfileRun
 from knobwise.experiments.settings.profiles import TableProfile, read_profile, workers_of
 from knobwise.experiments.settings.words import shell_word

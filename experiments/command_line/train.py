@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from knobwise.common.garbage import uncollected
+from knobwise.common.lazy import uncollected
 from knobwise.common.progress import has_terminal, say
 from knobwise.experiments.command_line.registry import question_of_experiment
 from knobwise.experiments.settings.options import TrainRun

@@ -19,6 +19,7 @@ from knobwise.agents.evaluation.problems import judged_part, problem_of
 from knobwise.agents.selector.clip_encoder import as_read
 from knobwise.agents.selector.selector import Selector
 from knobwise.agents.training.checkpoint import Loaded, load_checkpoint
+from knobwise.common.checks import a_device
 from knobwise.common.errors import InputError, naming
 from knobwise.common.files import write_json
 from knobwise.common.progress import say
@@ -42,7 +43,6 @@ from knobwise.experiments.evidence.selectors import evaluate_selectors
 from knobwise.experiments.report.report import print_results
 from knobwise.experiments.settings.beams import check_judged, read_data
 from knobwise.experiments.settings.deployment_options import EvaluateRun, ExplainRun, ExportRun
-from knobwise.experiments.settings.device import a_device
 from knobwise.experiments.settings.profiles import measured_at_once, of_run, read_profile
 from knobwise.experiments.train.judging import evaluate_beside_baselines
 from knobwise.profiling.endpoint.settings import NAME as ENDPOINT

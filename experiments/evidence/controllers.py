@@ -19,8 +19,8 @@ from knobwise.agents.training.checkpoint import Loaded
 from knobwise.envs.bandit.reward import RewardTable
 from knobwise.envs.bandit.rules import DEADLINES, Rule
 from knobwise.envs.tables.cells import Cells
-from knobwise.envs.tables.cost_words import unit_in
 from knobwise.envs.tables.profile_table import ProfileTable
+from knobwise.envs.tables.units import unit_in
 from knobwise.experiments.evidence.decisions import BEFORE, IF_FREE, SAMPLE
 from knobwise.experiments.evidence.evaluate import Deadlines, Policies, alone, evaluate
 from knobwise.experiments.evidence.mean_budgets import MeanBudgets

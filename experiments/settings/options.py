@@ -9,7 +9,7 @@ from omegaconf import MISSING
 
 from knobwise.agents.controller.settings import PolicyConfig
 from knobwise.agents.training.settings import OptimiserConfig
-from knobwise.common.checks import a_seed, at_least
+from knobwise.common.checks import a_seed, at_least, one_of
 from knobwise.common.errors import InputError
 from knobwise.envs.bandit.reward_kinds import KINDS
 from knobwise.envs.bandit.settings import (
@@ -22,6 +22,9 @@ from knobwise.envs.bandit.settings import (
 from knobwise.experiments.settings.choices import AUTO, DISTILLED_OPTIMISER, SAMPLED
 from knobwise.experiments.settings.tracking import Training
 from knobwise.losses.settings import LossConfig
+
+CHATS = ("last", "user", "all")
+"""What may be read of a chat, see `knobwise.agents.deployed.text.MESSAGES`."""
 
 
 @dataclass
@@ -123,6 +126,7 @@ class TrainRun(Training):
     def __post_init__(self) -> None:
         super().__post_init__()
         at_least("threads", self.threads, 1)
+        one_of("chat", self.chat, CHATS)
         kind = KINDS[self.reward.kind]
         if kind.judged_by == "reward" and not kind.learned_by_teacher:
             # the aim is another one than utility

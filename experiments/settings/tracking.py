@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from knobwise.common.checks import a_seed, distinct
-from knobwise.experiments.settings.device import a_device
+from knobwise.common.checks import a_device, a_seed, distinct
 
 
 @dataclass

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from knobwise.agents.controller.features import FeatureNormaliser
 from knobwise.agents.controller.settings import PolicyConfig, hidden_for
-from knobwise.agents.evaluation.expected_cost import expected_cost_ms
+from knobwise.agents.evaluation.own_cost import expected_cost_ms
 from knobwise.agents.problem import Problem
 from knobwise.agents.training.checkpoint import load_checkpoint
 from knobwise.agents.training.controllers import controller_trainer

@@ -7,7 +7,6 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from knobwise.agents.evaluation.problems import judged_part, problem_of
-from knobwise.agents.evaluation.texts import encoded_by, fit_encoders
 from knobwise.agents.problem import Problem
 from knobwise.agents.training.checkpoint import load_checkpoint
 from knobwise.envs.readers.joint import with_dataset_input
@@ -40,9 +39,14 @@ def problem_of_run(config: TrainRun, facts: ProfileTable, number: int = 0) -> Pr
         InputError: a split, a text or a budget that cannot be used.
     """
     split = judged_part(divide(facts, **asdict(config.split), number=number))
-    encoders = encoders_of_start(config.init_from) or fit_encoders(facts, split, config.chat)
-    encoded = encoded_by(facts, encoders)
-    return problem_of(encoded, split, config.budget, config.unprofiled, encoders)
+    encoders = encoders_of_start(config.init_from)
+    if facts.texts:
+        # most tables have none, and need nothing that encodes them
+        from knobwise.agents.evaluation.texts import encoded_by, fit_encoders
+
+        encoders = encoders or fit_encoders(facts, split, config.chat)
+        facts = encoded_by(facts, encoders)
+    return problem_of(facts, split, config.budget, config.unprofiled, encoders)
 
 
 def encoders_of_start(init_from: str | None) -> Mapping[str, TextEncoder]:

@@ -14,11 +14,11 @@ import polars as pl
 import torch
 
 from knobwise.agents.training.trainer import Trainer
+from knobwise.common.checks import a_device
 from knobwise.common.files import written_whole
 from knobwise.envs.tables.profile_table import ProfileTable
 from knobwise.experiments.evidence.profile_facts import profile_of
 from knobwise.experiments.evidence.schema import RunResults
-from knobwise.experiments.settings.device import a_device
 from knobwise.experiments.settings.tracking import Training
 from knobwise.experiments.tracking.tracker import Tracker, wandb_mode
 

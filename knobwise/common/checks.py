@@ -55,3 +55,19 @@ def a_seed(key: str, value: int) -> None:
     """Refuse a seed that not all of NumPy, torch and scikit-learn take: from 0 to 2³² − 1."""
     if not 0 <= value < 2**32:
         raise InputError(f"{key}={value}: a seed is a whole number from 0 to {2**32 - 1}")
+
+
+def a_device(value: str | None, usable: bool = False) -> None:
+    """Refuse a device that is neither cpu nor cuda; if it must be `usable`, also a GPU that torch
+    does not find. None, which leaves the choice to the model, is fine."""
+    # such as cuda:1
+    kind, _, number = (value or "cpu").partition(":")
+    if kind not in ("cpu", "cuda") or not (number or "0").isdecimal():
+        raise InputError(f"device={value}: must be cpu or cuda")
+    if usable and kind == "cuda":
+        import torch
+
+        if int(number or 0) >= torch.cuda.device_count():
+            raise InputError(
+                f"device={value}: torch finds no such GPU here; device=cpu works everywhere"
+            )

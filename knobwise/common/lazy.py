@@ -1,12 +1,16 @@
-"""Imports on demand: reading a profile should not have to wait for TorchRL."""
+"""Imports that take long.
+
+They come on demand, since reading a profile should not have to wait for TorchRL, and without
+collections of garbage, which would search all objects for cycles in vain.
+"""
 
 from __future__ import annotations
 
+import gc
 import importlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
-
-from knobwise.common.garbage import uncollected
 
 
 def lazy(package: str, module_of: Mapping[str, str]) -> Callable[[str], Any]:
@@ -23,3 +27,16 @@ def lazy(package: str, module_of: Mapping[str, str]) -> Callable[[str], Any]:
             return getattr(importlib.import_module(module), name)
 
     return get
+
+
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """A block without collections, since what it makes stays: imports of PyTorch take a fourth
+    longer if the modules are searched for cycles again and again."""
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collecting:
+            gc.enable()

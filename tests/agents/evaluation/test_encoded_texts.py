@@ -9,7 +9,7 @@ import torch
 from helpers import input_error, small_table
 
 from knobwise.agents.deployed.text import LONGEST, SURFACE, parts_of
-from knobwise.agents.evaluation import expected_cost, own_cost
+from knobwise.agents.evaluation import own_cost
 from knobwise.agents.evaluation.texts import encoded_by, fit_encoders, fitted_arrays
 from knobwise.agents.teacher.beliefs import fit_beliefs
 from knobwise.envs.tables.profile_table import Split
@@ -130,9 +130,9 @@ def test_several_texts_and_a_name_that_is_taken():
 def test_a_text_costs_by_its_length():
     table = replace(text_table(4), texts={"prompt": ["", "ab", "a" * 10, "a" * 1_000_000]})
     lengths = [0, 2, 10, 2 * LONGEST]
-    wanted = expected_cost.TEXT_US + expected_cost.CHARACTER_US * np.mean(lengths)
-    plain = expected_cost.expected_cost_ms(small_table(4))
-    assert expected_cost.expected_cost_ms(table) - plain == pytest.approx(wanted / 1e3)
+    wanted = own_cost.TEXT_US + own_cost.CHARACTER_US * np.mean(lengths)
+    plain = own_cost.expected_cost_ms(small_table(4))
+    assert own_cost.expected_cost_ms(table) - plain == pytest.approx(wanted / 1e3)
 
 
 def test_decisions_are_timed_on_texts_of_all_lengths(monkeypatch):

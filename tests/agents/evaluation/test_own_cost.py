@@ -9,8 +9,7 @@ from helpers import small_table
 from replayed import untrained
 
 from knobwise.agents.evaluation import own_cost
-from knobwise.agents.evaluation.expected_cost import expected_cost_ms
-from knobwise.agents.evaluation.own_cost import decision_us, own_costs
+from knobwise.agents.evaluation.own_cost import decision_us, expected_cost_ms, own_costs
 from knobwise.envs import default_budgets
 
 

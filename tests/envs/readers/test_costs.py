@@ -13,7 +13,7 @@ from knobwise.envs import ProfileTable
 from knobwise.envs.readers.feature_files import write_features
 from knobwise.envs.readers.joint import join_tables
 from knobwise.envs.readers.long_table import table_from_frame, write_long_table
-from knobwise.envs.tables.cost_words import unit_in
+from knobwise.envs.tables.units import unit_in
 from knobwise.experiments.evidence.decisions import read_decisions
 
 ROWS = {

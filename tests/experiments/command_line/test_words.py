@@ -20,11 +20,10 @@ from knobwise.experiments.command_line.compose import (
     text_options,
 )
 from knobwise.experiments.command_line.grammar import TEXT, kinds_of_options
-from knobwise.experiments.command_line.registry import READERS, readers_of
+from knobwise.experiments.command_line.registry import READERS, VERBS, readers_of
 from knobwise.experiments.deploy.update import CURRENT
 from knobwise.experiments.evidence.run_folder import command_of, run_name
 from knobwise.experiments.settings.profiles import read_profile
-from knobwise.experiments.settings.verbs import VERBS
 from knobwise.experiments.settings.words import shell_word
 from knobwise.experiments.train.finish import next_command
 

@@ -17,8 +17,7 @@ from replayed import ReplayedModel, untrained
 import knobwise
 from knobwise.agents import NumpyController
 from knobwise.agents.deployed.arrays import digest_of
-from knobwise.agents.evaluation.expected_cost import expected_cost_ms
-from knobwise.agents.evaluation.own_cost import own_costs
+from knobwise.agents.evaluation.own_cost import expected_cost_ms, own_costs
 from knobwise.agents.learning.adaptation import log_ratios
 from knobwise.agents.training.checkpoint import load_checkpoint, save_checkpoint
 from knobwise.envs import ConfigBanditEnv, ProfileTable, default_budgets

@@ -9,23 +9,26 @@ import polars as pl
 import pytest
 import torch
 import yaml
-from helpers import small_beams
+from helpers import input_error, small_beams
 
 from knobwise.agents import Controller, OptimiserConfig
+from knobwise.agents.deployed.text import MESSAGES
 from knobwise.agents.teacher.regressors import FAMILIES
 from knobwise.envs.demonstrations.settings import METHODS
 from knobwise.experiments.command_line.compose import read_settings
 from knobwise.experiments.command_line.help import help_lines
 from knobwise.experiments.command_line.registry import (
     READERS,
+    VERBS,
     field_docs,
     names_of_choices,
     readers_of,
+    settings_of_verb,
 )
 from knobwise.experiments.settings.beams import hide, read_data
 from knobwise.experiments.settings.config_file import flatten_keys, settings_text
 from knobwise.experiments.settings.deployment_options import EvaluateRun
-from knobwise.experiments.settings.options import TrainRun, resolve_training
+from knobwise.experiments.settings.options import CHATS, TrainRun, resolve_training
 from knobwise.experiments.settings.profiles import (
     BuiltinProfile,
     SimulatedProfile,
@@ -35,7 +38,6 @@ from knobwise.experiments.settings.profiles import (
 )
 from knobwise.experiments.settings.selector_options import BeamFiles, SmollmBeams
 from knobwise.experiments.settings.values import training_settings
-from knobwise.experiments.settings.verbs import VERBS, settings_of_verb
 from knobwise.profiling.huggingface.smollm import QUESTIONS_CSV
 from knobwise.profiling.measuring.questions import read_vqa_data
 
@@ -174,6 +176,13 @@ def test_settings_from_python_are_nobody_elses():
     changed.policy.hidden = 3
     changed.tracking.mode = "online"
     assert settings_text(training_settings({})) == before
+
+
+def test_what_is_read_of_a_chat_is_what_encoders_know():
+    """Also where no text is read, so that nobody is told late."""
+    assert CHATS == MESSAGES
+    with input_error("chat='first'"):
+        TrainRun(profile=None, chat="first")
 
 
 def test_what_follows_from_the_kind_of_budget_is_settled_beside_the_settings():
