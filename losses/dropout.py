@@ -1,8 +1,10 @@
 """Dropout controlled by a context manager instead of `train()` and `eval()`.
 
-The ratio of GRPO and PPO compares log-probs of one policy before and after a step. If a network
-dropped out at random, the two would differ before anything was learned. So neither draws nor
-log-probs depend on `train()` and `eval()`, which a trainer, a collector or a user may call.
+What is drawn, noted and judged never drops out, so it does not depend on `train()` and `eval()`,
+which a trainer, a collector or a user may call. A loss may: in that of GRPO the old log-probs are
+without dropout and the new ones with it, so their ratio is off 1 by what drops out, and the clip
+bounds that. Masks drawn once for both (Hausknecht and Wagener 2022, "Consistent Dropout for Policy
+Gradient Reinforcement Learning") would keep it at 1.
 """
 
 from __future__ import annotations
@@ -20,10 +22,9 @@ _ASKED_FOR = ContextVar("dropout", default=False)
 
 @contextmanager
 def dropping_out(asked_for: bool = True) -> Iterator[None]:
-    """Let the networks of this project drop out inside the block, as a warm-up needs it.
+    """Let the networks of this project drop out inside the block, as a loss needs it.
 
-    Put nothing but the warm-up's loss into the block: what is drawn or judged there would drop out
-    too.
+    Put nothing but the loss into the block: what is drawn or judged there would drop out too.
     """
     before = _ASKED_FOR.set(asked_for)
     try:

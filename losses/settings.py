@@ -52,7 +52,7 @@ class GRPOConfig:
     """ε of PPO's clip, or [0.2, 0.28] for its lower and its upper end (DAPO). It acts from the
     second optimiser step on a batch on: with several passes (`optimiser.epochs`), or minibatches
     smaller than the batch."""
-    entropy_coeff: float = 0.0
+    entropy_coeff: float | None = 0.0
     """η, weight of the entropy."""
     kl_to_ref_coeff: float | None = None
     """β, weight of the k3 KL to the reference policy. None: 10 where the reference was distilled
@@ -65,8 +65,8 @@ class GRPOConfig:
     def of_grpo(self) -> dict[str, Any]:
         """Return the settings that `GRPOLoss` and `ExactGRPOLoss` take, by the same names.
 
-        Their defaults are the same, but for what a stage of training knows: β after a teacher, and
-        the spread of rewards, which it sets itself.
+        Their defaults are the same, but for what a stage of training knows: β after a teacher, η
+        from a cold start, and the spread of rewards, which it sets itself.
         """
         names = "advantage advantage_clip advantage_std_floor advantage_std_eps"
         names += " clip_epsilon entropy_coeff kl_to_ref_coeff"
@@ -104,7 +104,15 @@ class LossConfig(GRPOConfig):
     The reference policy is the policy at the end of the warm-up.
     """
 
+    dropout: bool | None = None
+    """Whether the network drops out (`policy.dropout`, and the noise of `policy.augment`) in GRPO's
+    loss too: old log-probs are without, new ones with it. None: where GRPO starts cold."""
+
     group_size: int = 16
+    entropy_coeff: float | None = None
+    """η, weight of the entropy. None: 0.3 where GRPO starts cold, which keeps the policy from
+    settling before it has learned; else 0. Cold is without a warm-up
+    (`optimiser.pretrain_iterations=0`) and without a checkpoint to start from (`init_from`)."""
     objective: str = "sampled"
     """`sampled`: GRPO over `group_size` draws; `exact`: in expectation over all configurations;
     `ppo`: TorchRL's ClipPPOLoss on as many draws, with the advantage reward − V, where V is what a

@@ -89,11 +89,10 @@ def collect(
 def make_critic(
     controller: Controller,
     table: ProfileTable,
-    noise: Tensor | None = None,
     mask: Tensor | None = None,
 ) -> TensorDictModule:
     """Return a value network that reads `row` and the limit, as the actor does, with the same
-    noise and mask, and writes `state_value` [*, 1].
+    mask, and writes `state_value` [*, 1].
 
     It has layers of its own, which begin as a copy of the controller's.
     """
@@ -102,7 +101,7 @@ def make_critic(
     config = controller.config
     critic.network.head = ValueHead(config.networks_trained, config.hidden)
     critic.network.utility = None
-    rows = TrainingEncoder(critic, table, mask, noise=noise)
+    rows = TrainingEncoder(critic, table, mask)
     keys = ["row", controller.limit_key]
     return TensorDictModule(rows, in_keys=keys, out_keys=["state_value"])
 
@@ -116,7 +115,6 @@ def make_actor(
     separate: bool = False,
     all_networks: bool = False,
     offsets: Tensor | None = None,
-    noise: Tensor | None = None,
     mask: Tensor | None = None,
 ) -> Actor:
     """Return a controller as a TensorDict policy that writes `log_probs`, `action` and
@@ -139,18 +137,18 @@ def make_actor(
             `composite_lp_aggregate` is on here and where it draws, there is their sum too,
             `action_log_prob`.
         all_networks: for training, where each context is for one of several networks, see
-            `TrainingEncoder`; `offsets` and `noise` are its.
+            `TrainingEncoder`; `offsets` are its.
         mask: bool [N, C], what may be chosen in a table; None for what was profiled there.
 
     Raises:
         InputError: an agent that is not a controller, `separate` where an action is a
-            configuration, `offsets` or `noise` for a single network.
+            configuration, `offsets` for a single network.
     """
     one_of("action", action, ACTIONS)
     if separate and action != "knobs":
         raise InputError(f"separate=True: gives each knob its own key; leave out action={action}")
-    if not all_networks and (offsets is not None or noise is not None):
-        raise InputError("offsets and noise: are for all_networks=True")
+    if not all_networks and offsets is not None:
+        raise InputError("offsets: are for all_networks=True")
     controller = _controller_in(agent)
     limit = controller.limit_key
     # requests as they come, or rows of a table
@@ -160,7 +158,7 @@ def make_actor(
     else:
         encoder = TableEncoder(controller, table, mask)
         if all_networks:
-            encoder = TrainingEncoder(controller, table, mask, offsets, noise)
+            encoder = TrainingEncoder(controller, table, mask, offsets)
         keys = ["row", limit]
     # requests → log-probs → actions
     encode = TensorDictModule(encoder, in_keys=keys, out_keys=["log_probs"])

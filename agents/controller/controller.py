@@ -19,7 +19,7 @@ from knobwise.agents.controller.distributions import actions_by_name
 from knobwise.agents.controller.drift import drift_inputs
 from knobwise.agents.controller.features import FeatureNormaliser
 from knobwise.agents.controller.networks import KnobNetwork
-from knobwise.agents.controller.settings import OUTSIDE_THE_NETWORK, PolicyConfig
+from knobwise.agents.controller.settings import OUTSIDE_THE_NETWORK, PolicyConfig, regularised
 from knobwise.agents.controller.side_by_side import for_each
 from knobwise.envs.bandit.budgets import BudgetEncoding, subsample
 from knobwise.envs.bandit.rule_choice import as_rule, rule_named
@@ -68,7 +68,7 @@ class Controller(nn.Module):
         self.normaliser = normaliser
         if not self.rule.late:
             config = replace(config, utility_head=False)
-        self.config = config
+        self.config = config = regularised(config, normaliser.width)
         self.network = KnobNetwork(normaliser.width, configurations, encoding, config)
         self.eval()
 

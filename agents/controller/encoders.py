@@ -17,6 +17,7 @@ from knobwise.agents.controller.drift import drift_inputs
 from knobwise.agents.controller.side_by_side import by_network, in_turn
 from knobwise.common.errors import InputError
 from knobwise.envs.tables.profile_table import ProfileTable
+from knobwise.losses.dropout import drops_out
 
 
 class FeatureEncoder(nn.Module):
@@ -104,18 +105,17 @@ class TrainingEncoder(TableEncoder):
     """A `TableEncoder` for all networks of a controller, which also reads copies of the samples.
 
     Contexts belong to the networks in turn, see `side_by_side`. Rows beyond the table are copies:
-    row i + k·N is one of sample i, see `envs.tables.drift`.
+    row i + k·N is one of sample i, see `envs.tables.drift`. Where a loss drops out
+    (`knobwise.losses.dropping_out`), features have noise of the size `config.augment`, drawn anew
+    each time.
 
     Args:
         controller, table, mask: see `TableEncoder`.
         offsets: float [rows, C], how the machines of samples and copies drift, in ln ms; None for
             no drift.
-        noise: float [*, width], added to the features of copies, the same for a row at every visit;
-            None for none.
     """
 
     by_value: Tensor | None
-    noise: Tensor | None
 
     def __init__(
         self,
@@ -123,7 +123,6 @@ class TrainingEncoder(TableEncoder):
         table: ProfileTable,
         mask: Tensor | None = None,
         offsets: Tensor | None = None,
-        noise: Tensor | None = None,
     ) -> None:
         super().__init__(controller, table, mask)
         by_value = None
@@ -131,7 +130,6 @@ class TrainingEncoder(TableEncoder):
             offsets = offsets.to(controller.configurations.device)
             by_value = drift_inputs(offsets, controller.network.values)
         self.register_buffer("by_value", by_value, persistent=False)
-        self.register_buffer("noise", noise, persistent=False)
 
     def of_controllers(
         self, controllers: Collection[Controller], row: Tensor, limit: Tensor
@@ -145,14 +143,12 @@ class TrainingEncoder(TableEncoder):
         return [in_turn(controller.network(*inputs), shape) for controller in controllers]
 
     def features_of(self, row: Tensor) -> Tensor:
-        """Return the normalised features of rows, [*] → [*, width], with noise where they are
-        copies."""
-        count = len(self.all_features)
-        x = super().features_of(row % count)
-        if self.noise is None:
-            return x
-        of_copy = embedding(row % len(self.noise), self.noise)
-        return x + of_copy * (row >= count).unsqueeze(-1)
+        """Return the normalised features of rows, [*] → [*, width], those of copies too."""
+        x = super().features_of(row % len(self.all_features))
+        augment = self.controller.config.augment
+        if augment and drops_out():
+            x = x + self.controller.normaliser.noise_like(x, augment)
+        return x
 
     def mask_of(self, row: Tensor) -> Tensor | None:
         """Return what may be chosen, bool [*, C], of a copy what its sample may; None for

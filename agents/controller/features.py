@@ -177,12 +177,14 @@ class FeatureNormaliser(nn.Module):
         normal = ((drawn_in - self.mean) / self.scale).clamp(-self.clip, self.clip)
         return torch.cat([normal, missing[..., self.has_missing].to(normal.dtype)], -1)
 
-    def noise(self, size: float, count: int, generator: torch.Generator) -> Tensor:
-        """Draw noise for what this returns, float [count, width], of standard deviation `size`; 0
+    def noise_like(
+        self, x: Tensor, size: float, generator: torch.Generator | None = None
+    ) -> Tensor:
+        """Draw noise for features that this returned, [*, width], of standard deviation `size`; 0
         for what never varies, and for what tells that a value is missing."""
-        drawn = size * torch.randn((count, self.width), generator=generator)
+        drawn = size * torch.randn(x.shape, generator=generator, device=x.device)
         if self.projection is None:
-            varies = torch.zeros(self.width)
+            varies = x.new_zeros(self.width)
             varies[: len(self.scale)] = self.scale.isfinite().to(varies)
             drawn *= varies
         return drawn

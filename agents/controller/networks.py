@@ -138,7 +138,7 @@ class KnobNetwork(nn.Module):
     ) -> None:
         super().__init__()
         self.encoding = encoding
-        self.dropout = Dropout(config.dropout)
+        self.dropout = Dropout(config.dropout or 0.0)
         networks = config.networks_trained
         # an input for each knob value: how much slower it is than the others, in ln ms
         self.register_buffer("values", drift_values(configurations, config.drift), persistent=False)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from knobwise.common.checks import at_least, one_of, positive
 from knobwise.common.errors import InputError
@@ -57,9 +57,11 @@ class PolicyConfig:
     tightest budget."""
     layers: int = 2
     """Number of hidden layers."""
-    dropout: float = 0.6
-    """Dropout in the hidden layers during the warm-up (`knobwise.losses.dropping_out`); draws,
-    log-probs and decisions never use it, whatever the mode of the modules."""
+    dropout: float | None = 0.6
+    """Dropout in the hidden layers where a loss is computed (`knobwise.losses.dropping_out`): that
+    of the warm-up, and that of GRPO if `loss.dropout` says so. Draws, noted log-probs and decisions
+    never use it, whatever the mode of the modules. None: by the number of features, see
+    `regularised`."""
     teacher_hidden: int = 96
     """Width of the hidden layers of the teacher's network."""
     teacher_dropout: float = 0.2
@@ -67,10 +69,11 @@ class PolicyConfig:
     drift: float = 0.0
     """Scale of simulated per-knob latency drift in training (ln ms), so that the policy can use a
     tracker's per-knob offsets. 0: it sees only the overall slowdown."""
-    augment: float = 0.0
-    """Standard deviation of Gaussian noise on standardised features, for extra training copies; 0
-    for none. A copy keeps its noise for action, log-prob and reward. Experts, validation, test and
-    decisions never see it; without features it has no effect."""
+    augment: float | None = 0.0
+    """Standard deviation of Gaussian noise on standardised features, drawn anew wherever a network
+    drops out, and in half of what the heads imitate; 0 for none. Experts, draws, validation, test
+    and decisions never see it; without features it has no effect. None: by the number of features,
+    see `regularised`."""
     utility_head: bool = False
     """Add a head that predicts accuracy and latency of each configuration and adds its expected
     utility to the logits. Without it the knobs are independent, as in the original. Under a mean
@@ -119,12 +122,31 @@ class PolicyConfig:
             at_least(f"policy.{name}", getattr(self, name), 1)
         for name in ("hidden", "project"):
             at_least(f"policy.{name}", getattr(self, name), 0)
-        if not 0 <= self.augment < float("inf"):
+        if not 0 <= (self.augment or 0) < float("inf"):
             raise InputError(f"policy.augment={self.augment}: must be 0 or a positive number")
         for name in ("dropout", "teacher_dropout"):
-            if not 0 <= getattr(self, name) < 1:
+            if not 0 <= (getattr(self, name) or 0) < 1:
                 raise InputError(f"policy.{name}={getattr(self, name)}: must be in [0, 1)")
         positive("policy.sharpness", self.sharpness)
+
+
+MANY_FEATURES = 100
+"""From so many features on a network is regularised more."""
+FEW, MANY = (0.1, 0.0), (0.3, 0.3)
+"""Dropout and the noise on features for few and for many features, where GRPO starts cold."""
+
+
+def regularised(config: PolicyConfig, features: int) -> PolicyConfig:
+    """Return the settings with the dropout and the noise that suit the number of features, where
+    they name none.
+
+    The more features, the easier a network learns samples by heart."""
+    dropout, augment = MANY if features >= MANY_FEATURES else FEW
+    return replace(
+        config,
+        dropout=dropout if config.dropout is None else config.dropout,
+        augment=augment if config.augment is None else config.augment,
+    )
 
 
 SIZES = (64, 96, 128, 192, 256)

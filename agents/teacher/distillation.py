@@ -69,7 +69,7 @@ def distillation_targets(
         for finished, (teacher, rows) in enumerate(teachers, 1):
             x = composed_of(table, fitted.teacher.normaliser, rows, count, generator)
             if augment:
-                x[::2] += fitted.teacher.normaliser.noise(augment, len(x[::2]), generator)
+                x[::2] += fitted.teacher.normaliser.noise_like(x[::2], augment, generator)
             limits = drawn_limits(judged, (count, LIMITS), generator)
             offsets = drawn_drift(table.configurations, drift, (count, LIMITS), generator)
             target = {

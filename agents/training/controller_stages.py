@@ -149,6 +149,7 @@ class GRPO(ControllerStage):
             lr=settings.lr,
             patience=settings.patience,
         )
+        self.dropout = setup.drops_out
         self.grpo = self._make_loss()
         if setup.loss.kl_band:
             self.kl_controls = [weight_control(self.grpo.kl_to_ref_coeff, setup.loss.kl_band)]
@@ -164,8 +165,10 @@ class GRPO(ControllerStage):
         return GRPOLoss(self.setup.actor, **self._coefficients(), functional=False)
 
     def _coefficients(self) -> dict[str, Any]:
-        """Collect the arguments of the loss; β is that of the setup."""
-        return self.setup.loss.of_grpo() | {"kl_to_ref_coeff": self.setup.kl_coeff}
+        """Collect the arguments of the loss; β and η are those of the setup."""
+        setup = self.setup
+        coefficients = {"kl_to_ref_coeff": setup.kl_coeff, "entropy_coeff": setup.entropy_coeff}
+        return setup.loss.of_grpo() | coefficients
 
     def start(self, trainer: Trainer) -> None:
         """Measure how much rewards differ between the policy's draws, and take the end of the
@@ -245,7 +248,7 @@ class PPO(GRPO):
             self.setup.actor,
             self.setup.critic,
             clip_epsilon=loss.clip_epsilon,
-            entropy_coeff=loss.entropy_coeff,
+            entropy_coeff=self.setup.entropy_coeff,
             critic_coeff=VALUE_COEFF,
             loss_critic_type="l2",
             functional=False,

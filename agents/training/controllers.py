@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +21,6 @@ from torch import Tensor, nn
 from knobwise.agents.controller.actor import Actor, make_actor, make_critic
 from knobwise.agents.controller.controller import Controller
 from knobwise.agents.problem import Problem
-from knobwise.agents.training.augmentation import Copies, copies_for_training
 from knobwise.agents.training.checkpoint import Loaded, load_checkpoint, started_from
 from knobwise.agents.training.controller_settings import ControllerSettings
 from knobwise.agents.training.controller_stages import RCE, ControllerStage, grpo_stage
@@ -30,14 +30,17 @@ from knobwise.agents.training.seeding import seeded, weight_sums
 from knobwise.agents.training.state import Provenance
 from knobwise.agents.training.trainer import Trainer
 from knobwise.envs.bandit.reward_kinds import KINDS
+from knobwise.envs.bandit.settings import BudgetConfig
 from knobwise.envs.bandit.torchrl_env import ConfigBandit
-from knobwise.envs.tables.drift import rows_of_copies
+from knobwise.envs.tables.drift import Copied, copies_of, rows_of_copies
 from knobwise.envs.tables.profile_table import ProfileTable, Split
 from knobwise.losses.own import OwnLoss
 
 if TYPE_CHECKING:
     from knobwise.agents.training.stage import Log
 
+COLD_ENTROPY = 0.3
+"""Weight of the entropy, in units of the spread of rewards, where GRPO starts cold."""
 SPREAD_CELLS = 1 << 22
 """The spread of rewards is measured on at most as many rewards, or one context for each network."""
 
@@ -61,7 +64,8 @@ class ControllerSetup:
         fitted: int64 [n], the rows that the deployed network is fitted on.
         limits: float [B], the judged budgets in ms, or values of a right answer.
         controller, reference: the networks that learn, and a copy for the KL.
-        copied, drift, augment: the samples with their copies, see `Copies`.
+        copied: the samples with their copies, see `copies_of`.
+        drift: the largest size of their drift, in ln ms.
         actor, critic: the policy that draws, and for PPO its value network.
         env: where contexts and rewards come from.
         held_out: judges the networks.
@@ -111,10 +115,11 @@ class ControllerSetup:
         self.reference = copy.deepcopy(self.controller).requires_grad_(False)
 
         # the actor, which also sees copies of the samples, and where it acts
-        copies = copies_for_training(problem, self.controller, self.policy, seed)
+        self.drift = 0.0
+        if self.rule.late and len(self.controller.network.values):
+            self.drift = self.policy.drift
+        copies = copies_of(problem.values, self.drift, seed, problem.cells)
         self.copied = copies.table
-        self.drift = copies.drift
-        self.augment = copies.augment
         self.actor, self.critic = self._actor_and_critic(copies)
         self.env = self._environment(copies, samples.by_network, settings)
         self.held_out = HeldOut(
@@ -127,7 +132,7 @@ class ControllerSetup:
             cost_ms=self.cost_ms,
         )
 
-    def _actor_and_critic(self, copies: Copies) -> tuple[Actor, Any]:
+    def _actor_and_critic(self, copies: Copied) -> tuple[Actor, Any]:
         """Return the policy that draws, and for PPO its value network, else None."""
         facts, mask = self.facts, self.problem.mask
         actor = make_actor(
@@ -136,22 +141,21 @@ class ControllerSetup:
             self.group_size,
             all_networks=True,
             offsets=copies.offsets,
-            noise=copies.noise,
             mask=mask,
         ).to(self.device)
         if self.loss.objective != "ppo":
             return actor, None
-        return actor, make_critic(self.controller, facts, copies.noise, mask).to(self.device)
+        return actor, make_critic(self.controller, facts, mask).to(self.device)
 
     def _environment(
-        self, copies: Copies, rows: Sequence[Tensor], settings: ControllerSettings
+        self, copies: Copied, rows: Sequence[Tensor], settings: ControllerSettings
     ) -> ConfigBandit:
         """Return where contexts and rewards come from, for each network of its own rows."""
         return ConfigBandit(
             copies.table,
             batch_size=self.settings.contexts * self.networks,
             group_size=self.group_size,
-            budget=settings.budget,
+            budget=self._budgets_drawn(settings.budget),
             reward=self.rule.charged(settings.reward),
             balance=settings.balance.by,
             rows=[rows_of_copies(part, self.facts, copies.table) for part in rows],
@@ -163,6 +167,15 @@ class ControllerSetup:
             cells=copies.cells,
             device=self.device,
         )
+
+    def _budgets_drawn(self, budget: BudgetConfig) -> BudgetConfig:
+        """Return the settings by which training draws budgets; those of `spread` go over the judged
+        ones."""
+        if budget.strategy is None and self.starts_cold:
+            budget = replace(budget, strategy="spread")
+        if budget.strategy == "spread" and not budget.values_ms:
+            budget = replace(budget, values_ms=tuple(self.limits.tolist()))
+        return budget
 
     @property
     def networks(self) -> int:
@@ -185,6 +198,31 @@ class ControllerSetup:
     def group_size(self) -> int:
         """Draws per context; the exact objective weighs all configurations and needs only one."""
         return 1 if self.exact else self.loss.group_size
+
+    @property
+    def augment(self) -> float:
+        """The size of the noise on standardised features; 0 without features."""
+        augment = self.controller.config.augment or 0.0
+        return augment if self.controller.normaliser.width else 0.0
+
+    @property
+    def starts_cold(self) -> bool:
+        """True if GRPO is all that a policy learns by, without a warm-up or a checkpoint."""
+        return not self.settings.pretrain_iterations and self.start_sums is None
+
+    @property
+    def drops_out(self) -> bool:
+        """True if the network drops out in GRPO's loss, as it does in that of the warm-up."""
+        if self.loss.dropout is not None:
+            return self.loss.dropout
+        return self.starts_cold
+
+    @property
+    def entropy_coeff(self) -> float:
+        """The weight of the entropy in GRPO."""
+        if self.loss.entropy_coeff is not None:
+            return self.loss.entropy_coeff
+        return COLD_ENTROPY if self.starts_cold and self.loss.objective != "ppo" else 0.0
 
     @property
     def kl_coeff(self) -> float:

@@ -43,8 +43,11 @@ class OptimiserConfig:
     patience: int = 8
     """Patience: evaluations without a better validation utility that end GRPO; 0 never ends it
     early."""
+    keep: str = "best"
+    """Which weights are used: the `best` on validation, or the `last`."""
 
     def __post_init__(self) -> None:
+        one_of("optimiser.keep", self.keep, ("best", "last"))
         one_of("optimiser.schedule", self.schedule, ("cosine", "constant"))
         for name in ("contexts", "minibatch", "epochs", "evaluate_every"):
             at_least(f"optimiser.{name}", getattr(self, name), 1)

@@ -94,8 +94,8 @@ class Stage(ABC):
     loss_name = "Loss"
     """The name that the loss is logged under."""
     dropout = False
-    """True if the network drops out where the loss is computed. GRPO draws without it, and learns
-    without it: the ratio is 1 at the first step."""
+    """True if the network drops out where the loss is computed. What is drawn and judged never
+    does."""
     collects = True
     """False if it draws its own minibatches; contexts are then collected only where diagnostics are
     read."""
@@ -169,7 +169,7 @@ class Stage(ABC):
 
     def is_better(self, validation: Validation, best: Best) -> bool:
         """Compare scores: True if the weights just validated replace the best."""
-        return validation.score > best.score
+        return self.settings.keep == "last" or validation.score > best.score
 
     def is_past_its_peak(self, iteration: int, scores: list[tuple[int, float]]) -> bool:
         """Return True if its score has not improved within `patience` evaluations.

@@ -15,12 +15,16 @@ from knobwise.envs.tables.cells import Cells, averages, unread_ms
 from knobwise.envs.tables.profile_table import ProfileTable
 from knobwise.envs.tables.time_outs import time_outs
 
+DRAWN_BY = "quantiles"
+"""The strategy where the settings name none."""
 FACTORS = (0.8, 1.0, 1.2)
 """Multiples of a sample's own latency that budget=relative draws from."""
 RANGE = (0.03, 0.97)
 """The quantiles of all profiled latencies that budget=quantiles and budget=uniform lie between."""
 DEFAULT_QUANTILES = (0.10, 0.25, 0.50, 0.75, 0.90)
 """The quantiles of all profiled latencies that default budgets are."""
+BEYOND = 0.15
+"""How far budget=spread goes beyond its ends, in ln ms."""
 SPARSE = 0.5
 """Where a smaller share of the cells was measured, the fastest configuration of a sample is rarely
 among them."""
@@ -260,21 +264,43 @@ class Uniform(Quantiles):
     points = 2
 
 
+class Spread(Quantiles):
+    """Half of them by rank, and half evenly on a log scale over the numbers in the settings."""
+
+    def prepared(self, config: BudgetConfig, latencies_ms: Tensor) -> Tensor:
+        by_rank = super().prepared(config, latencies_ms)
+        ends = by_rank[[0, -1]]
+        if config.values_ms:
+            ends = _positive_values("spread", config)
+        self.low, self.high = log_ms(ends).aminmax()
+        return by_rank
+
+    def __call__(self, rows: Tensor, generator: torch.Generator | None) -> Tensor:
+        by_rank = super().__call__(rows, generator)
+        share = torch.rand(len(rows), generator=generator)
+        even = torch.lerp(self.low - BEYOND, self.high + BEYOND, share).exp()
+        return even.where(torch.rand(len(rows), generator=generator) < 0.5, by_rank)
+
+
 class Fixed(Strategy):
     """One of the numbers in the settings."""
 
     def prepared(self, config: BudgetConfig, latencies_ms: Tensor) -> Tensor:
-        values = config.values_ms
-        if not values or not all(0 < value < math.inf for value in values):
-            raise InputError(
-                "budget.strategy=fixed: values_ms must hold at least one number, all positive, "
-                f"not {values}"
-            )
-        return torch.tensor([*values])
+        return _positive_values("fixed", config)
 
     def __call__(self, rows: Tensor, generator: torch.Generator | None) -> Tensor:
         drawn = torch.randint(len(self.numbers), (rows.shape[0],), generator=generator)
         return self.numbers[drawn]
+
+
+def _positive_values(strategy: str, config: BudgetConfig) -> Tensor:
+    values = config.values_ms
+    if not values or not all(0 < value < math.inf for value in values):
+        raise InputError(
+            f"budget.strategy={strategy}: values_ms must hold at least one number, all positive, "
+            f"not {values}"
+        )
+    return torch.tensor([*values])
 
 
 class Relative(Fixed):
@@ -303,6 +329,7 @@ class AnswerValues(Strategy):
 STRATEGIES: dict[str, type[Strategy]] = {
     "relative": Relative,
     "quantiles": Quantiles,
+    "spread": Spread,
     "uniform": Uniform,
     "fixed": Fixed,
 }

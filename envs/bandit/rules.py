@@ -18,6 +18,7 @@ from torch import Tensor
 from knobwise.common.checks import one_of
 from knobwise.common.errors import InputError
 from knobwise.envs.bandit.budgets import (
+    DRAWN_BY,
     STRATEGIES,
     AnswerValues,
     Strategy,
@@ -233,8 +234,9 @@ class Rule:
 
     def strategy(self, budget: BudgetConfig) -> type[Strategy]:
         """Return how training draws limits."""
-        one_of("budget.strategy", budget.strategy, STRATEGIES)
-        return STRATEGIES[budget.strategy]
+        name = budget.strategy or DRAWN_BY
+        one_of("budget.strategy", name, STRATEGIES)
+        return STRATEGIES[name]
 
     def limits_seen(self, latencies_ms: Tensor) -> Tensor:
         """Return the limits that a network's encoding of them is standardised by, float [m], of the

@@ -18,13 +18,16 @@ WEIGHTS = ("alpha", "beta", "gamma", "delta", "epsilon", "miss")
 class BudgetConfig:
     """The budgets that a policy is trained on. They are redrawn at every visit of a sample."""
 
-    strategy: str = "quantiles"
+    strategy: str | None = None
     """`quantiles`: uniform in quantile, from the 3 % to the 97 % quantile of all profiled
-    latencies; `uniform`: evenly in ms between these two; `relative`: a random profiled latency of
-    the sample itself times 0.8, 1.0 or 1.2, as in the original controller; `fixed`: one of
-    `values_ms`."""
+    latencies; `spread`: half of them so, and half evenly on a log scale between the lowest and the
+    highest of `values_ms`, and 15 % beyond; `uniform`: evenly in ms between the two quantiles;
+    `relative`: a random profiled latency of the sample itself times 0.8, 1.0 or 1.2, as in the
+    original controller; `fixed`: one of `values_ms`. None: `spread` where GRPO starts cold, else
+    `quantiles`."""
     values_ms: tuple[float, ...] = ()
-    """The budgets for `fixed`, in ms."""
+    """The budgets for `fixed` and `spread`, in ms. For `spread` none are the judged budgets in a
+    training, and the two quantiles elsewhere."""
     constraint: str = "deadline"
     """`deadline`: every request has its own budget; `mean`: the average over the requests must not
     exceed it, by a Lagrangian relaxation: the policy is conditioned on 1/λ in ms. Training draws it

@@ -16,6 +16,7 @@ from torch import Tensor
 from torchrl.data import Binary, Categorical, Composite, MultiCategorical, TensorSpec, Unbounded
 
 from knobwise.common.errors import InputError
+from knobwise.envs.bandit.budgets import DRAWN_BY
 from knobwise.envs.bandit.contexts import ContextSampler
 from knobwise.envs.bandit.replay import Replay
 from knobwise.envs.bandit.rule_choice import rule_of
@@ -154,7 +155,9 @@ class ConfigBandit(SingleStepEnv):
 
     def _about(self) -> str:
         budget = self.contexts.budgets.config
-        limits = budget.strategy if rule_of(budget).late else budget.constraint
+        limits = budget.constraint
+        if rule_of(budget).late:
+            limits = budget.strategy or DRAWN_BY
         size = f"{self.table.num_samples} samples × {self.table.num_configurations} configurations"
         return f"{self.table.name!r}: {size}, budget {limits}, reward {self.rewards.config.kind}"
 

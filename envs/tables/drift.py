@@ -1,4 +1,4 @@
-"""Copies of samples for training: on machines that drift, and with noise on their features.
+"""Copies of samples for training, on machines that drift.
 
 On a machine that drifts some knob values are slower than in the profile. A slowdown that all
 configurations share, the level, is taken off the budget before a policy decides. This module draws
@@ -76,25 +76,20 @@ class Copied(NamedTuple):
     """How the machines drift, in ln ms, float [N·(1 + copies), C]; None without drift."""
 
 
-def copies_of(
-    table: ProfileTable, drift: float, noisy: bool, seed: int, cells: Cells | None = None
-) -> Copied:
-    """Return a table and copies of it; the table itself if there are none: without drift and noise,
-    or if it is too large.
+def copies_of(table: ProfileTable, drift: float, seed: int, cells: Cells | None = None) -> Copied:
+    """Return a table and copies of it; the table itself if there are none: without drift, or if it
+    is too large.
 
     Args:
         table: the table.
-        drift: the largest size of drift, in ln ms; 0 for copies on the same machine.
-        noisy: whether there are copies without drift too, whose features will get noise.
+        drift: the largest size of drift, in ln ms; 0 for none.
         seed: of the drift.
         cells: what counts of the table; None for all that it has.
     """
     counted: Cells = table if cells is None else cells
     count = min(COPIES, MAX_CELLS // table.latency_ms.numel() - 1)
-    if not (drift or noisy) or count < 1:
+    if not drift or count < 1:
         return Copied(table, counted, None)
-    if not drift:
-        return _repeated(table, counted, torch.ones(1), 1 + count, None)
     generator = torch.Generator().manual_seed(seed)
     offset = torch.zeros(table.latency_ms.shape)  # the table itself does not drift
     for _ in range(count):
@@ -105,10 +100,10 @@ def copies_of(
 
 
 def _repeated(
-    table: ProfileTable, cells: Cells, factors: Tensor, copies: int, offsets: Tensor | None
+    table: ProfileTable, cells: Cells, factors: Tensor, copies: int, offsets: Tensor
 ) -> Copied:
     """Return copies of a table and its cells below each other, latencies times factors,
-    [N·copies, C] or [1]."""
+    [N·copies, C]."""
     changed: dict[str, Any] = _repeated_cells(table, factors, copies)
     if table.sampling_weight is not None:
         changed["sampling_weight"] = torch.cat([table.sampling_weight] * copies)
@@ -139,7 +134,7 @@ def rows_of_copies(rows: Tensor, table: ProfileTable, copied: ProfileTable) -> T
     """Return the rows of these samples, int64 [n], in a table with copies.
 
     The samples themselves are repeated until they are as many as all copies, so that half of what
-    is drawn has neither drift nor noise.
+    is drawn does not drift.
     """
     count = copied.num_samples // table.num_samples - 1
     if count < 1:

@@ -27,17 +27,23 @@ UTILITY = PolicyConfig(
     teacher=True, fold_networks=5, hidden=0, dropout=0.0, drift=0.3, utility_head=True
 )
 AUTO = replace(UTILITY, experts=EXPERTS)
+GRPO = replace(UTILITY, teacher=False, fold_networks=3, hidden=96, dropout=None, augment=None)
 DISTILLED_OPTIMISER = OptimiserConfig(
     pretrain_lr=3e-3, iterations=400, lr=3e-4, patience=10, epochs=2
 )
 """The optimiser of heads that are distilled before GRPO."""
+COLD_OPTIMISER = OptimiserConfig(
+    pretrain_iterations=0, iterations=1000, lr=2e-3, minibatch=256, patience=0, keep="last"
+)
+"""The optimiser of GRPO from a cold start."""
 SAMPLED = LossConfig()
 
 CHOICES: dict[str, dict[str, object]] = {
-    "policy": {"auto": AUTO, "utility": UTILITY, "independent": INDEPENDENT},
+    "policy": {"auto": AUTO, "utility": UTILITY, "grpo": GRPO, "independent": INDEPENDENT},
     "optimiser": {
         "auto": DISTILLED_OPTIMISER,
         "utility": DISTILLED_OPTIMISER,
+        "grpo": COLD_OPTIMISER,
         "independent": OptimiserConfig(),
     },
     "loss": {
@@ -46,7 +52,9 @@ CHOICES: dict[str, dict[str, object]] = {
         "ppo": replace(SAMPLED, objective="ppo"),
     },
     "budget": {
+        "deadline": BudgetConfig(),
         "quantiles": BudgetConfig(strategy="quantiles"),
+        "spread": BudgetConfig(strategy="spread"),
         "uniform": BudgetConfig(strategy="uniform"),
         "relative": BudgetConfig(strategy="relative"),
         "fixed": BudgetConfig(strategy="fixed"),

@@ -87,7 +87,8 @@ class TrainRun(Training):
     policy: PolicyConfig = field(default_factory=lambda: replace(AUTO))
     """A small network with one head per knob. auto: distilled from an ensemble that predicts
     outcomes, then GRPO; utility: distilled from one network (several times faster), then GRPO;
-    independent: from rewards alone, without a teacher."""
+    grpo: by GRPO alone, from a cold start; independent: from rewards alone, without a teacher, a
+    guard or a head for utility."""
     loss: LossConfig = field(default_factory=lambda: replace(SAMPLED))
     """The policy loss: GRPO on sampled actions (sampled), GRPO over all configurations (exact),
     PPO, or a loss of your own, module:Class."""

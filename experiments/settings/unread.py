@@ -101,8 +101,8 @@ def _by_budget(budget: Any) -> dict[str, str]:
     if budget.constraint == "mean":
         return _because("budget=mean", ["budget.strategy", "budget.values_ms"])
     reasons = {}
-    if budget.strategy != "fixed":
-        reasons["budget.values_ms"] = f"budget={budget.strategy}"
+    if budget.strategy not in ("fixed", "spread"):
+        reasons["budget.values_ms"] = f"budget={budget.strategy or 'deadline'}"
     if not budget.limits:
         reasons["budget.limit_probability"] = "budget without limits"
     return reasons
@@ -150,9 +150,17 @@ def _by_loss(config: Any) -> dict[str, str]:
         reasons |= _because(f"loss.advantage={loss.advantage}", floors)
     optimiser = config.optimiser
     # at the first step on a batch the policy is still the one that drew it
-    if optimiser.epochs == 1 and optimiser.minibatch >= optimiser.contexts:
+    one_step = optimiser.epochs == 1 and optimiser.minibatch >= optimiser.contexts
+    if one_step and not _grpo_drops_out(config):
         reasons["loss.clip_epsilon"] = "a training of one optimiser step on each batch"
     return reasons
+
+
+def _grpo_drops_out(config: Any) -> bool:
+    """Return True if the network drops out in GRPO's loss, as `ControllerSetup.drops_out` says."""
+    if config.loss.dropout is not None:
+        return bool(config.loss.dropout)
+    return not (config.optimiser.pretrain_iterations or config.init_from)
 
 
 def _by_stages(config: Any) -> dict[str, str]:
@@ -160,9 +168,10 @@ def _by_stages(config: Any) -> dict[str, str]:
     optimiser = config.optimiser
     reasons: dict[str, str] = {}
     if not optimiser.pretrain_iterations:
-        reasons |= _because(
-            "optimiser.pretrain_iterations=0", ["optimiser.pretrain_lr", "policy.dropout"]
-        )
+        reasons["optimiser.pretrain_lr"] = "optimiser.pretrain_iterations=0"
+        if not _grpo_drops_out(config):
+            reason = "a training in which nothing drops out"
+            reasons |= _because(reason, ["policy.dropout", "policy.augment"])
     if not optimiser.iterations:
         reasons |= _because("optimiser.iterations=0", OF_GRPO)
     if optimiser.schedule == "constant":

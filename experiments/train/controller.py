@@ -212,7 +212,7 @@ class ControllerExperiment(Experiment):
         if augment and not setup.augment:
             notes.append(
                 f"policy.augment={augment} has no effect: profile {self.table.name!r} has no "
-                "features, or too many cells to copy"
+                "features"
             )
         kind = self.config.reward.kind
         if setup.distiller is not None and not KINDS[kind].learned_by_teacher:

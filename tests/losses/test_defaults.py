@@ -9,8 +9,8 @@ from knobwise.losses.settings import GRPOConfig, LossConfig, SelectorLossConfig
 
 OF_A_MODULE = {"actor_network", "reduction", "functional"}
 CHANGED_WHILE_IT_TRAINS = {"top"}
-KNOWN_BY_A_STAGE = {"kl_to_ref_coeff": (0.0, None)}
-"""A loss by itself knows no teacher: β, then that of a stage."""
+KNOWN_BY_A_STAGE = {"kl_to_ref_coeff": (0.0, None), "entropy_coeff": (0.0, None)}
+"""A loss by itself knows no teacher and no warm-up: β and η, then those of a stage."""
 
 
 def defaults(function):

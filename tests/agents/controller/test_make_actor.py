@@ -146,8 +146,8 @@ def test_what_cannot_be_a_policy_or_be_separate_is_refused():
         make_actor(agent, action="index")
     with input_error("separate"):
         make_actor(agent, action="configuration", separate=True)
-    with input_error("noise"):
-        make_actor(agent, small_table(4), noise=torch.zeros(4, 2))
+    with input_error("offsets"):
+        make_actor(agent, small_table(4), offsets=torch.zeros(4, 2))
 
 
 # -- however the requests come ---------------------------------------------------------------------

@@ -53,7 +53,7 @@ def test_half_of_the_machines_are_as_profiled_and_offsets_have_no_level():
 def test_copies_are_the_samples_on_other_machines(several):
     table = small_table(30, holes=0.2)
     table = repeated(table) if several else table
-    drifted, cells, offset = copies_of(table, 0.4, noisy=False, seed=0)
+    drifted, cells, offset = copies_of(table, 0.4, seed=0)
     assert cells is drifted
     assert drifted.num_samples == len(offset) == 30 * (1 + COPIES)
     assert drifted.features == {}
@@ -65,7 +65,7 @@ def test_copies_are_the_samples_on_other_machines(several):
         close(drifted.latency_ms[rows], table.latency_ms * factors)
         close(drifted.measurements_ms[rows], table.measurements_ms * factors.unsqueeze(-1))
         assert torch.equal(drifted.mask[rows], table.mask)
-    assert copies_of(table, 0.0, noisy=False, seed=0) == (table, table, None)
+    assert copies_of(table, 0.0, seed=0) == (table, table, None)
 
 
 def test_what_heads_are_told_of_it_by_hand():
@@ -94,7 +94,7 @@ def test_grpo_learns_on_copies_of_its_own_samples_and_is_told_their_drift():
     # the latencies that it is rewarded for are those of the copy
     last = batches[-1]
     row, limits, chosen = last["row"], last["budget_ms"], last["configuration"]
-    offset = copies_of(table, student.setup.drift, False, student.seed).offsets[row]
+    offset = copies_of(table, student.setup.drift, student.seed).offsets[row]
     cell = row.unsqueeze(-1) % 60, chosen
     on_time = table.latency_ms[cell] * offset.gather(-1, chosen).exp() <= limits.unsqueeze(-1)
     close(last["next", "reward"], torch.where(on_time, table.accuracy[cell], -0.2))

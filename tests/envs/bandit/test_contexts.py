@@ -69,7 +69,24 @@ def test_budgets_between_two_quantiles(strategy, quarters, monkeypatch):
     torch.testing.assert_close(drawn.quantile(shares), torch.tensor(quarters), rtol=0.03, atol=0.1)
 
 
-@pytest.mark.parametrize("strategy", ["relative", "quantiles"])
+@pytest.mark.parametrize("values_ms", [(), (5.0, 50.0)])
+def test_spread_is_half_by_rank_and_half_even_in_the_logarithm(values_ms, monkeypatch):
+    monkeypatch.setattr(budgets, "RANGE", (0.2, 0.8))
+    table = of_latencies(torch.linspace(0, 10, 1001).square().reshape(1001, 1))
+    drawn = draw(table, ZEROS, strategy="spread", values_ms=values_ms)
+    low, high = values_ms or (4.0, 64.0)
+    low, high = low * math.exp(-0.15), high * math.exp(0.15)
+    assert min(low, 4.0) - 1e-3 <= float(drawn.min())
+    assert float(drawn.max()) <= max(high, 64.0) + 1e-3
+    # the share below a budget is the mean of the two shares
+    for budget in (6.0, 16.0, 40.0):
+        by_rank = (math.sqrt(budget) / 10 - 0.2) / 0.6
+        even = math.log(budget / low) / math.log(high / low)
+        share = (drawn <= budget).double().mean().item()
+        assert share == pytest.approx((by_rank + even) / 2, abs=0.03)
+
+
+@pytest.mark.parametrize("strategy", ["relative", "quantiles", "spread"])
 def test_budgets_are_positive_where_a_timer_said_zero(strategy, monkeypatch):
     monkeypatch.setattr(budgets, "RANGE", (0.0, 0.97))
     table = of_latencies(torch.tensor([[0.0, 0.0], [0.0, 3.0]]))

@@ -32,7 +32,10 @@ IGNORED = {
     "policy.level=0.9": ["policy.guard=false", "policy=independent", "budget=mean"],
     "policy.utility_head=true": ["budget=mean"],
     "policy.budget_width=3": ["policy.budget_encoding=linear"],
-    "policy.dropout=0.1": ["policy=independent optimiser.pretrain_iterations=0"],
+    "policy.dropout=0.1": [
+        "policy=independent optimiser.pretrain_iterations=0 loss.dropout=false",
+        "optimiser.pretrain_iterations=0 loss.dropout=false",
+    ],
     "optimiser.pretrain_lr=1": ["optimiser.pretrain_iterations=0"],
     "optimiser.lr=1": ["optimiser.iterations=0"],
     "optimiser.lr_warmup=0.1": ["optimiser.schedule=constant"],
@@ -57,7 +60,15 @@ READ = {
     "loss.group_size=4": ["loss=sampled", "loss=ppo"],
     "loss.advantage_std_floor=0.1": ["loss.advantage=zscore", "loss=ppo loss.advantage=zscore"],
     # in the second minibatch of a batch the policy has moved
-    "loss.clip_epsilon=0.1": ["", "policy=independent", f"{ONE_STEP} optimiser.epochs=2"],
+    "loss.clip_epsilon=0.1": [
+        "",
+        "policy=independent",
+        f"{ONE_STEP} optimiser.epochs=2",
+        "policy=grpo",
+        f"{ONE_STEP} loss.dropout=true",
+    ],
+    "policy.dropout=0.1": ["policy=grpo", "policy=independent"],
+    "policy.augment=0.1": ["policy=grpo", "policy=independent", ""],
 }
 """A word → choices beside which it is read."""
 
