@@ -269,10 +269,10 @@ class Spread(Quantiles):
 
     def prepared(self, config: BudgetConfig, latencies_ms: Tensor) -> Tensor:
         by_rank = super().prepared(config, latencies_ms)
-        ends = by_rank[[0, -1]]
+        bounds = by_rank[[0, -1]]
         if config.values_ms:
-            ends = _positive_values("spread", config)
-        self.low, self.high = log_ms(ends).aminmax()
+            bounds = _positive_values("spread", config)
+        self.low, self.high = log_ms(bounds).aminmax()
         return by_rank
 
     def __call__(self, rows: Tensor, generator: torch.Generator | None) -> Tensor:

@@ -166,17 +166,17 @@ class Unit:
         statics = [fit_static(self.problem.cells, fit) for fit in auto.setup.folds[0]]
         self.static_held_out = self._of_folds(auto.setup, statics, self.budgets_ms)
         self.static = fit_static(self.problem.cells, self.fitted)
-        found: dict[str, Array] = {}
+        results: dict[str, Array] = {}
         trained = {"auto": auto, "before": before, "auto regularised": regularised, "grpo": alone}
         for name, way in trained.items():
-            found |= self._judged(name, _greedy(way.held_out), _greedy(way.test))
-            found[f"{name}/seconds"] = np.array(way.seconds)
-        found |= self._teacher(auto.setup)
-        found |= self._mixtures(auto, alone)
+            results |= self._judged(name, _greedy(way.held_out), _greedy(way.test))
+            results[f"{name}/seconds"] = np.array(way.seconds)
+        results |= self._teacher(auto.setup)
+        results |= self._mixtures(auto, alone)
         for name, policy in (("static", self.static), ("oracle", self._oracle())):
             chosen = self._chosen(policy, self.problem.split.test, self.budgets_ms)
-            found[f"{name}/free"] = self._utility(self.problem.split.test, chosen)
-        return found | {"test": self.problem.split.test.numpy()}
+            results[f"{name}/free"] = self._utility(self.problem.split.test, chosen)
+        return results | {"test": self.problem.split.test.numpy()}
 
     # -- training
 
@@ -263,12 +263,14 @@ class Unit:
 
     def _mixtures(self, auto: Trained, alone: Trained) -> dict[str, Array]:
         def mixed(weight: float) -> tuple[Callable[[float], Tensor], Callable[[float], Tensor]]:
-            def of(first: Decide, second: Decide) -> Decide:
+            def lerped(first: Decide, second: Decide) -> Decide:
                 return lambda limit: torch.lerp(
                     first(limit).clamp_min(-1e4), second(limit).clamp_min(-1e4), weight
                 )
 
-            return _greedy(of(auto.held_out, alone.held_out)), _greedy(of(auto.test, alone.test))
+            return _greedy(lerped(auto.held_out, alone.held_out)), _greedy(
+                lerped(auto.test, alone.test)
+            )
 
         def score(weight: float) -> float:
             held_out, _ = mixed(weight)
@@ -276,8 +278,8 @@ class Unit:
             return float(self._utility(self.fitted, chosen).mean())
 
         best = max(WEIGHTS, key=score)
-        found = self._judged("even mixture", *mixed(0.5)) | self._judged("mixture", *mixed(best))
-        return found | {"mixture/weight": np.array(best)}
+        results = self._judged("even mixture", *mixed(0.5)) | self._judged("mixture", *mixed(best))
+        return results | {"mixture/weight": np.array(best)}
 
     def _of_folds(
         self, setup: ControllerSetup, policies: Sequence[Policy], limits: Tensor
@@ -318,9 +320,9 @@ def run(folder: Path, names: Sequence[str], seeds: Sequence[int]) -> None:
                     continue
                 table = table or table_named(name)
                 problem = Problem.from_table(table, table.split(*SHARES, number))
-                found: dict[str, Any] = dict(Unit(problem, seed).results())
+                results: dict[str, Any] = dict(Unit(problem, seed).results())
                 with path.with_suffix(".part").open("wb") as file:
-                    np.savez_compressed(file, samples=np.array(table.num_samples), **found)
+                    np.savez_compressed(file, samples=np.array(table.num_samples), **results)
                 os.replace(path.with_suffix(".part"), path)
                 print(path, flush=True)
 
@@ -328,7 +330,7 @@ def run(folder: Path, names: Sequence[str], seeds: Sequence[int]) -> None:
 # -- the table -------------------------------------------------------------------------------------
 
 
-class Measured:
+class TableResults:
     """All results of a table: of each split and seed that is finished, in the order of `units`.
 
     Args:
@@ -384,16 +386,16 @@ class Measured:
         return np.array(differences)
 
 
-def measured_in(folder: Path) -> list[Measured]:
+def measured_in(folder: Path) -> list[TableResults]:
     """Read all results in a folder, by the name of the table."""
     tables: dict[str, dict[tuple[int, int], Path]] = {}
     for path in sorted(folder.glob("*.npz")):
         name, split, seed = path.stem.rsplit("_", 2)
         tables.setdefault(name, {})[int(split), int(seed)] = path
-    return [Measured(name, files) for name, files in tables.items()]
+    return [TableResults(name, files) for name, files in tables.items()]
 
 
-def rival_of(table: Measured) -> str:
+def rival_of(table: TableResults) -> str:
     """Return the way other than GRPO alone that held-out samples choose for a table."""
     return max((way for way in WAYS if way != "grpo"), key=table.held_out)
 
@@ -405,7 +407,7 @@ def with_interval(differences: Array) -> str:
     return words.replace("-", "−")
 
 
-def print_table(tables: Sequence[Measured]) -> None:
+def print_table(tables: Sequence[TableResults]) -> None:
     """Print shares of the gap by way, free and guarded, the test against the rival, and the CPU
     seconds; then what the rule says."""
     heads = [*WAYS, "rival", "grpo − rival, points", "s auto", "s grpo"]
@@ -441,7 +443,7 @@ def below(differences: Array, margin: float) -> bool:
     return float(np.percentile(differences[1:], 2.5)) <= -margin
 
 
-def against_today(tables: Sequence[Measured]) -> None:
+def against_today(tables: Sequence[TableResults]) -> None:
     """Print each way − auto, guarded, as a mean over the tables, in points and in shares of the
     gap."""
     print("\n| way | − auto, points | − auto, share of the gap | mean held-out utility |")
