@@ -27,7 +27,7 @@ UTILITY = PolicyConfig(
     teacher=True, fold_networks=5, hidden=0, dropout=0.0, drift=0.3, utility_head=True
 )
 AUTO = replace(UTILITY, experts=EXPERTS)
-GRPO = replace(UTILITY, teacher=False, fold_networks=3, hidden=96, dropout=None, augment=None)
+GRPO = replace(UTILITY, teacher=False, hidden=96, dropout=None, augment=None)
 DISTILLED_OPTIMISER = OptimiserConfig(
     pretrain_lr=3e-3, iterations=400, lr=3e-4, patience=10, epochs=2
 )
