@@ -49,16 +49,16 @@ from knobwise.experiments.train.controller import width_for
 
 Array = NDArray[np.float64]
 RESAMPLES = 4000
-ONE = replace(GRPO, fold_networks=1)
+SINGLE = replace(GRPO, fold_networks=1)
 """Without the networks of the folds, which the guard needs."""
-WHOLE: dict[str, Any] = {"policy": ONE, "loss": SAMPLED, "optimiser": COLD_OPTIMISER}
+WHOLE: dict[str, Any] = {"policy": SINGLE, "loss": SAMPLED, "optimiser": COLD_OPTIMISER}
 PARTS: dict[str, dict[str, Any]] = {
     "as it is": {},
-    "without the utility head": {"policy": replace(ONE, utility_head=False)},
+    "without the utility head": {"policy": replace(SINGLE, utility_head=False)},
     "without entropy": {"loss": replace(SAMPLED, entropy_coeff=0.0)},
     "without dropout and noise": {"loss": replace(SAMPLED, dropout=False)},
-    "more of both (.3, .3)": {"policy": replace(ONE, dropout=0.3, augment=0.3)},
-    "less of both (.1, 0)": {"policy": replace(ONE, dropout=0.1, augment=0.0)},
+    "more of both (.3, .3)": {"policy": replace(SINGLE, dropout=0.3, augment=0.3)},
+    "less of both (.1, 0)": {"policy": replace(SINGLE, dropout=0.1, augment=0.0)},
     "without a whole schedule": {"optimiser": replace(COLD_OPTIMISER, schedule="constant")},
     "budgets by quantiles": {"budget": BudgetConfig(strategy="quantiles")},
     "exact, no draws": {"loss": replace(SAMPLED, objective="exact")},
@@ -94,7 +94,7 @@ def print_parts(names: Sequence[str]) -> None:
             Problem.from_table(table, table.split(*SHARES, number)) for number in range(SPLITS)
         ]
         budgets = [problem.budgets(None) for problem in problems]
-        ends = []
+        bounds = []
         for problem, budgets_ms in zip(problems, budgets, strict=True):
             rows = problem.split.test
             for policy in (
@@ -102,8 +102,8 @@ def print_parts(names: Sequence[str]) -> None:
                 Oracle(problem.cells, rows, problem.rule),
             ):
                 outcomes = evaluate_policy(policy, problem, rows, budgets_ms)
-                ends.append(float(outcomes.utility.mean()))
-        static, oracle = np.mean(ends[::2]), np.mean(ends[1::2])
+                bounds.append(float(outcomes.utility.mean()))
+        static, oracle = np.mean(bounds[::2]), np.mean(bounds[1::2])
         first = None
         for part, settings in PARTS.items():
             each = [

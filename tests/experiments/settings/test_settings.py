@@ -106,7 +106,7 @@ def test_the_settings_of_the_original_selector():
         settings,
         """
         selector.projection=linear selector.update=convex selector.dropout=0.5 selector.width=256
-        selector.layers=1 selector.temperature=0.1 sft.epochs=20 sft.lr=1.0e-4 rce.lr=1.0e-5
+        selector.layers=3 selector.temperature=0.1 sft.epochs=20 sft.lr=1.0e-4 rce.lr=1.0e-5
         grpo.epochs=5 loss.clip_epsilon=0.2 loss.advantage=zscore reward.mode=auto
         """,
     )
