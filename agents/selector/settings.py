@@ -28,7 +28,8 @@ class SelectorConfig:
     """Width of states and keys."""
     layers: int | None = None
     """Layers in which the query attends to its pool; in v0 those that read what was chosen, in v3
-    as many of both. None for 1, in v3 for 3. v2 can do without (0)."""
+    as many of both. None for 1, in v3 for 3. The original's v2 has 3, which makes no measurable
+    difference (docs/original.md); v2 can do without (0)."""
     heads: int = 4
     """Attention heads in each layer."""
     projection: str = "mlp"
