@@ -40,7 +40,10 @@ if TYPE_CHECKING:
     from knobwise.agents.training.stage import Log
 
 COLD_ENTROPY = 0.3
-"""Weight of the entropy, in units of the spread of rewards, where GRPO starts cold."""
+"""Weight of the entropy, in units of the spread of rewards, where GRPO starts cold.
+
+Without it the policy settles before it has learned: it closes .10 of the gap from static to the
+oracle in place of .52 on poppler, .57 in place of .73 on a portfolio of solvers (qbf16)."""
 SPREAD_CELLS = 1 << 22
 """The spread of rewards is measured on at most as many rewards, or one context for each network."""
 

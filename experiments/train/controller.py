@@ -236,11 +236,11 @@ def width_for(problem: Problem, budgets_ms: Tensor, policy: PolicyConfig) -> int
 
 
 def best_of(trainer: Trainer) -> str:
-    """Return a line with the best validation score of a trainer, and when it was reached."""
+    """Return a line with the validation score of the kept weights, and when it was reached."""
     state = trainer.state
-    iteration = state.best.iteration
+    iteration, keep = state.best.iteration, trainer.settings.keep
     line = (
-        f"{trainer.title}: best validation {trainer.judged_by} {state.best.score:.4f} at "
+        f"{trainer.title}: {keep} validation {trainer.judged_by} {state.best.score:.4f} at "
         f"iteration {iteration} of {trainer.total}"
     )
     last = trainer.stages[-1]
