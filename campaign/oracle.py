@@ -37,6 +37,10 @@ SIDES = {
 """What is measured → the experiment that has none of it, and its names, the first that is there."""
 
 
+MISSING = ("", "?", "null", "none", "na", "n/a", "#n/a")
+"""Spellings of no number, as docs/profiles.md lists them."""
+
+
 class Wrong(Exception):
     """Accepted, and should have been refused."""
 
@@ -83,7 +87,7 @@ def parquet_rows(content):
 def number(value, logical):
     """A measurement; None where it is missing."""
     text = value.strip().lower() if isinstance(value, str) else value
-    if text is None or text == "":
+    if text is None or text in MISSING:
         return None
     if text in ("true", "false") or isinstance(text, bool):
         if not logical:
@@ -117,8 +121,24 @@ def name(value):
     return str(int(value) if math.isfinite(value) and value == int(value) else value)
 
 
+def dotted(head, rows):
+    """Columns and rows in which the parts of objects have names such as `config.size`."""
+    nested = {column for column in head if any(isinstance(row.get(column), dict) for row in rows)}
+    flat = []
+    for row in rows:
+        parts = {
+            f"{column}.{part}": value
+            for column in nested
+            for part, value in (row.get(column) or {}).items()
+        }
+        flat.append({column: row[column] for column in row if column not in nested} | parts)
+    names = dict.fromkeys(name for row in flat for name in row)
+    return [*names], flat
+
+
 def wrong_table(table, head, rows):
     """A `ProfileTable` against the rows of a long table."""
+    head, rows = dotted(head, rows)
     if len(set(head)) < len(head):
         raise Wrong("a column occurs twice")
     knobs = [knob.name for knob in table.knobs]

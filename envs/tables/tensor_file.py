@@ -10,7 +10,8 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from types import UnionType
+from typing import TYPE_CHECKING, Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -123,11 +124,32 @@ def load_table(
             elif isinstance(value, list):
                 value = tuple(value)
             values[name] = value
+        hints = get_type_hints(kind)
+        for name, value in values.items():
+            if not is_of_type(value, hints[name]):
+                raise ValueError(f"{name} is no {hints[name]}")
         return kind(**values)
     except Damaged:
         raise
     except Exception as error:
         raise InputError(f"{path}: not a {what} saved by knobwise ({error})") from error
+
+
+def is_of_type(value: object, hint: Any) -> bool:
+    """Tell whether a value has the type of a field: a class, one of several, or a tuple, list or
+    dictionary of one type."""
+    kind, parts = get_origin(hint) or hint, get_args(hint)
+    if kind in (Union, UnionType):
+        return any(is_of_type(value, part) for part in parts)
+    if kind is float:
+        return isinstance(value, int | float) and not isinstance(value, bool)
+    if not isinstance(value, kind):
+        return False
+    if isinstance(value, dict):
+        return all(is_of_type(part, parts[1]) for part in value.values())
+    if parts:
+        return all(is_of_type(part, parts[0]) for part in value)
+    return True
 
 
 def save_tensors(

@@ -1,6 +1,7 @@
 """ProfileTable: what it refuses, its digest, the disk; how tables are divided, by images and by
 data sets."""
 
+import json
 import pickle
 import random
 import statistics
@@ -187,6 +188,30 @@ def test_files_that_are_no_saved_table(tmp_path):
         with input_error("not a table") as refused:
             ProfileTable.load(path)
         assert not isinstance(refused.value, Damaged)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("sample_ids", [1] * 20),
+        ("texts", 2.5),
+        ("texts", {"question": "long"}),
+        ("costs", [1.0]),
+        ("datasets", True),
+        ("unit", None),
+        ("features_ms", "1"),
+    ],
+)
+def test_a_field_of_another_type_is_refused(tmp_path, field, value):
+    path = tmp_path / "t.safetensors"
+    small_table(20).save(path)
+    tensors = load_file(path)
+    head = json.loads(tensors["head"].numpy().tobytes())
+    text = json.dumps(head | {field: value})
+    tensors["head"] = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
+    save_file(tensors, path)
+    with input_error(rf"t\.safetensors: .*{field}"):
+        ProfileTable.load(path)
 
 
 def test_fingerprints_know_an_input_again_by_its_features():
