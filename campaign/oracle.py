@@ -123,24 +123,24 @@ def name(value):
 
 def dotted(head, rows):
     """Columns and rows in which the parts of objects have names such as `config.size`."""
-    nested = {column for column in head if any(isinstance(row.get(column), dict) for row in rows)}
-    flat = []
+    flat, names = [], dict.fromkeys(head)
     for row in rows:
-        parts = {
-            f"{column}.{part}": value
-            for column in nested
-            for part, value in (row.get(column) or {}).items()
-        }
-        flat.append({column: row[column] for column in row if column not in nested} | parts)
-    names = dict.fromkeys(name for row in flat for name in row)
+        cells = {}
+        for column, value in row.items():
+            parts = {column: value}
+            if isinstance(value, dict):
+                parts = {f"{column}.{part}": inner for part, inner in value.items()}
+            cells |= parts
+        flat.append(cells)
+        names |= dict.fromkeys(cells)
     return [*names], flat
 
 
 def wrong_table(table, head, rows):
     """A `ProfileTable` against the rows of a long table."""
-    head, rows = dotted(head, rows)
     if len(set(head)) < len(head):
         raise Wrong("a column occurs twice")
+    head, rows = dotted(head, rows)
     knobs = [knob.name for knob in table.knobs]
     accuracy = "accuracy" if "accuracy" in head else "score"
     if {*knobs} & {*COLUMNS, accuracy} or not {*knobs} <= {*head}:

@@ -210,8 +210,10 @@ class ControllerSetup:
 
     @property
     def starts_cold(self) -> bool:
-        """True if GRPO is all that a policy learns by, without a warm-up or a checkpoint."""
-        return not self.settings.pretrain_iterations and self.start_sums is None
+        """True if GRPO is all that a policy learns by, without a warm-up or a checkpoint; PPO has
+        its value network."""
+        warm = self.settings.pretrain_iterations or self.start_sums is not None
+        return not warm and self.loss.objective != "ppo"
 
     @property
     def drops_out(self) -> bool:
@@ -225,7 +227,7 @@ class ControllerSetup:
         """The weight of the entropy in GRPO."""
         if self.loss.entropy_coeff is not None:
             return self.loss.entropy_coeff
-        return COLD_ENTROPY if self.starts_cold and self.loss.objective != "ppo" else 0.0
+        return COLD_ENTROPY if self.starts_cold else 0.0
 
     @property
     def kl_coeff(self) -> float:

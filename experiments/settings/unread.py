@@ -160,7 +160,8 @@ def _grpo_drops_out(config: Any) -> bool:
     """Return True if the network drops out in GRPO's loss, as `ControllerSetup.drops_out` says."""
     if config.loss.dropout is not None:
         return bool(config.loss.dropout)
-    return not (config.optimiser.pretrain_iterations or config.init_from)
+    warm = config.optimiser.pretrain_iterations or config.init_from
+    return not warm and config.loss.objective != "ppo"
 
 
 def _by_stages(config: Any) -> dict[str, str]:
