@@ -66,6 +66,12 @@ SETTINGS = {
     "auto": WITH_TEACHER,
     "auto, exact": [*WITH_TEACHER, "loss=exact"],
     "utility": words_of(CONTROLLER, "policy=utility policy.fold_networks=2"),
+    "grpo": [
+        *UNTAUGHT_CONTROLLER,
+        "policy=grpo",
+        "policy.fold_networks=2",
+        "optimiser.pretrain_iterations=0",
+    ],
     "independent": FREE,
     "exact": [*FREE, "loss=exact"],
     "ppo": [*FREE, "loss=ppo"],
