@@ -42,8 +42,9 @@ if TYPE_CHECKING:
 COLD_ENTROPY = 0.3
 """Weight of the entropy, in units of the spread of rewards, where GRPO starts cold.
 
-Without it the policy settles before it has learned: it closes .10 of the gap from static to the
-oracle in place of .52 on poppler, .57 in place of .73 on a portfolio of solvers (qbf16)."""
+Without it the policy settles before it has learned: it closes .01 of the gap from static to the
+oracle in place of .48 on poppler, and .52 in place of .72 on a portfolio of solvers (qbf16), by
+experiments/studies/grpo_parts.py."""
 SPREAD_CELLS = 1 << 22
 """The spread of rewards is measured on at most as many rewards, or one context for each network."""
 
