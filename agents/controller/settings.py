@@ -140,10 +140,10 @@ def regularised(config: PolicyConfig, features: int) -> PolicyConfig:
     """Return the settings with the dropout and the noise that suit the number of features, where
     they name none.
 
-    The more features, the easier a network learns samples by heart. With `FEW` and with `MANY`, GRPO
-    alone closes .48 and .21 of the gap from static to the oracle with 6 features (poppler), .72 and
-    .69 with 46 (a portfolio of solvers, qbf16), and .10 and .18 with 288 (built-in), on test samples
-    of three splits, by experiments/studies/grpo_parts.py.
+    The more features, the easier a network learns samples by heart. With `FEW` and with `MANY`
+    GRPO alone closes .48 and .21 of the gap from static to the oracle with 6 features (poppler),
+    .72 and .69 with 46 (a portfolio of solvers, qbf16), and .10 and .18 with 288 (built-in), on
+    test samples of three splits, by experiments/studies/grpo_parts.py.
     """
     dropout, augment = MANY if features >= MANY_FEATURES else FEW
     return replace(
