@@ -146,8 +146,22 @@ def calibrate(
             chosen = choices[margins.index(row["margin"])]
             row["effective_cells"] = effective_cells(beliefs.weight[rows, chosen])
             row["reason"] += f"; estimated from {row['effective_cells']:.0f} measured choices"
+            missing = _unmeasured(problem, rows, torch.stack([chosen, by_static], 1))
+            if missing and not row["deployed"]:
+                row["reason"] += (
+                    f"; knobwise profile complete=RUN measures {missing:,} missing cells of "
+                    "validation samples, which then decide"
+                )
         rulings.append(row)
     return rulings
+
+
+def _unmeasured(problem: Problem, rows: Tensor, chosen: Tensor) -> int:
+    """Return how many cells were not measured among these choices, int64 [n, 2], for those samples
+    int64 [n] that are validation samples."""
+    cells = torch.zeros_like(problem.facts.mask)
+    cells[rows.unsqueeze(1), chosen] = True
+    return int((cells & ~problem.facts.mask)[problem.split.validation].sum())
 
 
 def cluster_numbers(table: ProfileTable, rows: Tensor) -> Tensor:

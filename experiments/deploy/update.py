@@ -77,10 +77,14 @@ def _update(config: UpdateRun, out: Path) -> None:
             f"{config.checkpoint}: was trained under {agent.rule.name}, and a log is judged by "
             "accuracy on time; train again on a newer profile"
         )
-    if agent.rule.kind != "deadline" or agent.teacher is None:
+    reason = ""
+    if agent.rule.kind != "deadline":
+        reason = "decides for mean budgets"
+    elif agent.teacher is None:
+        reason = "has no teacher whose expectations could move"
+    if reason:
         raise InputError(
-            f"{config.checkpoint}: decides for mean budgets, or has no teacher whose expectations "
-            "could move; train with policy=auto or policy=utility for deadlines"
+            f"{config.checkpoint}: {reason}; train with policy=auto or policy=utility for deadlines"
         )
     digest = agent.decider.digest
     _check_serving(config, digest, serving_version(out))

@@ -7,7 +7,11 @@ budget-aware static (0) to the oracle (100); the line below each is the differen
 in points of utility, with a 95 % interval over test samples.
 
     python experiments/studies/grpo_parts.py parts TABLE …
-    python experiments/studies/grpo_parts.py curves TABLE FILE.svg
+    python experiments/studies/grpo_parts.py curves TABLE … FILE.svg
+
+The curves are those of one split: utility on held-out samples, on which networks are judged that
+were not fitted on them, over CPU seconds since the profile was read. What `policy=auto` takes for
+its teacher counts; until its heads imitate it, the teacher's network is judged in their place.
 
 Tables are named as for `grpo_alone.py`.
 """
@@ -129,21 +133,26 @@ def print_parts(names: Sequence[str]) -> None:
 # -- curves ----------------------------------------------------------------------------------------
 
 
+STATIC = "budget-aware static"
+
+
 class Curve:
-    """A log that notes the validation, and the CPU seconds until then."""
+    """A log that notes each validation: its iteration, the CPU seconds until then, the utility."""
 
     def __init__(self) -> None:
         self.began = time.process_time()
-        self.points: list[tuple[float, float]] = []
+        self.points: list[tuple[int, float, float]] = []
 
     def log(self, metrics: Mapping[str, float | Tensor], step: int) -> None:
         """Note the utility on held-out samples, if it is logged."""
         if "Val/Utility" in metrics:
-            self.points.append((time.process_time() - self.began, float(metrics["Val/Utility"])))
+            seconds = time.process_time() - self.began
+            self.points.append((step, seconds, float(metrics["Val/Utility"])))
 
 
-def draw_curves(name: str, file: str) -> None:
-    """Draw held-out utility over CPU seconds, with a teacher and without."""
+def points_of(name: str) -> list[tuple[str, float, float]]:
+    """Return the points of the curves of a table: what is judged, CPU seconds and utility; the last
+    two are of static, at 0 and at the end."""
     table = table_named(name)
     problem = Problem.from_table(table, table.split(*SHARES, 0))
     budgets_ms = problem.budgets(None)
@@ -155,15 +164,45 @@ def draw_curves(name: str, file: str) -> None:
     points = []
     for way, settings in ways.items():
         curve = Curve()
-        distillation_trainer(problem, budgets_ms=budgets_ms, log=curve, **settings).run()
-        points += [(way, *point) for point in curve.points]
+        trainer = distillation_trainer(problem, budgets_ms=budgets_ms, log=curve, **settings)
+        trainer.run()
+        heads_from = next(
+            (stage.first for stage in trainer.stages if stage.name == "imitation"), -1
+        )
+        for step, seconds, utility in curve.points:
+            judged = way if step > heads_from else f"{way}, its teacher"
+            points.append((judged, seconds, utility))
+        print(f"{name}: {way}: {curve.points[-1][1]:.1f} s", file=sys.stderr, flush=True)
+    judged_static = []
+    for fit, hold in zip(*trainer.setup.folds, strict=True):
+        static = fit_static(problem.cells, fit)
+        judged_static.append(evaluate_policy(static, problem, hold, budgets_ms).utility)
+    utility = float(torch.cat(judged_static).mean())
+    end = max(seconds for _, seconds, _ in points)
+    return [*points, (STATIC, 0.0, utility), (STATIC, end, utility)]
+
+
+def draw_curves(names: Sequence[str], file: str) -> None:
+    """Draw held-out utility over CPU seconds, with a teacher and without, tables side by side."""
     head = ["policy", "CPU seconds", "utility on held-out samples"]
-    frame = pl.DataFrame(points, head, orient="row")
-    chart = alt.Chart(frame).mark_line()
-    chart = chart.encode(
-        x=alt.X(f"{head[1]}:Q"), y=alt.Y(f"{head[2]}:Q").scale(zero=False), color=f"{head[0]}:N"
-    )
-    chart.properties(width=420, height=260).save(file)
+    order = ["policy=grpo", "policy=auto", "policy=auto, its teacher", STATIC]
+    colours = ["#d6604d", "#2166ac", "#92c5de", "#888888"]
+    charts = []
+    for name in names:
+        points = points_of(name)
+        static = points[-1][2]
+        gain = max(utility for *_, utility in points) - static
+        # what nothing has been learned for is far below
+        limits = [static - 0.5 * gain, static + 1.1 * gain]
+        chart = alt.Chart(pl.DataFrame(points, head, orient="row")).mark_line(clip=True)
+        chart = chart.encode(
+            x=alt.X(f"{head[1]}:Q"),
+            y=alt.Y(f"{head[2]}:Q").scale(domain=limits, nice=False),
+            color=alt.Color(f"{head[0]}:N", title=None).scale(domain=order, range=colours),
+        )
+        title = Path(name).stem.replace("_", " ")
+        charts.append(chart.properties(width=330, height=240, title=title))
+    alt.hconcat(*charts).save(file)
 
 
 def main(words: list[str]) -> None:
@@ -172,8 +211,8 @@ def main(words: list[str]) -> None:
     match words:
         case ["parts", *names] if names:
             print_parts(names)
-        case ["curves", name, file]:
-            draw_curves(name, file)
+        case ["curves", *names, file] if names:
+            draw_curves(names, file)
         case _:
             sys.exit(__doc__)
 

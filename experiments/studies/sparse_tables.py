@@ -9,7 +9,7 @@ Intervals are bootstraps over draws of the cells and test samples.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from fractions import Fraction
 from pathlib import Path
 
@@ -40,8 +40,48 @@ def title_of(profile: str) -> str:
     return TITLES.get(profile, name_of(profile))
 
 
-class Resamples:
-    """What all draws of some cases of a profile got, and resamples of draws and test samples.
+class Draws:
+    """Resamples of draws of the cells of a profile, and of its test samples.
+
+    Args:
+        profile: the profile.
+        draws: how many.
+    """
+
+    def __init__(self, profile: str, draws: int) -> None:
+        self.draws = draws
+        generator = np.random.default_rng(list(name_of(profile).encode()))
+        table = profile_named(profile)
+        self.configurations = table.num_configurations
+        count = table.num_samples
+        even = np.full(count, 1 / count)
+        # how often each resample holds a sample, [R, N], and a draw, [R, D]
+        self.samples = generator.multinomial(count, even, RESAMPLES).astype(np.float32)
+        self.of_draws = generator.multinomial(draws, np.full(draws, 1 / max(draws, 1)), RESAMPLES)
+
+    def gains_in(self, cases: Sequence[Mapping[str, Array]], way: str, reference: str) -> Array:
+        """Return the mean gain of a way over a reference, first in truth, then in each resample.
+
+        Samples that are in the test part of several draws are resampled together.
+
+        Args:
+            cases: of each draw, the utilities of test samples by each way, and their `rows`.
+        """
+        sums = np.zeros((2, RESAMPLES + 1))
+        for draw, case in enumerate(cases):
+            gained = (case[way] - case[reference]).astype(np.float32)
+            weights = self.samples[:, case["rows"]]
+            of_draw = self.of_draws[:, draw]
+            sums[0] += [gained.sum(), *(of_draw * (weights @ gained))]
+            sums[1] += [len(gained), *(of_draw * weights.sum(1))]
+        # of few test samples a resample may hold none
+        means = np.full(RESAMPLES + 1, np.nan)
+        np.divide(sums[0], sums[1], out=means, where=sums[1] > 0)
+        return means
+
+
+class Resamples(Draws):
+    """What all draws of some cases of a profile got, and resamples of them.
 
     Args:
         folder: of `run`.
@@ -51,26 +91,18 @@ class Resamples:
 
     def __init__(self, folder: Path, profile: str, shares: Sequence[Fraction]) -> None:
         self.cases: dict[Fraction, list[dict[str, np.ndarray]]] = {}
-        self.draws = 0
+        draws = 0
         for draw in range(DRAWS):
             paths = {share: Case(profile, share, draw).path(folder) for share in shares}
             if all(path.exists() for path in paths.values()):
-                self.draws += 1
+                draws += 1
                 # the test samples of the whole profile are the same, by the same split
                 whole = Case(profile, Fraction(1), draw % SPLITS).path(folder)
                 of_whole = np.load(whole)["imitation"]
                 for share, path in paths.items():
                     case = dict(np.load(path), imitation_of_whole=of_whole)
                     self.cases.setdefault(share, []).append(case)
-        generator = np.random.default_rng(list(name_of(profile).encode()))
-        table = profile_named(profile)
-        self.configurations = table.num_configurations
-        count = table.num_samples
-        even = np.full(count, 1 / count)
-        # how often each resample holds a sample, [R, N], and a draw, [R, D]
-        self.samples = generator.multinomial(count, even, RESAMPLES).astype(np.float32)
-        of_draws = np.full(self.draws, 1 / max(self.draws, 1))
-        self.of_draws = generator.multinomial(self.draws, of_draws, RESAMPLES)
+        super().__init__(profile, draws)
 
     def words(self, share: Fraction) -> str:
         """Return a share as the number of cells of a sample."""
@@ -82,22 +114,10 @@ class Resamples:
         return float(np.mean([np.mean(means[split::SPLITS]) for split in range(SPLITS)]))
 
     def gains(self, share: Fraction, way: str, reference: str) -> Array:
-        """Return the mean gain of a way over a reference, first in truth, then in each resample.
-
-        Samples that are in the test part of several draws are resampled together, and the draws of
-        all shares too, because the cells of a smaller share are among those of a larger one.
+        """Return the mean gain of a way over a reference, see `gains_in`. The draws of all shares
+        are resampled together, because the cells of a smaller one are among those of a larger one.
         """
-        sums = np.zeros((2, RESAMPLES + 1))
-        for draw, case in enumerate(self.cases[share]):
-            gained = (case[way] - case[reference]).astype(np.float32)
-            weights = self.samples[:, case["rows"]]
-            of_draw = self.of_draws[:, draw]
-            sums[0] += [gained.sum(), *(of_draw * (weights @ gained))]
-            sums[1] += [len(gained), *(of_draw * weights.sum(1))]
-        # of few test samples a resample may hold none
-        means = np.full(RESAMPLES + 1, np.nan)
-        np.divide(sums[0], sums[1], out=means, where=sums[1] > 0)
-        return means
+        return self.gains_in(self.cases[share], way, reference)
 
 
 def in_points(gains: Array) -> tuple[float, float, float]:

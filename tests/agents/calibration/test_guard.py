@@ -24,6 +24,7 @@ from knobwise.agents.calibration.guard import (
 from knobwise.agents.deployed.calibrated import Guard
 from knobwise.agents.problem import Problem
 from knobwise.envs.tables.beliefs import Beliefs
+from knobwise.envs.tables.profile_table import Split
 
 NAN = math.nan
 BUDGET = 10.0
@@ -194,6 +195,29 @@ def test_estimates_promise_no_more_than_every_request_on_time():
     assert row["satisfaction_deployed"] == 1
     # three requests cannot show nine tenths, however many they seem to be
     assert row["missed"] == TOO_FEW
+
+
+def test_what_would_have_to_be_measured_is_counted():
+    """Four samples, the last two of which are validated on; the policy takes the second and static
+    the first configuration, of which the third sample lacks both and the fourth the second."""
+    table = table_of(torch.ones(4, 3), torch.full((4, 3), 5.0))
+    mask = torch.tensor([[1, 0, 0], [0, 1, 0], [0, 0, 1], [1, 0, 0]]).bool()
+    beliefs = Beliefs(measured=table, filled=table, predicted=table, weight=mask.float())
+    holes = torch.ones(4, 3).where(mask, NAN)
+    facts = table_of(holes, 5 * holes)
+    parts = Split(torch.tensor([0, 1]), torch.tensor([2, 3]), torch.tensor([]).long())
+    known = replace(Problem.from_table(table, parts), facts=facts, beliefs=beliefs)
+    static = torch.zeros(4, 1, dtype=torch.int64)
+    about = known, torch.arange(4), torch.tensor([BUDGET]), static
+
+    def reason_in(problem):
+        (row,) = calibrate(problem, *about[1:], lambda limit_ms: torch.ones_like(static)[:, 0], 0.5)
+        assert not row["deployed"]  # all gain nothing
+        return row["reason"]
+
+    assert " 3 missing cells" in reason_in(known)
+    # what was measured since is not counted
+    assert "missing" not in reason_in(replace(known, facts=table))
 
 
 @pytest.mark.parametrize(
