@@ -42,6 +42,9 @@ class Problem:
     measured may not be chosen."""
     encoders: Mapping[str, TextEncoder] = field(default_factory=dict)
     """What encoded the texts, by name."""
+    calibration: Tensor | None = None
+    """int64 [n], samples that are held back for a promise (`knobwise.agents.calibration.promise`):
+    nothing is fitted on them or chosen by them. None without a promise."""
     allowed: Tensor | None = None
     """bool [N, C], the cells that samples may have within the limits of the rule; None for all that
     have values."""

@@ -255,8 +255,6 @@ class KnobPolicy:
             most = max(other["utility"] for other in expected if other["probability"] > 0)
             if row["utility"] < most - 1e-6:
                 reason += ", although the teacher predicts higher utility for another configuration"
-        if guard is not None and guard.get("margin", 1.0) < 1:
-            reason += f"; the guard plans with {guard['margin']:.0%} of the budget"
         return reason
 
     def _by_budget(

@@ -63,6 +63,11 @@ class Deployed(nn.Module):
                 "onnx=true: a graph knows no limits on further costs, which this controller keeps; "
                 "leave onnx=true out, or train without budget.limits"
             )
+        if agent.calibration.promise:
+            raise InputError(
+                "onnx=true: a graph knows no promise (policy.promise), which this controller "
+                "keeps; leave onnx=true out, or train without it"
+            )
         self.controller = agent.controller.alone()
         self.sizes = agent.controller.normaliser.sizes
         self.configurations = configurations_of(agent.decider)
@@ -70,7 +75,6 @@ class Deployed(nn.Module):
         self.guard = decider.guard
         if decider.guard is not None and decider.static is not None:
             self.logs = torch.from_numpy(np.log(decider.guard.budgets_ms))
-            self.margin = torch.from_numpy(decider.guard.margin)
             self.deploy = torch.from_numpy(decider.guard.deployed)
             # the first step begins at −∞, so that no budget is below it
             self.starts = torch.from_numpy(decider.static.starts[1:])
@@ -85,8 +89,7 @@ class Deployed(nn.Module):
         # as `policy.calibrated.Guard` has it: the calibrated budget nearest in ln ms
         logs = limits.double().clamp_min(MIN_LATENCY_MS).log()
         group = (logs.unsqueeze(1) - self.logs).abs().argmin(1)
-        planned = (limits * self.margin[group]).float()
-        chosen = self.controller(x, planned).argmax(1)
+        chosen = self.controller(x, limits).argmax(1)
         # as `Static` there has it: the last step that begins at or below the budget
         static = self.choices[(limits.double().unsqueeze(1) >= self.starts).sum(1)]
         return torch.where(self.deploy[group], chosen, static)

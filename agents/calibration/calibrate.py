@@ -99,9 +99,7 @@ def calibrated_again(controller: DeployedController, problem: Problem) -> Deploy
             budgets_ms=torch.tensor([row["budget_ms"]]),
             static_choice=torch.from_numpy(judged["static"][:, [number]]),
             decide=_always(chosen),
-            level=row["level"],
             cost_ms=cost_ms,
-            margins=(row["margin"],),
         )
     calibration = replace(controller.calibration, guard=guard)
     return DeployedController(controller.controller, controller.teacher, calibration).eval()

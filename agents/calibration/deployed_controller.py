@@ -13,15 +13,18 @@ import torch
 from torch import Tensor, nn
 
 from knobwise.agents.calibration import guard as guards
+from knobwise.agents.calibration import promise as promises
 from knobwise.agents.calibration.guard import GuardRow
 from knobwise.agents.calibration.mean_policies import MeanBudgetPolicy, StaticMix
+from knobwise.agents.calibration.promise import PromiseRow
 from knobwise.agents.controller.controller import Controller
 from knobwise.agents.controller.drift import DRIFT_SCALE
 from knobwise.agents.controller.networks import KnobHeads
 from knobwise.agents.deployed.arrays import Array, digest_of
 from knobwise.agents.deployed.calibrated import Guard, Static
 from knobwise.agents.deployed.controller import FORMAT, CostLimits, Drift, NumpyController
-from knobwise.agents.evaluation.baselines import FittedStatic
+from knobwise.agents.deployed.promise import Promise
+from knobwise.agents.evaluation.baselines import FittedStatic, StaticUnderPromise
 from knobwise.agents.evaluation.policy import Guarded
 from knobwise.agents.teacher.teacher import Teacher
 from knobwise.common.errors import InputError
@@ -41,7 +44,10 @@ class Calibration:
             or under mean budgets `knobwise.agents.calibration.mean_policies.compare_with_mix`; []
             without a guard.
         guard_if_free: the rows if decisions and features cost nothing, for comparison.
-        guard_of_teacher: the rows of the teacher, which decides for free, without margins.
+        promise: a row for each calibrated budget, see `knobwise.agents.calibration.promise`; []
+            where nothing was to be promised.
+        promise_of_static: the same for single configurations alone.
+        guard_of_teacher: the rows of the teacher, which decides for free.
         static: what the guard falls back to under deadlines, see `FittedStatic.arrays`.
         latency: the latency that the tracker expects: `bias` and `spread` [C], and perhaps `weight`
             [width, C].
@@ -61,6 +67,8 @@ class Calibration:
     guard: list[GuardRow] = field(default_factory=list)
     guard_if_free: list[GuardRow] = field(default_factory=list)
     guard_of_teacher: list[GuardRow] = field(default_factory=list)
+    promise: list[PromiseRow] = field(default_factory=list)
+    promise_of_static: list[PromiseRow] = field(default_factory=list)
     static: Arrays = field(default_factory=dict)
     latency: Arrays = field(default_factory=dict)
     costs: Arrays = field(default_factory=dict)
@@ -113,7 +121,7 @@ class DeployedController(nn.Module):
 
     @property
     def without_fallback(self) -> NumpyController:
-        """The controller that would decide at every budget, with the margins of its guard."""
+        """The controller that would decide at every budget."""
         guard: list[Any] = [{**row, "deployed": True} for row in self.calibration.guard]
         calibration = replace(self.calibration, guard=guard)
         return DeployedController(self.controller, None, calibration).decider
@@ -126,6 +134,16 @@ class DeployedController(nn.Module):
             return self.teacher
         guard = Guard(guards.arrays_of(rows), Static(self.calibration.static))
         return Guarded(self.teacher, guard)
+
+    @property
+    def static_under_promise(self) -> StaticUnderPromise | None:
+        """The best single configuration at each budget that keeps the same promise; None without
+        one."""
+        calibration = self.calibration
+        if not calibration.promise_of_static:
+            return None
+        arrays = promises.arrays_of(calibration.promise_of_static)
+        return StaticUnderPromise(Promise(arrays, Static(calibration.static)))
 
     @property
     def configurations(self) -> Tensor:
@@ -235,6 +253,8 @@ class DeployedController(nn.Module):
             parts[f"texts.{number}"] = encoder
         if header["guard"]:
             parts["guard"] = guards.arrays_of(calibration.guard)
+        if header["promise"]:
+            parts["promise"] = promises.arrays_of(calibration.promise)
         for part, named in parts.items():
             for name, values in named.items():
                 arrays[f"{part}.{name}"] = values
@@ -266,6 +286,7 @@ class DeployedController(nn.Module):
             "limit": limit,
             "unit": controller.unit,
             "guard": bool(calibration.guard and calibration.static),
+            "promise": bool(calibration.promise),
         }
         # what has no texts and no further costs stays as it was
         if calibration.texts:

@@ -3,6 +3,7 @@ and margins for deadlines, prices for mean budgets."""
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Sequence
 
@@ -10,7 +11,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from knobwise.agents.calibration.deployed_controller import Arrays, Calibration
+from knobwise.agents.calibration.deployed_controller import (
+    Arrays,
+    Calibration,
+    DeployedController,
+)
 from knobwise.agents.calibration.guard import calibrate, cluster_numbers
 from knobwise.agents.calibration.mean_policies import (
     StaticMix,
@@ -18,8 +23,9 @@ from knobwise.agents.calibration.mean_policies import (
     compare_with_mix,
     outcomes_of,
 )
+from knobwise.agents.calibration.promise import promised, requests_of
 from knobwise.agents.evaluation.baselines import fit_static
-from knobwise.agents.evaluation.policy import Policy, choices_of, inputs_of_rows
+from knobwise.agents.evaluation.policy import Array, Policy, choices_of, inputs_of_rows
 from knobwise.agents.training.controllers import ControllerSetup
 from knobwise.envs.bandit.budgets import MIN_LATENCY_MS
 
@@ -29,6 +35,9 @@ def plan_for_deadlines(
 ) -> None:
     """Calibrate the guards on held-out samples, and keep the static policy that they fall back to;
     nothing without a guard, or where the aim is another one than utility."""
+    if setup.policy.promise is not None:
+        promise_for_deadlines(calibration, setup, budgets_ms, setup.policy.promise)
+        return
     if not (setup.policy.guard and setup.judged_by == "utility"):
         return
     cells = setup.problem.cells
@@ -49,7 +58,6 @@ def plan_for_deadlines(
         rows=setup.held_out.rows,
         budgets_ms=budgets_ms,
         static_choice=static_choice,
-        level=setup.policy.level,
     )
     # once with the cost of a decision charged, once as if it were free
     calibration.guard = calibrated(decide=decide, cost_ms=setup.cost_ms)
@@ -57,8 +65,7 @@ def plan_for_deadlines(
     if setup.problem.beliefs is not None:
         validation = torch.isin(setup.held_out.rows, setup.split.validation)
         left_ms = (budgets_ms - setup.cost_ms).clamp_min(MIN_LATENCY_MS)
-        margins = torch.tensor([row["margin"] for row in calibration.guard])
-        chosen = torch.stack([decide(float(limit)) for limit in margins * left_ms], 1)
+        chosen = torch.stack([decide(float(limit)) for limit in left_ms], 1)
         calibration.judged = {
             "rows": setup.held_out.rows[validation].numpy(),
             "chosen": chosen[validation].numpy(),
@@ -66,8 +73,43 @@ def plan_for_deadlines(
             "cost_ms": np.array(setup.cost_ms),
         }
     if setup.distiller:
-        calibration.guard_of_teacher = calibrated(decide=teacher_decides, margins=(1.0,))
+        calibration.guard_of_teacher = calibrated(decide=teacher_decides)
     calibration.static = fit_static(cells, setup.fitted, rule).arrays()
+
+
+def promise_for_deadlines(
+    calibration: Calibration, setup: ControllerSetup, budgets_ms: Tensor, promise: float
+) -> None:
+    """Find the rule for each budget that keeps a promise on the samples that were held back
+    for it, and keep what static knows of the times of configurations."""
+    problem = setup.problem
+    rows = setup.held_out.rows
+    assert problem.calibration is not None
+    requests = requests_of(problem, problem.calibration)
+    # the network that is deployed, and its model of latencies
+    alone = Calibration(latency=calibration.latency, texts=calibration.texts)
+    decider = DeployedController(copy.deepcopy(setup.controller).cpu(), None, alone).decider
+    features, mask = inputs_of_rows(problem, requests.rows)
+
+    def restricted(log_probs: Array, rows: Tensor, limit_ms: float, quantile: float) -> Tensor:
+        x = setup.controller.normaliser.of_rows(problem.facts, rows).cpu().numpy()
+        allowed = decider.latency.within(x, limit_ms, quantile, problem.mask[rows].numpy())
+        return torch.from_numpy(np.where(allowed, log_probs, -np.inf).argmax(1))
+
+    def held_out(limit_ms: float, quantile: float) -> Tensor:
+        log_probs = setup.held_out_log_probs(torch.tensor(limit_ms)).cpu().numpy()
+        return restricted(log_probs, rows, limit_ms, quantile)
+
+    def deployed(limit_ms: float, quantile: float) -> Tensor:
+        limits = np.full(len(mask), limit_ms)
+        log_probs = decider.log_probs(features, limits, mask)
+        return restricted(log_probs, requests.rows, limit_ms, quantile)
+
+    static = fit_static(problem.cells, setup.fitted, setup.rule)
+    about = problem, rows, requests, budgets_ms, promise, static
+    calibration.promise = promised(*about, held_out, deployed, cost_ms=setup.cost_ms)
+    calibration.promise_of_static = promised(*about)
+    calibration.static = static.arrays()
 
 
 def _choices(setup: ControllerSetup, policies: Sequence[Policy], limits: Tensor) -> Tensor:

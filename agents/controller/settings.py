@@ -22,7 +22,7 @@ OUTSIDE_THE_NETWORK = (
     "augment",
     "dropout",
     "guard",
-    "level",
+    "promise",
     "sharpness",
     "teacher",
     "experts",
@@ -50,8 +50,10 @@ class PolicyConfig:
     guard: bool = True
     """Fall back to static at budgets where the policy did not beat it on held-out samples (under
     mean budgets to the static mix)."""
-    level: float = 0.95
-    """On-time target: the guard aims at this share of feasible requests on time."""
+    promise: float | None = None
+    """The share of requests that is promised to be on time at each budget, such as 0.95: the most
+    accurate rule that keeps it on samples held back for the proof is deployed, in the place of the
+    guard. None promises nothing, and utility decides."""
     hidden: int = 256
     """Width of the hidden layers; 0 picks one small enough that a decision is a small part of the
     tightest budget."""
@@ -116,8 +118,11 @@ class PolicyConfig:
                 f"policy.fold_networks={self.fold_networks}: policy.teacher=true needs at least 2, "
                 "so that the teacher is judged on samples that it was not fitted on"
             )
-        if not 0 < self.level < 1:
-            raise InputError(f"policy.level={self.level}: must be between 0 and 1")
+        if self.promise is not None and not 0 < self.promise < 1:
+            raise InputError(
+                f"policy.promise={self.promise}: must be between 0 and 1, such as 0.95; null "
+                "promises nothing"
+            )
         for name in ("fold_networks", "layers", "teacher_hidden", "budget_width"):
             at_least(f"policy.{name}", getattr(self, name), 1)
         for name in ("hidden", "project"):

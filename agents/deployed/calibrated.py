@@ -69,6 +69,14 @@ class Static:
         utility = np.stack(columns, 1)
         return utility if mask is None else np.where(mask, utility, -np.inf)
 
+    def on_time(self, limit: float) -> Array:
+        """Return how often each configuration was within a limit in ms, as a share of what was
+        measured: float64 [C]."""
+        hits = [np.searchsorted(ms, limit, side="right") for ms in self.sorted_ms]
+        count = np.isfinite(self.sorted_ms).sum(1)
+        share: Array = np.array(hits) / np.maximum(count, 1)
+        return share
+
     def single(self, limit: float, mask: Array | None = None) -> int:
         """Return the configuration for one limit in ms, inside the mask bool [C]."""
         if mask is not None:
@@ -113,41 +121,42 @@ class Static:
 
 
 class Guard:
-    """Margins and fall-backs for the calibrated budgets; a request uses the one nearest in log-ms.
+    """Fall-backs for the calibrated budgets; a request uses the one nearest in log-ms.
 
     Attributes:
         static: decides where the policy does not.
-        budgets_ms, margin: [B] each; the share of its budget that the policy may plan with.
+        budgets_ms: [B].
         deployed: bool [B], False where budget-aware static decides.
     """
 
     def __init__(self, arrays: Arrays, static: Static) -> None:
         self.static = static
         self.budgets_ms = arrays["budgets_ms"].astype(np.float64)
-        self.margin = arrays["margin"].astype(np.float64)
         self.deployed = arrays["deploy"].astype(bool)
         # budgets in order, and the geometric means between neighbours
         self._order = np.argsort(self.budgets_ms, kind="stable")
         logs = log_ms(self.budgets_ms[self._order])
         self._between = np.exp((logs[1:] + logs[:-1]) / 2).tolist()
-        margins = self.margin[self._order].tolist()
-        self._few = list(zip(margins, self.deployed[self._order].tolist(), strict=True))
+        self._few = self.deployed[self._order].tolist()
 
     def single(self, limit: float, mask: Array | None = None) -> tuple[int | None, float]:
         """Return the choice of static where it decides, inside the mask bool [C], else None; and
-        the ms to plan with."""
-        margin, deployed = self._few[bisect.bisect_left(self._between, limit)]
-        if deployed:
-            return None, limit * margin
+        the ms to plan with, all of them."""
+        if self._few[bisect.bisect_left(self._between, limit)]:
+            return None, limit
         return self.static.single(limit, mask), limit
 
     def groups(self, limits: Array) -> Array:
         """Return the calibrated budget nearest to each limit [n] in ms, int64 [n]."""
         return self._order[np.searchsorted(self._between, limits)]
 
+    def reads_features(self, limits: Array) -> Array:
+        """Tell under which limits [n] the policy decides, bool [n]."""
+        return self.deployed[self.groups(limits)]
+
     def planned(self, limits: Array) -> Array:
-        """Return the ms that the policy plans with under limits [n]."""
-        return limits * self.margin[self.groups(limits)]
+        """Return the ms that the policy plans with under limits [n]: all of them."""
+        return limits
 
     def with_fallback(self, chosen: Array, limits: Array, mask: Array | None) -> Array:
         """Replace choices [n] where static decides, inside the mask bool [n, C]."""
@@ -296,6 +305,10 @@ class CalibratedMeanBudgets:
         """Return the index of a calibrated budget."""
         group = self._group_of.get(budget_ms)
         return int(self.groups(np.array([budget_ms]))[0]) if group is None else group
+
+    def reads_features(self, limits: Array) -> Array:
+        """Tell under which mean budgets [n] the policy decides, bool [n]."""
+        return self.deployed[self.groups(limits)]
 
     def planned(self, limits: Array) -> Array:
         """Return 1/price, the ms that a right answer may cost, for mean budgets [n]: [n]."""

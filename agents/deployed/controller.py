@@ -32,9 +32,10 @@ from .arrays import (
 from .budgets import RequestBudgets, SharedBudgets
 from .calibrated import CalibratedMeanBudgets, CostBounds, Guard, Static
 from .network import Heads, Normaliser, one_hot_of
+from .promise import LatencyModel, Promise
 from .text import TextEncoder, is_text
 
-FORMAT = "knobwise.NumpyController/4"
+FORMAT = "knobwise.NumpyController/5"
 AT_ONCE = 2048
 """Number of requests that are decided together, so that many need little memory."""
 MAX_MS = 1e30
@@ -65,15 +66,18 @@ class NumpyController:
         datasets: the columns of the block `dataset` if that is an input, else [].
         texts: what makes a feature block of a text, by the name of both. Such a block is NaN if the
             text is unlike those of training; static then decides, where there is a guard.
-        guard, static, mean: what was calibrated, each None where there is none.
+        guard, promise, static, mean: what was calibrated, each None where there is none.
         budgets: what differs between kinds of budget.
-        calibrated: `mean` or `guard`, or None.
+        calibrated: `mean`, `promise` or `guard`, or None.
+        latency: what answers are expected to take; the tracker compares it with what they take, and
+            a promise restricts choices by it.
         costs: what further costs are expected to be, None where none are known.
         limits: on them, as declared in training, where guard and static were calibrated; {} for
             none.
     """
 
     guard: Guard | None = None
+    promise: Promise | None = None
     static: Static | None = None
     mean: CalibratedMeanBudgets | None = None
     costs: CostBounds | None = None
@@ -105,20 +109,19 @@ class NumpyController:
         one_hot = one_hot_of(self.configurations) if by_knobs else None
         self._heads = Heads(below(arrays, "network."), self.header, self._normaliser, one_hot)
         self._values = arrays.get("values")
-        # the latency that the tracker compares with what answers take; no decision reads it
-        latency = below(arrays, "latency.")
-        self._bias = latency["bias"]
-        self._spread = latency["spread"]
-        self._slopes = np.ascontiguousarray(latency["weight"].T) if "weight" in latency else None
+        self.latency = LatencyModel(below(arrays, "latency."))
         # what was calibrated on held-out samples
-        if self.header["guard"]:
-            self.static = Static(below(arrays, "static."))
-            self.guard = Guard(below(arrays, "guard."), self.static)
+        if self.header["guard"] or self.header["promise"]:
+            self.static = static = Static(below(arrays, "static."))
+            if self.header["guard"]:
+                self.guard = Guard(below(arrays, "guard."), static)
+            if self.header["promise"]:
+                self.promise = Promise(below(arrays, "promise."), static)
         self.budgets = RequestBudgets(self.header["limit"] == "budget_ms")
         if self.header["limit"] == "mean":
             self.mean = CalibratedMeanBudgets(below(arrays, "mean."), self.unit)
             self.budgets = SharedBudgets(self.mean)
-        self.calibrated = self.mean or self.guard
+        self.calibrated = self.mean or self.promise or self.guard
         self.limits: dict[str, float] = self.header.get("limits", {})
         if "costs" in self.header:
             self.costs = CostBounds(below(arrays, "costs."), self.header["costs"])
@@ -145,7 +148,7 @@ class NumpyController:
         budgets = self.calibrated.budgets_ms if self.calibrated else np.ones(1)
         drift = (np.zeros(len(self._named)), 1.0) if self.budgets.allows_drift else None
         for index in range(len(self._named)):
-            self._expected(index, np.zeros(self._heads.width))
+            self.latency.expected(index, np.zeros(self._heads.width))
         # all features 0, then all missing (NaN), which takes another way through the heads
         for value, budget in itertools.product((0.0, np.nan), budgets.tolist()):
             request = {name: np.full(width, value) for name, width in self.feature_sizes.items()}
@@ -190,8 +193,8 @@ class NumpyController:
         if self.columns and "features" not in features:
             features = {**features, "features": encode_request(self.columns, features)}
         fixed, limit = self._planned_for(features, budget_ms, drift)
-        if limits or self.limits:
-            return self._within(features, fixed, limit, drift, self.log_limits(limits))[0]
+        if self._restricts(fixed, limits):
+            return self._within(features, fixed, limit, drift, limits)[0]
         if fixed is not None:
             return fixed
         return self._heads.single(self._joined(features), limit, self._by_value(drift))
@@ -209,10 +212,9 @@ class NumpyController:
         `mask`, bool [C], is what may be chosen, at least one configuration; None for everything.
         Raises a ValueError as `decide`."""
         fixed, limit = self._planned_for(features, budget_ms, drift, mask)
-        if limits or self.limits:
-            log_limits = self.log_limits(limits)
-            index, x = self._within(features, fixed, limit, drift, log_limits, mask)
-            return self._expected(index, x) if fixed is None else self._by_static(index)
+        if self._restricts(fixed, limits):
+            index, x = self._within(features, fixed, limit, drift, limits, mask)
+            return self.latency.expected(index, x) if fixed is None else self._by_static(index)
         if fixed is not None:
             return self._by_static(fixed)
         x = np.empty(self._heads.width, np.float32)
@@ -220,7 +222,7 @@ class NumpyController:
         index = self._heads.single(self._joined(features), limit, by_value, x)
         if mask is not None and not mask[index]:
             index = self._best_of(mask, x, limit, by_value)
-        return self._expected(index, x)
+        return self.latency.expected(index, x)
 
     def static_expected(
         self,
@@ -241,15 +243,14 @@ class NumpyController:
         limit = budget_ms * self.factor(drift)
         index = self.static.single(limit, mask)
         if limits or self.limits:
-            log_limits = self.log_limits(limits)
-            index, _ = self._within(features, index, limit, drift, log_limits, mask)
+            index, _ = self._within(features, index, limit, drift, limits, mask)
         return self._by_static(index)
 
     def expected_of(self, features: Arrays, budget_ms: float, drift: Drift, index: int) -> Expected:
         """Return a configuration with its latency, as whoever decides this request expects it."""
         if self.decides_by_static(features, budget_ms, drift):
             return self._by_static(index)
-        return self._expected(index, self._normaliser(self._joined(features)[None])[0])
+        return self.latency.expected(index, self._normaliser(self._joined(features)[None])[0])
 
     def decides_by_static(self, features: Arrays, budget_ms: float, drift: Drift = None) -> bool:
         """Tell whether static or the static mix decides for the features of a request: where the
@@ -270,10 +271,9 @@ class NumpyController:
         if fixed is None:
             return None
         if limits or self.limits:
-            log_limits = self.log_limits(limits)
             if self._bounds.weight is not None:
                 return None
-            fixed, _ = self._within(None, fixed, limit, drift, log_limits, mask)
+            fixed, _ = self._within(None, fixed, limit, drift, limits, mask)
         return self._by_static(fixed)
 
     # -- limits on further costs -------------------------------------------------------------------
@@ -295,34 +295,50 @@ class NumpyController:
             return self._bounds.log_limits({**self.limits, **(limits or {})})
         return self._declared
 
+    def _restricts(self, fixed: int | None, limits: CostLimits) -> bool:
+        """Tell whether limits on further costs, or a promise where the policy decides, may forbid
+        the choice for a request; `fixed` as `_planned` returned it."""
+        return bool(limits or self.limits) or (self.promise is not None and fixed is None)
+
     def _within(
         self,
         features: Any,
         fixed: int | None,
         limit: float,
         drift: Drift,
-        log_limits: Array,
+        limits: CostLimits,
         mask: Array | None = None,
     ) -> tuple[int, Array]:
-        """Decide for one request within limits on further costs.
+        """Decide for one request within limits on further costs, and within what a promise allows.
 
         Arguments are features, which may be None where nothing depends on them; what `_planned`
-        returned; the drift; the limits [K]; and the mask, bool [C]. Returns the index of a
+        returned; the drift; the limits; and the mask, bool [C]. Returns the index of a
         configuration, and normalised features."""
         x = np.zeros(self._heads.width, np.float32)
         by_value = self._by_value(drift)
         index = fixed
+        bounds = self._bounds if limits or self.limits else None
         if index is None:
             index = self._heads.single(self._joined(features), limit, by_value, x)
-        elif self._bounds.weight is not None:
+        elif bounds is not None and bounds.weight is not None:
             x = self._normaliser(self._joined(features)[None])[0]
-        allowed = self._bounds.allowed_single(x, log_limits, mask)
+        allowed = mask
+        if bounds is not None:
+            allowed = bounds.allowed_single(x, self.log_limits(limits), mask)
+        if fixed is None and self.promise is not None:
+            needed = self.promise.needed_single(limit)
+            allowed_here = allowed is None or allowed[index]
+            if allowed_here and self.latency.fits(index, x, limit, needed, drift):
+                return index, x
+            allowed = self.latency.within(x, limit, needed, allowed, drift)
         # the best of all is the best of those that are allowed, if it is one of them
-        if allowed[index]:
+        if allowed is None or allowed[index]:
             return index, x
-        if fixed is not None and self.static is not None:
-            return self.static.single(limit, allowed), x
-        return self._best_of(allowed, x, limit, by_value), x
+        if fixed is None or self.static is None:
+            return self._best_of(allowed, x, limit, by_value), x
+        if self.promise is not None:
+            return self.promise.safest(limit, allowed), x
+        return self.static.single(limit, allowed), x
 
     def allowed(self, features: Arrays, n: int, limits: CostLimits = None) -> Array | None:
         """Return the configurations that limits allow for blocks [n, d], bool [n, C]; None without
@@ -401,13 +417,6 @@ class NumpyController:
         features [width], the limit that `_planned` returned, and the drift of knob values."""
         scores = self._heads.scores(x[None], np.array([limit]), by_value)[0]
         return int(np.where(mask, scores, -np.inf).argmax())
-
-    def _expected(self, index: int, x: Array) -> Expected:
-        """Return a configuration with its latency, linear in normalised features [width]."""
-        mean = self._bias.item(index)
-        if self._slopes is not None:
-            mean += float(self._slopes[index].dot(x))
-        return index, mean, self._spread.item(index)
 
     def _by_static(self, index: int) -> Expected:
         """Return a configuration with the latency that static expects of it."""
@@ -522,7 +531,7 @@ class NumpyController:
         by_costs = bool(self.limits) and self._bounds.weight is not None
         if self.calibrated is None or by_costs:
             return np.ones(len(limits), bool)
-        return self.calibrated.deployed[self.calibrated.groups(limits)]
+        return self.calibrated.reads_features(limits)
 
     def _by_value(self, drift: Drift) -> Array | float:
         """Return the drift of each knob value beyond the level, as the heads read it."""
@@ -532,9 +541,13 @@ class NumpyController:
 
     def _scores(self, raw: Array, limits: Array, mask: Array | None, drift: Drift) -> Array:
         """Return scores [n, C] for requests that were checked, −inf outside the mask."""
+        x = self._normaliser(raw)
+        if self.promise is not None:
+            needed = self.promise.needed(limits)
+            mask = self.latency.within(x, self.promise.planned(limits), needed, mask, drift)
         if self.calibrated is not None:
             limits = self.calibrated.planned(limits)
-        scores = self._heads.scores(self._normaliser(raw), limits, self._by_value(drift))
+        scores = self._heads.scores(x, limits, self._by_value(drift))
         return scores if mask is None else np.where(mask, scores, -np.inf)
 
     def _checked(

@@ -19,6 +19,7 @@ from torch import Tensor
 from knobwise.agents.controller.features import FeatureNormaliser
 from knobwise.agents.deployed.arrays import Arrays, pick
 from knobwise.agents.deployed.calibrated import Static
+from knobwise.agents.deployed.promise import Promise
 from knobwise.agents.evaluation.policy import Array, Baseline
 from knobwise.agents.problem import Problem
 from knobwise.agents.teacher.experts import Expert, Experts
@@ -147,6 +148,19 @@ def _arrays_under(rule: Rule, cells: Cells, rows: Tensor) -> Arrays:
         "log_latency": mean.nan_to_num().numpy(),
         "spread": variance.sqrt().nan_to_num().numpy(),
     }
+
+
+@dataclass
+class StaticUnderPromise:
+    """Takes the most accurate single configuration that keeps a promise at each budget, see
+    `knobwise.agents.calibration.promise`."""
+
+    promise: Promise
+    name = "static_under_promise"
+
+    def choose(self, features: Arrays, budgets_ms: Array, mask: Array | None = None) -> Array:
+        undecided = np.zeros(len(budgets_ms), np.int64)
+        return self.promise.with_fallback(undecided, budgets_ms, mask)
 
 
 class BestStatic:

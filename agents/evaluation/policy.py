@@ -43,10 +43,7 @@ class Baseline(Policy, Protocol):
 
 @dataclass
 class Guarded:
-    """A `Policy` that gives way to budget-aware static where its guard says so.
-
-    The margins of the guard are not used.
-    """
+    """A `Policy` that gives way to budget-aware static where its guard says so."""
 
     policy: Policy
     guard: Guard
@@ -57,7 +54,7 @@ class Guarded:
 
     def reads_features(self, limits: Array) -> Array:
         """Tell under which limits [n] the policy decides and static does not, bool [n]."""
-        return self.guard.deployed[self.guard.groups(limits)]
+        return self.guard.reads_features(limits)
 
 
 def reads_features(policy: Any, limits: Array) -> Array:

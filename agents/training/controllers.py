@@ -253,8 +253,12 @@ class ControllerSetup:
 
     @functools.cached_property
     def seen(self) -> list[str]:
-        """Fingerprints of the samples fitted or chosen on, also by the checkpoint started from."""
-        fitted = self.facts.fingerprints(self.split.fitted)
+        """Fingerprints of the samples fitted, chosen or calibrated on, also by the checkpoint
+        started from."""
+        rows = self.split.fitted
+        if self.problem.calibration is not None:
+            rows = torch.cat([rows, self.problem.calibration])
+        fitted = self.facts.fingerprints(rows)
         return list(dict.fromkeys([*fitted, *self._seen_before]))
 
     def held_out_log_probs(self, limit: Tensor) -> Tensor:

@@ -46,6 +46,26 @@ def without_leakage(table: ProfileTable, split: Split) -> Split:
     return Split(train, validation, split.test)
 
 
+def hold_back(table: ProfileTable, split: Split, share: float, seed: int) -> tuple[Split, Tensor]:
+    """Hold a share of the training and validation samples back, whole images or clusters.
+
+    Returns:
+        The split without them, and their rows, int64 [n].
+
+    Raises:
+        InputError: one of the three parts would be empty.
+    """
+    fitted = split.fitted.sort().values
+    held = fitted[_positions(table, fitted, seed) < share]
+    train, validation = (part[~torch.isin(part, held)] for part in split[:2])
+    if not (len(held) and len(train) and len(validation)):
+        raise InputError(
+            f"profile {table.name!r}: {len(fitted)} samples for training and validation are too "
+            f"few to hold {share:.0%} of them back"
+        )
+    return Split(train, validation, split.test), held
+
+
 def budget_rows(table: ProfileTable, split: Split) -> Tensor:
     """Return the rows, int64, that default budgets are taken from.
 

@@ -129,6 +129,9 @@ def evaluate_controller(loaded: Loaded, config: EvaluateRun) -> tuple[RunResults
     wanted = wanted_budgets(config, loaded, table)
     budget = budget_with(policy.rule, policy.calibration.limits)
     problem = problem_of(table, split, budget, config.unprofiled)
+    if policy.calibration.promise:
+        # calibrated already: it only says what is judged
+        problem = replace(problem, calibration=split.test[:0])
     budgets_ms = WAYS[policy.rule.kind].budgets_for(policy, problem, wanted)
     budgets = ", ".join(quantity(budget, table.unit) for budget in budgets_ms.tolist())
     print(f"judged on {len(split.test):,} test samples, at budgets {budgets}", flush=True)
@@ -153,11 +156,12 @@ def evaluate_controller(loaded: Loaded, config: EvaluateRun) -> tuple[RunResults
 
 def wanted_budgets(config: EvaluateRun, loaded: Loaded, table: ProfileTable) -> list[float] | None:
     """Return the budgets in the settings; where there are none, on the profile of the training,
-    those that the controller was calibrated for, or without a guard those of its run. None for
+    those that the controller was calibrated for, or if it was not those of its run. None for
     those that suit the table."""
     if config.budgets_ms is not None or loaded.profile_digest != table.digest:
         return config.budgets_ms
-    calibrated = [row["budget_ms"] for row in loaded.controller.calibration.guard]
+    calibration = loaded.controller.calibration
+    calibrated = [row["budget_ms"] for row in calibration.promise or calibration.guard]
     return calibrated or of_run(config.checkpoint, "budgets_ms")
 
 

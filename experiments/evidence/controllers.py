@@ -25,6 +25,7 @@ from knobwise.experiments.evidence.decisions import BEFORE, IF_FREE, SAMPLE
 from knobwise.experiments.evidence.evaluate import Deadlines, Policies, alone, evaluate
 from knobwise.experiments.evidence.mean_budgets import MeanBudgets
 from knobwise.experiments.evidence.profile_facts import profile_of
+from knobwise.experiments.evidence.promises import promises_on_test
 from knobwise.experiments.evidence.results import value_of
 from knobwise.experiments.evidence.schema import (
     Chosen,
@@ -42,7 +43,7 @@ from knobwise.experiments.evidence.summarise import (
     usage,
     with_score_of,
 )
-from knobwise.experiments.evidence.task import Metric, Task, with_costs
+from knobwise.experiments.evidence.task import PROMISED, Metric, Task, with_costs
 
 P = TypeVar("P")
 LEARNED = "controller"
@@ -92,6 +93,8 @@ def evaluate_controllers(
         if all(controller.teacher is not None for controller in controllers):
             teachers = _by_seed(seeds, (controller.guarded_teacher for controller in controllers))
             policies = {**learned, "teacher": teachers, **alone(baselines)}
+        if static := controllers[0].static_under_promise:
+            policies = {**policies, static.name: {None: static}}
         # the controllers as they would be otherwise
         free = _by_seed(seeds, (controller.if_free for controller in controllers))
         policies = {**policies, IF_FREE: free}
@@ -102,6 +105,8 @@ def evaluate_controllers(
     decisions = evaluate(evaluator, policies, charged)
     results = controller_results(evaluator, decisions, seeds)
     evaluator.add_facts(results, policies)
+    if evaluator.task is PROMISED:
+        results["promises"] = promises_on_test(evaluator, controllers, seeds, costs)
     if BEFORE in policies:
         score = evaluator.judged_by
         gained = with_score_of(decisions, BEFORE, score, "before", seeds=True)
@@ -264,8 +269,7 @@ def held_out_choices(loaded: Sequence[Loaded]) -> RunResults:
         `guard`: rows of `knobwise.agents.calibration.guard.calibrate`, or under mean budgets of
         `knobwise.agents.calibration.mean_policies.compare_with_mix`, [] without a guard. `chosen`:
         the weights of the teacher, the settings of its experts, the iteration of the controller,
-        and validation utility where GRPO starts. `satisfaction_level`: the level that the guard
-        keeps, if any.
+        and validation utility where GRPO starts.
     """
     choices: RunResults = {"guard": [], "chosen": []}
     for checkpoint in loaded:
@@ -278,8 +282,6 @@ def held_out_choices(loaded: Sequence[Loaded]) -> RunResults:
         choices["chosen"].append(choice)
         if guard := checkpoint.controller.calibration.guard:
             choices["guard"].append(guard)
-            if "level" in guard[0]:
-                choices["satisfaction_level"] = guard[0]["level"]
     return choices
 
 

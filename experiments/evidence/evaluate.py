@@ -30,7 +30,7 @@ from knobwise.envs.tables.profile_table import ProfileTable
 from knobwise.experiments.evidence.decisions import Columns, decision_rows
 from knobwise.experiments.evidence.schema import RunResults
 from knobwise.experiments.evidence.summarise import with_references
-from knobwise.experiments.evidence.task import DEADLINE, Task
+from knobwise.experiments.evidence.task import DEADLINE, PROMISED, Task
 
 Policies = Mapping[str, Mapping[int | None, Any]]
 """Name → seed → policy; the seed is None where none changes the policy."""
@@ -197,6 +197,13 @@ class Deadlines(OnTable):
     """Controllers under a deadline for each request."""
 
     task = DEADLINE
+
+    def __init__(
+        self, problem: Problem, budgets_ms: Tensor, rewards: RewardTable | None = None
+    ) -> None:
+        super().__init__(problem, budgets_ms, rewards)
+        if problem.calibration is not None:
+            self.task = PROMISED
 
     def outcomes(self, policy: Policy, cost_ms: Tensor | float = 0.0) -> Columns:
         """See `Evaluator`. A policy is a `Policy`; if it has a `teacher`, this one says what it

@@ -304,6 +304,28 @@ class CalibrationBin(TypedDict):
     right: float
 
 
+class PromiseFacts(TypedDict, total=False):
+    """What was promised at a budget: of a seed's controller, or of single configurations; and what
+    came of it on test samples."""
+
+    split: int
+    seed: int
+    policy: str
+    budget_ms: float
+    promise: float
+    kept: bool
+    rule: str
+    held_out: float
+    held_out_bound: float
+    held_out_requests: int
+    requests_needed: int
+    test: float
+    test_ci95: Interval
+    test_requests: int
+    accuracy: float
+    broken: bool
+
+
 class MachineFacts(TypedDict):
     """What requests were served on: the load of the machine, and how much equal answers vary."""
 
@@ -410,8 +432,8 @@ class RunResults(TypedDict, total=False):
     attainable: Attainable
     grpo_gain: GrpoGain
     guard: list[list[GuardRow]]
+    promises: list[PromiseFacts]
     chosen: list[Chosen]
-    satisfaction_level: float
     validation_utility: list[float]
     validation_reward: list[float]
     training: TrainingFacts

@@ -17,7 +17,6 @@ from knobwise.envs.tables.cost_words import in_words
 from knobwise.experiments.evidence.results import calibration_error
 from knobwise.experiments.evidence.task import (
     DEADLINE,
-    FEASIBLE,
     ON_TIME,
     UTILITY,
     Task,
@@ -178,15 +177,17 @@ def _gains(comparison: Comparison) -> pl.DataFrame | None:
 
 
 def _on_time(comparison: Comparison) -> Drawn:
-    """Draw the share of the feasible requests that is on time against the budget."""
-    rows = _at_conditions(comparison, FEASIBLE.key)
-    if rows is None or FEASIBLE not in comparison.task.metrics:
+    """Draw the share of the requests that is on time against the budget."""
+    rows = _at_conditions(comparison, ON_TIME.key)
+    if rows is None or ON_TIME not in comparison.task.metrics:
         return None
-    level = comparison.reference.results.get("satisfaction_level") or 0.95
-    title = in_words("on time, of the feasible requests", comparison.unit)
+    promises = comparison.reference.results.get("promises")
+    level = promises[0]["promise"] if promises else None
+    title = in_words("on time", comparison.unit)
     options: dict[str, Any] = {"percent": True, "level": level, "unit": comparison.unit}
-    chart = charts.by_condition(rows, comparison.task.condition, FEASIBLE.key, title, **options)
-    return [chart], {"level": level}
+    chart = charts.by_condition(rows, comparison.task.condition, ON_TIME.key, title, **options)
+    promised = texts()["figures"]["on_time"]["promised"] if promises else ""
+    return [chart], {"promised": promised}
 
 
 def _plane(comparison: Comparison) -> Drawn:

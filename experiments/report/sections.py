@@ -120,10 +120,12 @@ def tables(comparison: Comparison) -> list[Folded]:
         title, text = texts()["about"][name]
         table = records(rows_of(comparison), name, comparison.unit, results)
         if table.rows:
-            parts.append(Folded(title, [text.format(**filled), table], open=name == "spent"))
+            parts.append(Folded(title, [text.format(**filled), table], open=name in OPEN))
     return parts
 
 
+OPEN = ("spent", "promises")
+"""The tables that are seen at once."""
 Records = Callable[[Comparison], Sequence[Row]]
 
 
@@ -154,6 +156,15 @@ def _by_seed(comparison: Comparison, rows: Sequence[Sequence[Row]]) -> list[Row]
 def _guarantees(comparison: Comparison) -> list[Row]:
     """List the rows of the guard: one for each seed and budget."""
     return _by_seed(comparison, _of_run("guard")(comparison))
+
+
+def _promises(comparison: Comparison) -> list[Row]:
+    """List what was promised at each budget, and what came of it on test samples."""
+    rows = []
+    for row in _of_run("promises")(comparison):
+        promised = f"{100 * row['promise']:g}%" if row["kept"] else "nothing"
+        rows.append({**row, "promised": promised + ", broken" * row["broken"]})
+    return sorted(rows, key=lambda row: row["budget_ms"])
 
 
 def _chosen(comparison: Comparison) -> list[Row]:
@@ -193,6 +204,7 @@ RECORDS: dict[str, Records] = {
     "votes": _of_run("votes"),
     "controls": _of_run("controls"),
     "calls": _calls,
+    "promises": _promises,
     "guarantees": _guarantees,
     "chosen": _chosen,
 }

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections import Counter
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from knobwise.common.words import format_number, is_known, join_words, points, quantity
 from knobwise.experiments.evidence.results import (
@@ -19,7 +16,13 @@ from knobwise.experiments.evidence.results import (
     unit_of,
     value_of,
 )
-from knobwise.experiments.evidence.schema import Attainable, DifferenceRow, PolicyRow, RunResults
+from knobwise.experiments.evidence.schema import (
+    Attainable,
+    DifferenceRow,
+    PolicyRow,
+    PromiseFacts,
+    RunResults,
+)
 from knobwise.experiments.evidence.statistics import sign_of
 from knobwise.experiments.evidence.task import DEMONSTRATIONS, GRPO, Row, shown_at, task_of
 from knobwise.experiments.report.sentences import Sentence, write_sentences
@@ -35,9 +38,6 @@ from knobwise.experiments.report.words import (
     span,
     with_score,
 )
-
-if TYPE_CHECKING:
-    from knobwise.agents.calibration.guard import GuardRow
 
 
 def verdict(results: RunResults) -> list[str]:
@@ -56,7 +56,8 @@ def shown_by_run(results: RunResults) -> list[Sentence]:
         others = [row for row in rank_rows(results) if row["policy"] != ORACLE]
         best = with_score(others[0], task.ranked_by) if others else ""
         return [Sentence("no_policy", best=Sentence("best_policy", policy=best) if others else "")]
-    lines = [_answer(results, learned), *_on_estimates(results, learned), *_on_sample(results)]
+    lines = [_answer(results, learned), *_on_promise(results)]
+    lines += [*_on_estimates(results, learned), *_on_sample(results)]
     if task.equal_latency:
         lines += [_at_tight_budgets(results), *_on_spending(results)]
     if estimate := results.get("attainable"):
@@ -64,7 +65,10 @@ def shown_by_run(results: RunResults) -> list[Sentence]:
         if is_known(learned.get("attained")):
             share = Sentence("share_attained", share=format_number(learned["attained"], ".0%"))
         lines.append(Sentence("attained", learnable=learnable(estimate), share=share))
-    lines += [*_on_rivals(results, learned), *_on_time(results, learned)]
+    if not results.get("promises"):
+        # others promise nothing, so a higher accuracy is no better
+        lines += _on_rivals(results, learned)
+    lines += _on_time(results, learned)
     return [*lines, *on_training(results), *_on_guard(results)]
 
 
@@ -208,32 +212,50 @@ def _on_rivals(results: RunResults, learned: Row) -> list[Sentence]:
 
 
 def _on_time(results: RunResults, learned: Row) -> list[Sentence]:
-    """Say how often the controller is on time, and whether that is what was asked for."""
-    if not is_known(learned.get("satisfaction_feasible")):
+    """Say how often the controller is on time, where nothing is promised about that."""
+    if results.get("promises") or not is_known(learned.get("satisfaction_feasible")):
         return []
     share = format_number(learned["satisfaction_feasible"], ".1%")
-    target: Sentence | str = ""
-    level = results.get("satisfaction_level")
-    if level is not None:
-        # as printed: 95.0 % is not below 95 %
-        meets = float(share.rstrip("%")) >= 100 * level - 1e-9
-        target = Sentence(
-            "meets_target" if meets else "misses_target", level=format_number(level, ".0%")
-        )
     infeasible = format_number(learned.get("infeasible"), ".1%")
-    return [Sentence("on_time", share=share, target=target, infeasible=infeasible)]
+    return [Sentence("on_time", share=share, infeasible=infeasible)]
 
 
-def promise(seeds: Sequence[GuardRow]) -> str:
-    """Say whether the share on time is guaranteed at a budget, or in how many seeds why not."""
-    missed = Counter(row["missed"] for row in seeds if row["missed"])
-    reasons = [why + in_seeds(count, len(seeds)) for why, count in missed.items()]
-    return "; ".join(reasons) or "kept"
+def _on_promise(results: RunResults) -> list[Sentence]:
+    """Say at which budgets a share on time is promised, where it is not, and where test samples
+    contradict it."""
+    promised = [row for row in results.get("promises", []) if row["policy"] == LEARNED]
+    if not promised:
+        return []
+    promise = f"{100 * promised[0]['promise']:g}%"
+    requests = min(row["held_out_requests"] for row in promised)
+    needed = promised[0]["requests_needed"]
+    # budget → how many of its seeds and splits keep the promise, and break it
+    budgets: dict[str, list[PromiseFacts]] = {}
+    for row in promised:
+        budgets.setdefault(quantity(row["budget_ms"], unit_of(results)), []).append(row)
+    places: dict[str, list[str]] = {"promised": [], "not_promised": [], "promise_broken": []}
+    for budget, rows in budgets.items():
+        kept = sum(row["kept"] for row in rows)
+        broken = sum(row["broken"] for row in rows)
+        counts = {"promised": kept, "not_promised": len(rows) - kept, "promise_broken": broken}
+        for name, count in counts.items():
+            if count:
+                of_all = f" ({count} of {len(rows)} trainings)" * (count < len(rows))
+                places[name].append(f"{budget}{of_all}")
+    too_few: Sentence | str = ""
+    if requests < needed:
+        too_few = Sentence("too_few_to_promise", promise=promise, needed=f"{needed:,}")
+    filled = {"promise": promise, "requests": f"{requests:,}", "too_few": too_few}
+    used = {"promised": ("promise", "requests"), "not_promised": ("too_few",), "promise_broken": ()}
+    return [
+        Sentence(name, budgets=join_words(where), **{key: filled[key] for key in used[name]})
+        for name, where in places.items()
+        if where
+    ]
 
 
 def _on_guard(results: RunResults) -> list[Sentence]:
-    """Say where the guard fell back, and where it does not guarantee a share on time; of budgets
-    that were not judged, nothing."""
+    """Say where the guard fell back; of budgets that were not judged, nothing."""
     judged = task_of(results).conditions(results)
     by_budget = [
         seeds
@@ -241,30 +263,19 @@ def _on_guard(results: RunResults) -> list[Sentence]:
         if any(math.isclose(seeds[0]["budget_ms"], budget, rel_tol=1e-4) for budget in judged)
     ]
     cases = list(itertools.chain(*by_budget))
-    lines = []
-    if fell_back := sum(not row["deployed"] for row in cases):
-        why = "no_price" if task_of(results).equal_latency else "late_too_often"
-        lines.append(
-            Sentence(
-                "fell_back",
-                static=_static(results),
-                count=f"{fell_back:,}",
-                cases=f"{len(cases):,}",
-                pairs="seed–budget pairs" if len(results["guard"]) > 1 else "budgets",
-                why=Sentence(why),
-            )
+    fell_back = sum(not row["deployed"] for row in cases)
+    if not fell_back:
+        return []
+    return [
+        Sentence(
+            "fell_back",
+            static=_static(results),
+            count=f"{fell_back:,}",
+            cases=f"{len(cases):,}",
+            pairs="seed–budget pairs" if len(results["guard"]) > 1 else "budgets",
+            why=Sentence("no_price") if task_of(results).equal_latency else "",
         )
-    # budgets with the same reason stand together
-    missed: dict[str, list[str]] = {}
-    for seeds in by_budget:
-        if "level" in seeds[0] and promise(seeds) != "kept":
-            budget = quantity(seeds[0]["budget_ms"], unit_of(results))
-            missed.setdefault(promise(seeds), []).append(budget)
-    if missed:
-        parts = [f"{join_words(budgets)} ({why})" for why, budgets in missed.items()]
-        level = format_number(by_budget[0][0]["level"], ".0%")
-        lines.append(Sentence("not_guaranteed", level=level, budgets=", nor at ".join(parts)))
-    return lines
+    ]
 
 
 # -- training --------------------------------------------------------------------------------------

@@ -125,14 +125,12 @@ def _by_policy(config: Any) -> dict[str, str]:
         reasons |= _because(no_teacher, OF_THE_TEACHER)
         if mean or not policy.utility_head:
             reasons["policy.sharpness"] = no_teacher
-    # the guard of a mean budget has no target, and another aim than utility no guard
+    # another aim than utility has no guard, and a promise takes its place
     kind = KINDS.get(config.reward.kind)
-    if mean:
-        reasons["policy.level"] = "budget=mean"
-    elif kind is not None and kind.judged_by != "utility":
-        reasons |= _because(f"reward={config.reward.kind}", ["policy.guard", "policy.level"])
-    elif not policy.guard:
-        reasons["policy.level"] = "policy.guard=false"
+    if not mean and kind is not None and kind.judged_by != "utility":
+        reasons["policy.guard"] = f"reward={config.reward.kind}"
+    elif policy.promise:
+        reasons["policy.guard"] = f"policy.promise={policy.promise}"
     if policy.budget_encoding == "linear":
         reasons["policy.budget_width"] = "policy.budget_encoding=linear"
     return reasons

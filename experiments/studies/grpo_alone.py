@@ -227,7 +227,7 @@ class Unit:
         """Return what choices come to: a limit in ms → configurations [n], of held-out and of test
         samples."""
         guard = calibrate(
-            self.problem, self.fitted, self.budgets_ms, self.static_held_out, held_out, AUTO.level
+            self.problem, self.fitted, self.budgets_ms, self.static_held_out, held_out
         )
         rows = self.problem.split.test
         fallback = self._chosen(self.static, rows, self.budgets_ms)
@@ -238,9 +238,9 @@ class Unit:
             kept.append(held_out(budget))
             guarded.append(fallback[:, number])
             if row["deployed"]:
-                guarded[-1] = test(row["margin"] * budget)
+                guarded[-1] = test(budget)
         held_back = [
-            held_out(row["margin"] * row["budget_ms"]) if row["deployed"] else by_static
+            held_out(row["budget_ms"]) if row["deployed"] else by_static
             for row, by_static in zip(guard, self.static_held_out.T, strict=True)
         ]
         return {

@@ -37,6 +37,7 @@ from knobwise.experiments.evidence.evaluate import Deadlines
 from knobwise.experiments.evidence.explanation import Explained, explain_policy
 from knobwise.experiments.evidence.mean_budgets import MeanBudgets
 from knobwise.experiments.evidence.schema import Attainable, GrpoGain, RunResults, TrainingFacts
+from knobwise.experiments.evidence.task import DEADLINE
 from knobwise.experiments.inspection.attainable import add_shares, attainable_by
 from knobwise.experiments.settings.deployment_options import EvaluateRun
 from knobwise.experiments.settings.options import TrainRun
@@ -81,9 +82,11 @@ def judge_run(experiment: ControllerExperiment, folder: Path) -> tuple[RunResult
     results |= facts_of_deployed(experiment, folder)
     if not others:
         return results, decisions
+    promises = results.get("promises", [])
     frames = [decisions.with_columns(split=pl.lit(0, pl.Int64))]
     for other in others:
-        _, judged = judge_split(other, split_folder(folder, other.number))
+        of_split, judged = judge_split(other, split_folder(folder, other.number))
+        promises += [row | {"split": other.number} for row in of_split.get("promises", [])]
         frames.append(judged.with_columns(split=pl.lit(other.number, pl.Int64)))
     decisions = pl.concat(frames)
     tests = torch.cat([training.problem.split.test for training in experiment.splits])
@@ -93,6 +96,8 @@ def judge_run(experiment: ControllerExperiment, folder: Path) -> tuple[RunResult
     seeds = [split.seed] * split.folds or range(split.seed, split.seed + split.repeats)
     results |= controller_results(whole, decisions, experiment.config.seeds)
     results |= {"split_seeds": list(seeds)}
+    if promises:
+        results["promises"] = promises
     add_shares(results)
     return results, decisions
 
@@ -214,7 +219,7 @@ def evaluate_beside_baselines(
             fitted = evaluator.problem.split.fitted
             rule = evaluator.problem.rule
             experts = Experts.fit(table, fitted, budgets_ms, tuple(FAMILIES), fold_seed, rule=rule)
-        if evaluator.task.charged and table.features:
+        if evaluator.task is DEADLINE and table.features:
             estimate = attainable_by(evaluator.problem, experts, evaluator.budgets_ms)
         baselines = evaluator.baselines(experts, fold_seed)
     results, decisions = evaluate_controllers(

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING
 
+from knobwise.agents.calibration.promise import HELD_BACK, check_promise
 from knobwise.agents.evaluation.problems import judged_part, problem_of
 from knobwise.agents.problem import Problem
 from knobwise.agents.training.checkpoint import load_checkpoint
 from knobwise.envs.readers.joint import with_dataset_input
-from knobwise.envs.tables.divisions import divide
+from knobwise.envs.tables.divisions import divide, hold_back
 from knobwise.envs.tables.profile_table import ProfileTable
 from knobwise.experiments.evidence.run_folder import checkpoint_at
 from knobwise.experiments.settings.options import TrainRun
@@ -39,6 +40,9 @@ def problem_of_run(config: TrainRun, facts: ProfileTable, number: int = 0) -> Pr
         InputError: a split, a text or a budget that cannot be used.
     """
     split = judged_part(divide(facts, **asdict(config.split), number=number))
+    held_back = None
+    if config.policy.promise is not None:
+        split, held_back = hold_back(facts, split, HELD_BACK, config.split.seed + number)
     encoders = encoders_of_start(config.init_from)
     if facts.texts:
         # most tables have none, and need nothing that encodes them
@@ -46,7 +50,12 @@ def problem_of_run(config: TrainRun, facts: ProfileTable, number: int = 0) -> Pr
 
         encoders = encoders or fit_encoders(facts, split, config.chat)
         facts = encoded_by(facts, encoders)
-    return problem_of(facts, split, config.budget, config.unprofiled, encoders)
+    problem = problem_of(facts, split, config.budget, config.unprofiled, encoders)
+    if held_back is None:
+        return problem
+    problem = replace(problem, calibration=held_back)
+    check_promise(problem)
+    return problem
 
 
 def encoders_of_start(init_from: str | None) -> Mapping[str, TextEncoder]:

@@ -1,0 +1,293 @@
+"""A promise that holds: on time for at least a share of the requests, per budget.
+
+The statement, for each calibrated budget: with `CONFIDENCE` over the calibration samples, the
+deployed rule answers at least this share of requests like the profile's, timed as there, within the
+budget, its own cost included. The calibration samples are held back from everything else: nothing
+was fitted on them or chosen by them.
+
+Candidates stand in a fixed order, from the safest to the boldest; both ends of it and the order are
+chosen on the fitted samples. They are single configurations, and the policy restricted to what a
+model of latencies expects in time with one of `PROBABILITIES`. A candidate that is not expected to
+be more accurate than all safer ones is left out. Then they are tested in this order, each by the
+exact bound on the share of a binomial (Clopper and Pearson 1934, "The Use of Confidence or Fiducial
+Limits", Biometrika) until the first one fails; the last one that passed is deployed. Since the
+order is fixed, many candidates cost no confidence (fixed sequence testing, as in Angelopoulos,
+Bates, Candès, Jordan and Lei 2025, "Learn then Test: Calibrating Predictive Algorithms to Achieve
+Risk Control", Annals of Applied Statistics, section 3); and a higher promise stops earlier, so it
+never deploys a bolder candidate.
+
+The bound needs independent requests that are late or not. So of several measurements of an answer
+one is drawn, and of samples that belong together, such as the questions about an image, one: a
+cluster is kept with a probability in the ratio of its size to the largest, so that each request is
+drawn equally often.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypedDict
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from scipy.special import ndtri
+from scipy.stats import beta
+from torch import Tensor
+
+from knobwise.agents.calibration.guard import cluster_numbers
+from knobwise.agents.deployed.arrays import pick
+from knobwise.agents.deployed.calibrated import Static
+from knobwise.agents.deployed.promise import POLICY
+from knobwise.agents.problem import Problem
+from knobwise.common.errors import InputError
+from knobwise.envs.bandit.budgets import MIN_LATENCY_MS
+from knobwise.envs.bandit.reward import share_on_time
+
+CONFIDENCE = 0.95
+"""One-sided, over the draw of the calibration samples."""
+HELD_BACK = 0.2
+"""The share of the fitted samples that a promise is calibrated on."""
+RESERVE = 0.02
+"""The share of a budget that rules are not tested with: it is left to what a decision costs beyond
+what was expected of it."""
+PROBABILITIES = (0.0, 0.5, 0.6, 0.7, 0.8, 0.85, 0.9, 0.925, 0.95, 0.97, 0.98, 0.99, 0.995, 0.999)
+"""With which what the policy chooses must be expected in time; 0 for anything."""
+
+Decide = Callable[[float, float], Tensor]
+"""A limit in ms, and how far below it choices must be expected, in standard deviations → the
+configurations int64 [n] that the policy chooses."""
+
+
+class PromiseRow(TypedDict):
+    """What was promised at one budget."""
+
+    budget_ms: float
+    planned_ms: float
+    """What is left of it for the answer, which was promised for."""
+    promise: float
+    kept: bool
+    """False if no candidate passed: then the safest decides, and nothing is promised."""
+    configuration: int
+    """That decides for all requests, or `POLICY`."""
+    probability: float
+    """With which what the policy chooses is expected in time; 0 for anything."""
+    on_time: float
+    """The share on time of the calibration requests."""
+    bound: float
+    """Its lower bound with `CONFIDENCE`."""
+    requests: int
+    """How many calibration requests there were."""
+    expected_accuracy: float
+    """The accuracy on fitted samples, which candidates were ordered by."""
+    candidates: int
+    """How many there were, and how many passed."""
+    passed: int
+
+
+def requests_needed(promise: float) -> int:
+    """Return how many requests a promise needs if all of them are on time."""
+    return math.ceil(math.log(1 - CONFIDENCE) / math.log(promise) - 1e-9)
+
+
+def check_promise(problem: Problem) -> None:
+    """Refuse a promise where times are not measured, or a request has no budget of its own.
+
+    Raises:
+        InputError: a mean budget, a rule of the user's own, or beliefs about cells.
+    """
+    rule = problem.rule
+    if rule.kind != "deadline" or rule.is_own:
+        raise InputError(
+            f"policy.promise: is for deadlines, not for budget={rule.words}; leave it out"
+        )
+    if problem.beliefs is not None:
+        raise InputError(
+            f"policy.promise: profile {problem.facts.name!r} has cells that nobody measured, and "
+            "what is predicted of them proves nothing; measure all of them, set "
+            "unprofiled=forbid, or leave the promise out"
+        )
+
+
+class Candidate(NamedTuple):
+    """A rule that may be deployed, see `PromiseRow`."""
+
+    configuration: int
+    probability: float
+
+
+class Requests(NamedTuple):
+    """Independent requests: rows int64 [n], and which of the measurements of an answer counts, as a
+    number in [0, 1), float64 [n]."""
+
+    rows: Tensor
+    drawn: Tensor
+
+
+def requests_of(problem: Problem, rows: Tensor, seed: int = 0) -> Requests:
+    """Draw independent requests from samples int64 [n], see the top."""
+    draws = np.random.default_rng(seed)
+    clusters = cluster_numbers(problem.facts, rows).numpy()
+    sizes = np.bincount(clusters)
+    kept = draws.random(len(sizes)) * sizes.max(initial=1) < sizes
+    # the first of each cluster in a random order
+    order = draws.permutation(len(rows))
+    _, first = np.unique(clusters[order], return_index=True)
+    chosen = rows[np.sort(order[first[kept]])]
+    return Requests(chosen, torch.from_numpy(draws.random(len(chosen))))
+
+
+def late(
+    problem: Problem, requests: Requests, chosen: Tensor, limit_ms: float, reads: Tensor
+) -> Tensor:
+    """Tell which answers come too late, or cost more than a limit, bool [n, K].
+
+    Args:
+        chosen: configurations int64 [n, K]. One that was not measured counts as late.
+        limit_ms: what is left for the answer.
+        reads: bool [K], whose choice reads features, and waits for the first look at the request.
+    """
+    # measurements in order, NaN at the end
+    cells = requests.rows.unsqueeze(1), chosen
+    measured = _times(problem, cells, reads).sort(-1).values
+    count = (~measured.isnan()).sum(-1)
+    which = (requests.drawn.unsqueeze(1) * count).long()
+    time = measured.gather(-1, which.unsqueeze(-1)).squeeze(-1)
+    # NaN, where nothing was measured, is not within any limit
+    too_late = ~(time <= limit_ms)
+    over = problem.rule.over(problem.values)
+    return too_late if over is None else too_late | over[cells]
+
+
+def least_share(on_time: int, count: int) -> float:
+    """Return the lower bound with `CONFIDENCE` of the share that `on_time` of `count` requests were
+    drawn from; 0 for none."""
+    if not on_time:
+        return 0.0
+    return float(beta.ppf(1 - CONFIDENCE, on_time, count - on_time + 1))
+
+
+def in_order(on_time: NDArray[np.float64], accuracy: NDArray[np.float64]) -> list[int]:
+    """Return the candidates from the safest to the boldest, each more accurate than all before it:
+    their indices, of shares on time and accuracies [K]."""
+    order: list[int] = []
+    for index in np.lexsort((-accuracy, -on_time)).tolist():
+        if not order or accuracy[index] > accuracy[order[-1]]:
+            order.append(index)
+    return order
+
+
+def passing(shares: Sequence[float], promise: float) -> int:
+    """Return how many candidates pass before the first that does not, by their bounds in order."""
+    return next((i for i, bound in enumerate(shares) if bound < promise), len(shares))
+
+
+def promised(
+    problem: Problem,
+    rows: Tensor,
+    requests: Requests,
+    budgets_ms: Tensor,
+    promise: float,
+    static: Static,
+    held_out: Decide | None = None,
+    deployed: Decide | None = None,
+    *,
+    cost_ms: float = 0.0,
+) -> list[PromiseRow]:
+    """Return what is deployed at each of B budgets, in ascending order.
+
+    Args:
+        rows: int64 [n], the fitted samples, which candidates are put in order by.
+        requests: drawn from the samples that were held back.
+        budgets_ms: float [B].
+        promise: the share of requests on time.
+        static: knows which configuration is most often on time, which decides for a request that a
+            candidate's configuration is forbidden for.
+        held_out: what the policy chooses for `rows`, each by a network that was not fitted on it;
+            None for single configurations alone.
+        deployed: what the deployed policy chooses for the requests.
+        cost_ms: the time of a decision.
+    """
+    count = len(requests.rows)
+    singles = range(problem.values.num_configurations)
+    candidates = [Candidate(c, 0.0) for c in singles]
+    if held_out is not None:
+        candidates += [Candidate(POLICY, p) for p in PROBABILITIES]
+
+    def choices(tried: Sequence[Candidate], mask: Tensor, decide: Decide | None) -> Tensor:
+        share = np.broadcast_to(static.on_time(left), mask.shape)
+        safest = torch.from_numpy(pick(share, static.latency_ms, mask.numpy()))
+        columns = []
+        for configuration, probability in tried:
+            if configuration == POLICY:
+                assert decide is not None
+                columns.append(decide(left, float(ndtri(probability))))
+            else:
+                columns.append(safest.masked_fill(mask[:, configuration], configuration))
+        return torch.stack(columns, 1)
+
+    reads = torch.tensor([c.configuration == POLICY for c in candidates])
+    result: list[PromiseRow] = []
+    for budget in sorted(budgets_ms.tolist()):
+        left = max((1 - RESERVE) * (budget - cost_ms), MIN_LATENCY_MS)
+        chosen = choices(candidates, problem.mask[rows], held_out)
+        on_time, accuracy = _expected(problem, rows, chosen, left, reads)
+        order = in_order(on_time, accuracy)
+        tested = [candidates[i] for i in order]
+        answers = choices(tested, problem.mask[requests.rows], deployed)
+        hits = count - late(problem, requests, answers, left, reads[order]).sum(0)
+        bounds = [least_share(hit, count) for hit in hits.tolist()]
+        passed = passing(bounds, promise)
+        last = max(passed - 1, 0)
+        result.append(
+            {
+                "budget_ms": budget,
+                "planned_ms": left,
+                "promise": promise,
+                "kept": passed > 0,
+                "configuration": tested[last].configuration,
+                "probability": tested[last].probability,
+                "on_time": float(hits[last]) / max(count, 1),
+                "bound": bounds[last],
+                "requests": count,
+                "expected_accuracy": float(accuracy[order[last]]),
+                "candidates": len(order),
+                "passed": passed,
+            }
+        )
+    return result
+
+
+def arrays_of(rows: Sequence[PromiseRow]) -> dict[str, NDArray[Any]]:
+    """Collect the columns that `agents.deployed.promise.Promise` reads, [B] each."""
+    return {
+        "budgets_ms": np.array([row["budget_ms"] for row in rows]),
+        "planned_ms": np.array([row["planned_ms"] for row in rows]),
+        "fixed": np.array([row["configuration"] for row in rows]),
+        "quantiles": ndtri(np.array([row["probability"] for row in rows])),
+        "kept": np.array([row["kept"] for row in rows]),
+    }
+
+
+def _times(problem: Problem, cells: tuple[Tensor, Tensor], reads: Tensor) -> Tensor:
+    """Return the measurements of cells [n, K], float64 [n, K, R]; for `reads` see `late`."""
+    table = problem.values
+    times = table.measurements_ms[cells].double()
+    if table.first_look_ms is None:
+        return times
+    first_look = table.first_look_ms[cells].masked_fill(reads, 0.0)
+    return times - first_look.unsqueeze(-1)
+
+
+def _expected(
+    problem: Problem, rows: Tensor, chosen: Tensor, left: float, reads: Tensor
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Return the mean share on time and the mean accuracy of choices int64 [n, K]: [K] each. What
+    was not measured is late and wrong."""
+    cells = rows.unsqueeze(1), chosen
+    on_time = share_on_time(_times(problem, cells, reads), torch.tensor(left))
+    over = problem.rule.over(problem.values)
+    if over is not None:
+        on_time = on_time * ~over[cells]
+    accuracy = problem.values.accuracy[cells].double().nan_to_num()
+    return on_time.mean(0).numpy(), accuracy.mean(0).numpy()

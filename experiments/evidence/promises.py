@@ -1,0 +1,101 @@
+"""What became of a promise on the test samples, budget by budget."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from scipy.stats import beta
+
+from knobwise.agents.calibration.deployed_controller import DeployedController
+from knobwise.agents.calibration.promise import PromiseRow, late, requests_needed, requests_of
+from knobwise.agents.deployed.promise import POLICY
+from knobwise.agents.evaluation.own_cost import OwnCost
+from knobwise.agents.evaluation.policy import choices_of, inputs_of_rows, reads_features
+from knobwise.envs.bandit.budgets import MIN_LATENCY_MS
+from knobwise.experiments.evidence.evaluate import OnTable
+from knobwise.experiments.evidence.schema import Interval, PromiseFacts
+
+
+def promises_on_test(
+    evaluator: OnTable,
+    controllers: Sequence[DeployedController],
+    seeds: Sequence[int],
+    costs: Mapping[int | None, OwnCost],
+) -> list[PromiseFacts]:
+    """Return what was promised at each judged budget, and the share on time on independent test
+    requests: of single configurations, then of each controller.
+
+    A promise is *broken* if the upper end of the exact 95 % interval of that share is below it.
+    """
+    rows: list[PromiseFacts] = []
+    static = controllers[0].static_under_promise
+    if static is not None:
+        promised = controllers[0].calibration.promise_of_static
+        free = [0.0] * len(evaluator.conditions)
+        rows += _judged(evaluator, static.name, static, promised, free)
+    for seed, controller in zip(seeds, controllers, strict=True):
+        promised = controller.calibration.promise
+        cost_ms = costs[seed].charged_ms.tolist()
+        for row in _judged(evaluator, "controller", controller.decider, promised, cost_ms):
+            rows.append({**row, "seed": seed})
+    return rows
+
+
+def _judged(
+    evaluator: OnTable,
+    name: str,
+    policy: Any,
+    promised: Sequence[PromiseRow],
+    costs_ms: Sequence[float],
+) -> Iterator[PromiseFacts]:
+    """Yield a row for each budget that a policy was calibrated for and is judged at."""
+    problem = evaluator.problem
+    requests = requests_of(problem, evaluator.rows)
+    features, mask = inputs_of_rows(problem, requests.rows)
+    by_budget = {f"{row['budget_ms']:.6g}": row for row in promised}
+    for budget, cost_ms in zip(evaluator.conditions, costs_ms, strict=True):
+        row = by_budget.get(f"{budget:.6g}")
+        if row is None:
+            continue
+        left = np.array([max(budget - cost_ms, MIN_LATENCY_MS)])
+        chosen = choices_of(policy, features, left, mask)
+        reads = torch.from_numpy(reads_features(policy, left))
+        too_late = late(problem, requests, chosen, budget - cost_ms * float(reads), reads)
+        hits, count = int((~too_late).sum()), len(requests.rows)
+        ci95 = exact_interval(hits, count)
+        accuracy = problem.values.accuracy[requests.rows, chosen[:, 0]].double()
+        yield {
+            "policy": name,
+            "budget_ms": budget,
+            "promise": row["promise"],
+            "kept": row["kept"],
+            "rule": rule_words(row, evaluator.labels.to_list()),
+            "held_out": row["on_time"],
+            "held_out_bound": row["bound"],
+            "held_out_requests": row["requests"],
+            "requests_needed": requests_needed(row["promise"]),
+            "test": hits / max(count, 1),
+            "test_ci95": ci95,
+            "test_requests": count,
+            "accuracy": float(accuracy.nan_to_num().mean()),
+            "broken": row["kept"] and ci95[1] < row["promise"],
+        }
+
+
+def exact_interval(hits: int, count: int) -> Interval:
+    """Return the exact 95 % interval of a share (Clopper and Pearson 1934)."""
+    low = beta.ppf(0.025, hits, count - hits + 1) if hits else 0.0
+    high = beta.ppf(0.975, hits + 1, count - hits) if hits < count else 1.0
+    return [float(low), float(high)]
+
+
+def rule_words(row: PromiseRow, labels: Sequence[str]) -> str:
+    """Say what decides at a budget."""
+    if row["configuration"] != POLICY:
+        return labels[row["configuration"]]
+    if not row["probability"]:
+        return "the policy"
+    return f"the policy, among what it expects in time with {100 * row['probability']:g}%"
