@@ -77,6 +77,7 @@ def _judged(
             "held_out_bound": row["bound"],
             "held_out_requests": row["requests"],
             "requests_needed": requests_needed(row["promise"]),
+            "expected_accuracy": row["expected_accuracy"],
             "test": hits / max(count, 1),
             "test_ci95": ci95,
             "test_requests": count,

@@ -319,6 +319,7 @@ class PromiseFacts(TypedDict, total=False):
     held_out_bound: float
     held_out_requests: int
     requests_needed: int
+    expected_accuracy: float
     test: float
     test_ci95: Interval
     test_requests: int

@@ -30,7 +30,8 @@ How they are compared was fixed before the runs:
     python experiments/studies/grpo_alone.py run RUNS TABLE … [seeds=0,1,2]
     python experiments/studies/grpo_alone.py table RUNS
 
-A table is builtin, ocr, smollm, calibrated, a file that `ProfileTable.load` reads, or a folder with
+A table is builtin, ocr, smollm, calibrated, useless (the same with features that say nothing), a
+file that `ProfileTable.load` reads, or a folder with
 table.parquet and perhaps features.npz. What is finished is kept, so a stopped command goes on.
 """
 
@@ -79,13 +80,13 @@ Array = NDArray[np.float64]
 Decide = Callable[[float], Tensor]
 """A limit in ms → log-probs [n, C]."""
 
+SIMULATED = SimulatedConfig(samples=400, grid="27", image_width=48, language_width=64)
 PROFILES: dict[str, Callable[[], ProfileTable]] = {
     "builtin": builtin_profile,
     "ocr": ocr_profile,
     "smollm": smollm_profile,
-    "calibrated": lambda: simulate(
-        SimulatedConfig(samples=400, grid="27", image_width=48, language_width=64)
-    ),
+    "calibrated": lambda: simulate(SIMULATED),
+    "useless": lambda: simulate(replace(SIMULATED, signal=0.0)),
 }
 SPLITS = 3
 SHARES = (0.6, 0.2)
