@@ -65,31 +65,30 @@ class ReplayedModel:
 # -- controllers that were not trained -------------------------------------------------------------
 
 
-def calibration_for(table, margins=None, deploy=None):
-    """Mean latencies, and if there are margins a guard for the default budgets, which falls back
-    nowhere by default."""
+def calibration_for(table, deploy=None):
+    """Mean latencies, and a guard for the default budgets, if it is said where it deploys the
+    policy."""
     static = fit_static(table, torch.arange(table.num_samples))
     latency = {"bias": static.log_latency, "spread": static.spread.clip(1e-3)}
     calibration = Calibration(
         latency={name: values.astype(np.float32) for name, values in latency.items()}
     )
-    if margins is None:
+    if deploy is None:
         return calibration
     calibration.static = static.arrays()
-    deploy = deploy or [True] * len(margins)
     budgets = default_budgets(table).tolist()
-    for budget, margin, deployed in zip(budgets, margins, deploy, strict=True):
+    for budget, deployed in zip(budgets, deploy, strict=True):
         reason = "deployed" if deployed else "fell back"
-        row = {"budget_ms": budget, "margin": margin, "deployed": bool(deployed), "reason": reason}
+        row = {"budget_ms": budget, "deployed": bool(deployed), "reason": reason}
         calibration.guard.append(row)
     return calibration
 
 
-def untrained(table, config=None, margins=None, deploy=None):
-    """A controller that was not trained, whose networks and configurations differ; margins and
-    fall-backs as in `calibration_for`."""
+def untrained(table, config=None, deploy=None):
+    """A controller that was not trained, whose networks and configurations differ; fall-backs as in
+    `calibration_for`."""
     controller = driven_apart(table, config or PolicyConfig(hidden=8, dropout=0.0))
-    return DeployedController(controller, None, calibration_for(table, margins, deploy)).eval()
+    return DeployedController(controller, None, calibration_for(table, deploy)).eval()
 
 
 def teacher_beside(table, controller, constraint="deadline"):

@@ -253,7 +253,7 @@ class DeployedController(nn.Module):
             parts[f"texts.{number}"] = encoder
         if header["guard"]:
             parts["guard"] = guards.arrays_of(calibration.guard)
-        if header["promise"]:
+        if calibration.promise:
             parts["promise"] = promises.arrays_of(calibration.promise)
         for part, named in parts.items():
             for name, values in named.items():
@@ -286,9 +286,10 @@ class DeployedController(nn.Module):
             "limit": limit,
             "unit": controller.unit,
             "guard": bool(calibration.guard and calibration.static),
-            "promise": bool(calibration.promise),
         }
-        # what has no texts and no further costs stays as it was
+        # what has no promise, texts or further costs stays as it was
+        if calibration.promise:
+            header["promise"] = True
         if calibration.texts:
             header["texts"] = list(calibration.texts)
         if calibration.costs:

@@ -111,11 +111,12 @@ class NumpyController:
         self._values = arrays.get("values")
         self.latency = LatencyModel(below(arrays, "latency."))
         # what was calibrated on held-out samples
-        if self.header["guard"] or self.header["promise"]:
+        is_promised = self.header.get("promise", False)
+        if self.header["guard"] or is_promised:
             self.static = static = Static(below(arrays, "static."))
             if self.header["guard"]:
                 self.guard = Guard(below(arrays, "guard."), static)
-            if self.header["promise"]:
+            if is_promised:
                 self.promise = Promise(below(arrays, "promise."), static)
         self.budgets = RequestBudgets(self.header["limit"] == "budget_ms")
         if self.header["limit"] == "mean":
@@ -271,6 +272,7 @@ class NumpyController:
         if fixed is None:
             return None
         if limits or self.limits:
+            self.log_limits(limits)  # refuses what cannot be
             if self._bounds.weight is not None:
                 return None
             fixed, _ = self._within(None, fixed, limit, drift, limits, mask)

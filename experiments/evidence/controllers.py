@@ -93,8 +93,9 @@ def evaluate_controllers(
         if all(controller.teacher is not None for controller in controllers):
             teachers = _by_seed(seeds, (controller.guarded_teacher for controller in controllers))
             policies = {**learned, "teacher": teachers, **alone(baselines)}
-        if static := controllers[0].static_under_promise:
-            policies = {**policies, static.name: {None: static}}
+        if evaluator.task is PROMISED:
+            static = controllers[0].static_under_promise
+            policies = {**policies, PROMISED.low: {None: static}}
         # the controllers as they would be otherwise
         free = _by_seed(seeds, (controller.if_free for controller in controllers))
         policies = {**policies, IF_FREE: free}

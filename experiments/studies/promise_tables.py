@@ -2,10 +2,13 @@
 promise, and the policy that promises nothing.
 
 For each table and three splits, `policy=auto` is trained on all fitted samples, as by default, and
-once more with a fifth of them held back, on which a promise of .9, .95 and .99 is calibrated at each
-default budget. Shares on time are of test samples, with exact 95 % intervals, decisions for free. `penalties` asks whether training should know of the promise: GRPO alone, with what a late
-answer costs in its reward (a Lagrange multiplier, λ), with the formula of the original controller
-(γ = 10), and with the λ of each budget that held-out samples choose after the test, which favours
+once more with a fifth of them held back, on which a promise of .9, .95 and .99 is calibrated at
+each default budget. Shares on time are of test samples, with exact 95 % intervals, decisions for
+free.
+
+`penalties` asks whether training should know of the promise: GRPO alone, with what a late answer
+costs in its reward (a Lagrange multiplier, λ), with the formula of the original controller (gamma =
+10), and with the λ of each budget whose expected accuracy is highest after the test, which favours
 it.
 
     python experiments/studies/promise_tables.py run RUNS TABLE …
@@ -58,7 +61,7 @@ PENALTIES: dict[str, RewardConfig] = {
     "λ = 0.3": RewardConfig(miss=0.3),
     "λ = 1": RewardConfig(miss=1.0),
     "λ = 3": RewardConfig(miss=3.0),
-    "γ = 10": RewardConfig(kind="shaped"),
+    "gamma = 10": RewardConfig(kind="shaped"),
 }
 """What a late answer costs in training, by its name."""
 TODAY = "no promise"

@@ -123,21 +123,22 @@ def test_what_a_decision_costs_is_added_to_the_latency_in_rewards_too():
 
 
 @pytest.mark.parametrize(
-    ("limit", "holes", "feasible", "kept"),
+    ("limit", "holes", "on_time"),
     [
         # the second configuration takes 6 ms, or 4 as predicted, of 7 ms
-        (None, False, 3, 1.0),
-        (None, True, 3, 1.0),
+        (None, False, 1.0),
+        (None, True, 1.0),
         # 3 USD are too much, and the first one would have done; as is everything above half a USD
-        (2.0, False, 3, 0.0),
-        (0.5, False, 0, None),
-        # predicted is 1 USD; the third sample, of which 3 USD were measured, has nothing cheaper
-        (2.0, True, 2, 1.0),
+        (2.0, False, 0.0),
+        (0.5, False, 0.0),
+        # predicted is 1 USD, on time; of the third sample, which stands for two, 3 USD were measured:
+        # (1 + 1 + (1 + 2·(0 − 1))) / 3
+        (2.0, True, 1 / 3),
     ],
 )
-def test_a_guard_counts_answers_above_a_limit_as_late_by_hand(limit, holes, feasible, kept):
+def test_a_guard_counts_answers_above_a_limit_as_late_by_hand(limit, holes, on_time):
     problem = problem_under(Deadline({"usd": limit} if limit else {}), holes)
     second = torch.ones(3, dtype=torch.int64)
     budgets_ms = torch.tensor([7.0])
-    (row,) = calibrate(problem, ROWS, budgets_ms, second.unsqueeze(1), lambda _: second, 0.5)
-    assert (row["feasible"], row["satisfaction_deployed"]) == (feasible, kept)
+    (row,) = calibrate(problem, ROWS, budgets_ms, second.unsqueeze(1), lambda _: second)
+    assert row["on_time"] == pytest.approx(on_time)

@@ -65,7 +65,7 @@ def test_one_request_gives_one_dict_and_an_explanation_of_what_was_drawn():
 
 def test_where_the_guard_falls_back_static_decides():
     budgets = default_budgets(TABLE)
-    policy = policy_of(margins=[1.0] * 5, deploy=[False, True, True, True, True])
+    policy = policy_of(deploy=[False, True, True, True, True])
     for index, budget in enumerate(budgets.tolist()):
         limits = np.full(200, budget)
         drawn = policy.decide(repeated(3, 200), limits, deterministic=False, seed=0)

@@ -20,14 +20,13 @@ from knobwise.experiments.settings.deployment_options import ExportRun
 from knobwise.experiments.settings.profiles import TableProfile
 from knobwise.serving.onnx_graph import Deployed, OnnxController, agreement, write_onnx
 
-MARGINS = [1.0, 0.9, 0.8, 1.0, 0.7]
 DEPLOY = [True, False, True, True, True]
 
 
 @functools.cache
 def guarded():
     table = small_table(90)
-    return table, untrained(table, None, MARGINS, DEPLOY)
+    return table, untrained(table, None, DEPLOY)
 
 
 # -- the graph --------------------------------------------------------------------------------------
@@ -41,9 +40,9 @@ def test_a_graph_decides_as_a_controller_does_for_one_request_or_many(
 ):
     table = gappy_table()
     # static decides in two groups
-    margins = [1.0, 1.0, 0.7, 1.0, 0.5] if with_guard else None
+    deploy = [True, False, True, False, True] if with_guard else None
     config = PolicyConfig(hidden=8, fold_networks=2, drift=0.3, utility_head=utility_head)
-    agent = untrained(table, config, margins, [True, False, True, False, True])
+    agent = untrained(table, config, deploy)
     path = tmp_path / "c.onnx"
     write_onnx(Deployed(agent), path)
     graph = OnnxController(path)
@@ -110,7 +109,7 @@ def test_budgets_that_are_compared_are_the_calibrated_or_the_default():
     table, agent = guarded()
     judged = default_budgets(table).tolist()
     assert _budgets_of(agent, table).tolist() == judged
-    moved = DeployedController(agent.controller, None, calibration_for(table, MARGINS, DEPLOY))
+    moved = DeployedController(agent.controller, None, calibration_for(table, DEPLOY))
     moved.calibration.guard[1]["budget_ms"] = 33.5
     assert _budgets_of(moved, table).tolist() == [judged[0], 33.5, *judged[2:]]
     assert _budgets_of(untrained(table), table).tolist() == judged

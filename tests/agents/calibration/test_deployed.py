@@ -1,5 +1,4 @@
-"""What a run deploys: the last network in NumPy, with the margin and the fall-back of each
-budget."""
+"""What a run deploys: the last network in NumPy, with the fall-back of each budget."""
 
 import copy
 

@@ -23,7 +23,6 @@ from knobwise.serving.onnx_graph import Deployed
 from knobwise.serving.runtime import Runtime
 
 SAMPLES = 60
-MARGINS = [0.9] * 5
 DEPLOY = [True, False, True, False, True]
 DRIFT = (np.linspace(-0.2, 0.3, 12).astype(np.float32), 1.1)
 
@@ -40,7 +39,7 @@ def table_with(costs):
 def controller_for(*costs, limits=None, deploy=DEPLOY):
     """A controller with a guard that predicts these costs of a small table; and the table."""
     table = table_with(costs)
-    agent = untrained(table, margins=MARGINS, deploy=deploy)
+    agent = untrained(table, deploy=deploy)
     if costs:
         rows = torch.arange(SAMPLES)
         about = table, rows, agent.controller.normaliser, 0.9

@@ -59,7 +59,6 @@ def test_a_policy_that_costs_more_than_every_budget_gives_way_to_static_and_its_
     for row in deployed.calibration.guard:
         assert (row["deployed"], row["gain"]) == (False, -row["utility_static"])
     assert max(row["gain"] + row["utility_static"] for row in rows) > 0
-    assert [row["margin"] for row in rows] == [1.0] * 5
     rows[0]["deployed"] = False
     rows[1]["deployed"] = True
     teacher = deployed.guarded_teacher

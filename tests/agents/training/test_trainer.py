@@ -437,7 +437,7 @@ def test_what_was_measured_of_a_fold_changes_every_network_but_that_of_the_fold(
         (OptimiserConfig, "clip_grad", -1.0),
         (PolicyConfig, "sharpness", 0.0),
         (PolicyConfig, "teacher_dropout", 1.0),
-        (PolicyConfig, "level", 1.0),
+        (PolicyConfig, "promise", 1.0),
     ],
 )
 def test_settings_that_cannot_be_used_are_named(group, name, value):

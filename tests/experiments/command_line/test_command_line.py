@@ -12,7 +12,6 @@ from helpers import portfolio, table_of
 from polars.testing import assert_frame_equal
 
 from knobwise.agents import load_checkpoint
-from knobwise.agents.calibration.guard import OUT_OF_REACH
 from knobwise.agents.controller.settings import EXPERTS
 from knobwise.envs.readers.feature_files import write_features
 from knobwise.envs.readers.long_table import long_frame, read_long_table
@@ -70,7 +69,6 @@ def test_train_leaves_what_the_contract_says(folder):
     assert shares.sum() == pytest.approx(5)
     for rows in results["guard"]:
         assert [row["budget_ms"] for row in rows] == results["budgets_ms"]
-        assert {row["level"] for row in rows} == {results["satisfaction_level"]} == {0.95}
     for chosen in results["chosen"]:
         assert list(chosen["weights"]) == ["network", *EXPERTS]
         assert list(chosen["settings"]) == list(EXPERTS)
@@ -188,17 +186,19 @@ def test_without_headroom_the_guard_falls_back_and_says_so(folder, capsys):
     assert f" {len(fallen)} of 5 budgets" in capsys.readouterr().out
 
 
-def test_an_unattainable_level_is_said_and_not_forced(folder, capsys):
+def test_a_promise_that_nothing_keeps_is_not_made(folder, capsys):
     save_noise(latency_range=0, latency_noise=0.8)
-    for command in (["train", *SAVED], ["evaluate", *SAVED[:2], "baselines=false"]):
+    promised = "policy.promise=0.95"
+    for command in (["train", *SAVED, promised], ["evaluate", *SAVED[:2], "baselines=false"]):
         launch(command)
-        assert f"({OUT_OF_REACH})" in capsys.readouterr().out
-    (rows,) = read_json("runs/latest/results.json")["guard"]
-    assert len(rows) == 5
-    for row in rows:
-        assert row["missed"] == OUT_OF_REACH
-        assert row["margin"] == 1
-        assert row["satisfaction_deployed"] < 0.95
+        assert "No promise at" in capsys.readouterr().out
+    results = read_json("runs/latest/results.json")
+    assert results["guard"] == []
+    rows = [row for row in results["promises"] if row["policy"] == "controller"]
+    assert [row["budget_ms"] for row in rows] == results["budgets_ms"]
+    for row in rows[:-1]:
+        assert not row["kept"]
+        assert row["held_out_bound"] < 0.95
 
 
 def test_a_table_without_knobs(folder):

@@ -81,7 +81,7 @@ def loaded(controller, **extra):
 @pytest.fixture(scope="module")
 def taught():
     """Return what a short training with a teacher deploys."""
-    return deployed(SMALL, replace(WITH_TEACHER, level=0.8))
+    return deployed(SMALL, WITH_TEACHER)
 
 
 @pytest.fixture(scope="module")
@@ -114,13 +114,11 @@ def shares(results, policy):
 
 def test_every_seed_says_what_was_chosen_and_what_its_guard_found(taught, untrained):
     found = held_out_choices([loaded(taught)] * 2)
-    assert found["satisfaction_level"] == 0.8
     (guard, same), (chosen, again) = found["guard"], found["chosen"]
     assert (guard, chosen) == (same, again)
     assert [row["budget_ms"] for row in guard] == BUDGETS.tolist()
     assert chosen["iteration"] == 30
     assert list(chosen["weights"]) == ["network", "ridge"]
-    # without a guard no level was asked for
     chosen = {"weights": {}, "settings": {}, "iteration": 30, "grpo": {}}
     assert held_out_choices([loaded(untrained)]) == {"guard": [], "chosen": [chosen]}
 

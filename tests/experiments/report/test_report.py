@@ -28,7 +28,6 @@ from page_parts import (
 )
 from run_folders import interval
 
-from knobwise.agents.calibration.guard import OUT_OF_REACH, TOO_COSTLY, TOO_FEW
 from knobwise.common.words import quantity
 from knobwise.experiments.evidence.results import calibration_error, read_results
 from knobwise.experiments.evidence.statistics import pareto_front
@@ -112,25 +111,19 @@ def results(changes=None, **utilities):
 
 
 GUARD = {
-    "level": 0.95,
-    "margin": 0.9,
     "gain": 0.1,
     "gain_se": 0.01,
-    "satisfaction_deployed": 0.955,
+    "on_time": 0.955,
     "deployed": True,
-    "missed": "",
     "reason": "deployed: better than <static> by +0.100 ± 0.010",
 }
 FELL_BACK = {"deployed": False}
-UNATTAINABLE = {"missed": OUT_OF_REACH, "margin": 1.0, "satisfaction_deployed": 0.713}
-UNSHOWN = {"missed": TOO_FEW, "satisfaction_deployed": 23 / 24}
-TOO_DEAR = {"missed": TOO_COSTLY, "margin": 1.0, "satisfaction_deployed": 0.9}
 
 
 def with_guard(*seeds, **more):
     """Results of so many seeds, each with what the guard found at the tight and at the loose
     budget, and with a checkpoint of iteration 40 and on."""
-    content = results() | {"seeds": [*range(len(seeds))], "satisfaction_level": 0.95}
+    content = results() | {"seeds": [*range(len(seeds))]}
     content |= {"guard": [], "chosen": []}
     for seed, found in enumerate(seeds):
         budgets = zip(BUDGETS, found, strict=True)
@@ -166,8 +159,18 @@ def drawn(content):
     return figures_of(Comparison([Run(content)]))
 
 
-def at_level(level, changes=None):
-    return results(changes) | {"satisfaction_level": level}
+def promised(*rows, needed=59):
+    """Results with what was promised at so many budgets: whether it is kept, and broken."""
+    facts = []
+    for budget, (kept, broken) in zip(BUDGETS, rows, strict=True):
+        row = {"policy": "controller", "budget_ms": budget, "promise": 0.95, "kept": kept}
+        row |= {"broken": broken, "held_out_requests": 58, "requests_needed": needed}
+        row |= {"rule": "the policy", "held_out": 0.98, "held_out_bound": 0.96, "seed": 0}
+        facts.append(row | {"test": 0.97, "test_ci95": [0.93, 0.99], "accuracy": 0.61})
+    content = results()
+    low = [row for row in content["rows"] if row["policy"] == "budget_aware_static"]
+    content["rows"] += [row | {"policy": "static_under_promise"} for row in low]
+    return content | {"promises": facts}
 
 
 def attainable(low, attained=None):
@@ -219,23 +222,29 @@ FOREST = "random forest (0.580 [0.565, 0.595])"
             results(controller=0.5, random_forest=0.6, ridge=0.505),
             {"rivals": {"better": 2, "count": 2, "best": "random forest (0.600 [0.585, 0.615])"}},
         ),
+        (results(), {"on_time": {"share": "96.0%", "infeasible": "4.0%"}}),
+        # rounded once: .8285 · 100 is a little below 82.85
+        (results({"satisfaction_feasible": 0.8285}), {"on_time": {"share": f"{0.8285:.1%}"}}),
         (
-            at_level(0.95),
+            promised((True, False), (True, True)),
             {
-                "on_time": {"share": "96.0%", "infeasible": "4.0%"},
-                "meets_target": {"level": "95%"},
+                "promised": {"promise": "95%", "requests": "58", "budgets": "120 ms and 480 ms"},
+                "promise_broken": {"budgets": "480 ms"},
             },
         ),
-        (at_level(0.99), {"on_time": {"share": "96.0%"}, "misses_target": {"level": "99%"}}),
-        # as it is printed
         (
-            at_level(0.95, {"satisfaction_feasible": 0.9496}),
-            {"on_time": {"share": "95.0%"}, "meets_target": {}},
+            promised((False, False), (True, False), needed=50),
+            {
+                "promised": {"budgets": "480 ms"},
+                "not_promised": {"budgets": "120 ms", "too_few": ""},
+            },
         ),
-        # rounded once: .8285 · 100 is a little below 82.85
         (
-            at_level(0.95, {"satisfaction_feasible": 0.8285}),
-            {"on_time": {"share": f"{0.8285:.1%}"}, "misses_target": {}},
+            promised((False, False), (False, False)),
+            {
+                "not_promised": {"budgets": "120 ms and 480 ms"},
+                "too_few_to_promise": {"promise": "95%", "needed": "59"},
+            },
         ),
         (
             stopped_at(180, 600),
@@ -280,28 +289,7 @@ FOREST = "random forest (0.580 [0.565, 0.595])"
         ),
         (
             with_guard((FELL_BACK, {})),
-            {"fell_back": {"count": "1", "cases": "2", "pairs": "budgets"}, "late_too_often": {}},
-        ),
-        (
-            with_guard(({}, TOO_DEAR), PAIR),
-            {
-                "not_guaranteed": {
-                    "level": "95%",
-                    "budgets": f"480 ms ({TOO_COSTLY} in 1 of 2 seeds)",
-                }
-            },
-        ),
-        (
-            with_guard((UNATTAINABLE, UNSHOWN)),
-            {
-                "not_guaranteed": {
-                    "budgets": f"120 ms ({OUT_OF_REACH}), nor at 480 ms ({TOO_FEW})",
-                }
-            },
-        ),
-        (
-            with_guard((UNSHOWN, UNSHOWN)),
-            {"not_guaranteed": {"budgets": f"120 ms and 480 ms ({TOO_FEW})"}},
+            {"fell_back": {"count": "1", "cases": "2", "pairs": "budgets"}},
         ),
     ],
 )
@@ -324,7 +312,7 @@ def test_a_controller_is_worse_than_static_where_its_interval_says_so(ci95, wors
 
 
 def test_the_verdict_is_silent_on_budgets_that_were_not_judged():
-    content = with_guard((UNATTAINABLE, FELL_BACK))
+    content = with_guard((FELL_BACK, FELL_BACK))
     for row in content["guard"][0]:
         row["budget_ms"] *= 3
     assert verdict(content) == verdict(with_guard(PAIR))
@@ -503,6 +491,9 @@ def test_every_chart_can_be_drawn_and_holds_the_numbers(run):
         for r in results()["rows"]
         if r["budget_ms"] and r["policy"] in SHOWN
     }
+    assert len(data_of(satisfaction)) == 1
+    # with a promise there is a dashed line
+    (satisfaction,) = specifications(drawn(promised((True, False), (True, True)))["On time"])
     assert [{"level": 0.95}] in data_of(satisfaction)
     used = {(point["policy"], point["value"], point["share"]) for point in points_of(*usage)}
     shares = [("2", 0.25), ("fast", 0.25), ("10", 0.75), ("<slow>", 0.75)]
@@ -525,18 +516,17 @@ def test_a_folder_without_results_is_refused(tmp_path, content):
     assert not (tmp_path / "report.html").exists()
 
 
-def test_report_shows_the_guarantees_and_what_was_chosen(run):
-    loose = {"margin": 0.7, "satisfaction_deployed": 0.965}
-    content = with_guard((UNATTAINABLE, FELL_BACK), (UNATTAINABLE, loose))
+def test_report_shows_the_guard_and_what_was_chosen(run):
+    loose = {"on_time": 0.965}
+    content = with_guard((FELL_BACK, FELL_BACK), (FELL_BACK, loose))
     tables = rows_of(report_of(run, content))
     cells = [re.findall(r"<td.*?>(.*?)</td>", line) for line in tables[3]]
     reason = html.escape(GUARD["reason"])
-    tight = [["120 ms", seed, reason, "100%", "71.3%", "95%", OUT_OF_REACH] for seed in "01"]
     assert cells == [
-        tight[0],
-        ["480 ms", "0", reason, "90%", "95.5%", "95%", "–"],
-        tight[1],
-        ["480 ms", "1", reason, "70%", "96.5%", "95%", "–"],
+        ["120 ms", "0", reason, "95.5%"],
+        ["480 ms", "0", reason, "95.5%"],
+        ["120 ms", "1", reason, "95.5%"],
+        ["480 ms", "1", reason, "96.5%"],
     ]
     chosen = [re.findall(r"<td.*?>(.*?)</td>", line) for line in tables[4]]
     about = "squared width of the kernel, penalty"
@@ -562,10 +552,10 @@ def test_report_shows_how_reliable_predicted_probabilities_are():
 
 
 def test_equal_budgets_are_listed_once():
-    content = with_guard((TOO_DEAR, TOO_DEAR))
-    for row in [*content["guard"][0], *content["knob_usage"]]:
+    content = promised((True, False), (True, False))
+    for row in [*content["promises"], *content["knob_usage"]]:
         row["budget_ms"] = 120.0
-    assert said(shown_by_run(content))["not_guaranteed"]["budgets"] == f"120 ms ({TOO_COSTLY})"
+    assert said(shown_by_run(content))["promised"]["budgets"] == "120 ms"
     usage = points_of(*specifications(drawn(content)["Configurations used"]))
     # over both knobs
     assert sum(r["share"] for r in usage if r["policy"] == "learned controller") == pytest.approx(2)

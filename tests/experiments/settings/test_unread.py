@@ -29,7 +29,7 @@ IGNORED = {
         "policy=independent",
         "policy=independent policy.guard=true",
     ],
-    "policy.level=0.9": ["policy.guard=false", "policy=independent", "budget=mean"],
+    "policy.guard=true": ["policy.promise=0.9"],
     "policy.utility_head=true": ["budget=mean"],
     "policy.budget_width=3": ["policy.budget_encoding=linear"],
     "policy.dropout=0.1": [
@@ -54,7 +54,7 @@ READ = {
     "budget.limit_probability=0.8": ["budget.limits={usd:0.1}"],
     "policy.sharpness=20": ["", "policy=independent policy.utility_head=true"],
     "policy.teacher_hidden=8": ["", "policy=utility"],
-    "policy.level=0.9": ["", "policy=independent policy.guard=true"],
+    "policy.promise=0.9": ["", "policy=independent"],
     "policy.budget_width=3": [""],
     "optimiser.lr_warmup=0.1": ["optimiser.schedule=cosine"],
     "loss.group_size=4": ["loss=sampled", "loss=ppo"],

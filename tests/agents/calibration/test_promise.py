@@ -1,0 +1,256 @@
+"""Promises by hand, over many draws with a known truth, and on random tables."""
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from helpers import input_error, table_of
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy.stats import binom
+
+from knobwise.agents.calibration import promise as promises
+from knobwise.agents.calibration.promise import (
+    HELD_BACK,
+    Requests,
+    check_promise,
+    in_order,
+    late,
+    least_share,
+    passing,
+    promised,
+    requests_needed,
+    requests_of,
+)
+from knobwise.agents.deployed.promise import POLICY
+from knobwise.agents.evaluation.baselines import fit_static
+from knobwise.agents.problem import Problem
+from knobwise.envs.bandit.rules import MeanBudget
+from knobwise.envs.tables.divisions import hold_back
+from knobwise.envs.tables.profile_table import Split
+
+NAN = math.nan
+
+
+def made(table, calibration, budgets, promise, held_out=None, deployed=None, rows=None, **options):
+    """What is promised on samples of a table; candidates are put in order by `rows`, all samples by
+    default."""
+    rows = torch.arange(table.num_samples) if rows is None else rows
+    problem = Problem.from_table(table)
+    static = fit_static(table, rows)
+    requests = requests_of(problem, calibration)
+    about = problem, rows, requests, torch.tensor(budgets), promise, static
+    return promised(*about, held_out, deployed, **options)
+
+
+# -- the bound -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("promise", "count"), [(0.95, 59), (0.99, 299), (0.9, 29)])
+def test_so_many_requests_are_needed_if_all_are_on_time(promise, count):
+    assert requests_needed(promise) == count
+    assert least_share(count, count) >= promise > least_share(count - 1, count - 1)
+    # .95^(1/n): a share below it would give n of n less often than 5 %
+    assert least_share(count, count) == pytest.approx(0.05 ** (1 / count))
+
+
+@pytest.mark.parametrize(("hits", "count"), [(0, 10), (7, 10), (286, 300)])
+def test_the_bound_is_where_as_many_hits_have_five_per_cent(hits, count):
+    bound = least_share(hits, count)
+    if not hits:
+        assert bound == 0
+        return
+    assert binom.sf(hits - 1, count, bound) == pytest.approx(0.05)
+
+
+def test_candidates_stand_from_the_safest_to_the_boldest_each_more_accurate():
+    on_time = np.array([0.9, 1.0, 0.95, 1.0, 0.8])
+    accuracy = np.array([0.5, 0.2, 0.1, 0.3, 0.5])
+    # 1 is as safe as 3 and less accurate; 2 is less accurate than 3; 4 no more than 0
+    assert in_order(on_time, accuracy) == [3, 0]
+    assert passing([0.99, 0.96, 0.94, 0.97], 0.95) == 2
+    assert passing([0.94, 0.99], 0.95) == 0
+
+
+# -- requests --------------------------------------------------------------------------------------
+
+
+def test_an_answer_is_late_by_the_measurement_that_was_drawn():
+    times = torch.tensor([[[5.0, 20.0], [9.0, NAN]], [[5.0, 5.0], [NAN, NAN]]])
+    table = table_of(torch.tensor([[1.0, 1.0], [1.0, NAN]]), times)
+    problem = Problem.from_table(table)
+    both = torch.tensor([[0, 1], [0, 1]])
+    reads = torch.ones(2, dtype=torch.bool)
+    for drawn, wanted in [(0.4, [[0, 0], [0, 1]]), (0.6, [[1, 0], [0, 1]])]:
+        requests = Requests(torch.arange(2), torch.full((2,), drawn, dtype=torch.float64))
+        assert late(problem, requests, both, 10.0, reads).int().tolist() == wanted
+
+
+def test_of_a_cluster_one_request_counts_as_often_as_it_is_large():
+    sizes = torch.tensor([1, 2, 4, 4])
+    names = tuple(str(i) for i in torch.arange(4).repeat_interleave(sizes).tolist())
+    table = table_of(torch.ones(11, 1), torch.ones(11, 1), clusters=names)
+    problem = Problem.from_table(table)
+    rows = torch.arange(11)
+    drawn = [requests_of(problem, rows, seed).rows for seed in range(600)]
+    for each in drawn:
+        of = [names[row] for row in each.tolist()]
+        assert len(of) == len({*of})
+        assert {"2", "3"} <= {*of}
+    # a quarter of the draws have the single one, each sample equally often
+    counts = torch.cat(drawn).bincount(minlength=11) / 600
+    assert counts.numpy() == pytest.approx(0.25, abs=0.07)
+
+
+def test_a_fifth_is_held_back_whole_clusters_and_nothing_else_changes():
+    names = tuple(str(i // 4) for i in range(400))
+    table = table_of(torch.ones(400, 1), torch.ones(400, 1), clusters=names)
+    split = table.split(0.6, 0.2, 0)
+    part, held = hold_back(table, split, HELD_BACK, 0)
+    assert torch.equal(part.test, split.test)
+    together = torch.cat([part.train, part.validation, held])
+    assert torch.equal(together.sort().values, split.fitted.sort().values)
+    assert len(held) == pytest.approx(0.2 * 320, abs=4)
+    assert {names[row] for row in held}.isdisjoint(names[row] for row in part.fitted)
+    alone = Split(torch.tensor([0]), torch.tensor([1]), torch.tensor([2]))
+    with input_error("too few"):
+        hold_back(table, alone, HELD_BACK, 0)
+
+
+# -- what is deployed ------------------------------------------------------------------------------
+
+
+def test_the_most_accurate_that_passes_is_deployed_by_hand():
+    """Of a hundred requests the first configuration is late for none, the second for one, the third
+    for ten. One late request of a hundred shows .953, ten show .834."""
+    latency = torch.full((100, 3), 5.0)
+    latency[:1, 1] = 50.0
+    latency[:10, 2] = 50.0
+    accuracy = torch.tensor([0.2, 0.5, 0.8]).expand(100, 3).contiguous()
+    table = table_of(accuracy, latency)
+    rows = torch.arange(100)
+    found = {}
+    for promise in (0.8, 0.95, 0.97, 0.99):
+        (row,) = made(table, rows, [10.0], promise)
+        found[promise] = row["configuration"], row["kept"], row["passed"], row["requests"]
+        assert row["budget_ms"] == 10
+        assert row["planned_ms"] == pytest.approx(9.8)
+    assert found[0.8] == (2, True, 3, 100)
+    assert found[0.95] == (1, True, 2, 100)
+    assert found[0.97] == (0, True, 1, 100)
+    # no miss of a hundred shows .9705
+    assert found[0.99] == (0, False, 0, 100)
+
+
+def test_the_policy_pays_for_its_decisions_and_for_the_first_look():
+    table = table_of(torch.tensor([[0.5, 1.0]] * 80), torch.tensor([[5.0, 9.7]] * 80))
+    table = replace(table, first_look_ms=torch.full((80, 2), 1.0))
+    rows = torch.arange(80)
+
+    def decide(limit_ms, quantile):
+        return torch.ones(80, dtype=torch.int64)
+
+    # of 10 ms 9.8 are planned with: alone the second takes 8.7 ms, for the policy 9.7
+    for cost_ms, configuration in [(0.0, 1), (0.5, 1), (1.2, 0)]:
+        (row,) = made(table, rows, [10.0], 0.95, decide, decide, cost_ms=cost_ms)
+        assert row["configuration"] == configuration
+    assert made(table, rows, [9.0], 0.95, decide, decide)[0]["expected_accuracy"] == 1.0
+
+
+def test_a_request_that_a_configuration_is_forbidden_for_gets_the_safest():
+    accuracy = torch.tensor([[0.1, 0.9]] * 80)
+    accuracy[:40, 1] = NAN
+    latency = torch.tensor([[5.0, 5.0]] * 80).where(~accuracy.isnan(), NAN)
+    (row,) = made(table_of(accuracy, latency), torch.arange(80), [10.0], 0.95)
+    assert (row["configuration"], row["kept"]) == (1, True)
+    assert row["expected_accuracy"] == pytest.approx(0.5)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(0, 10**6), st.integers(30, 400))
+def test_a_higher_promise_never_deploys_a_bolder_candidate(seed, count):
+    draws = np.random.default_rng(seed)
+    size = draws.uniform(0, 1, 4)
+    latency = np.exp(size + draws.uniform(0.1, 1) * draws.standard_normal((2 * count, 4)))
+    accuracy = (draws.random((2 * count, 4)) < size).astype(np.float32)
+    table = table_of(torch.tensor(accuracy), torch.tensor(latency).float())
+    fitted, held = torch.arange(2 * count).split(count)
+
+    def policy(rows):
+        noise = torch.tensor(draws.standard_normal((len(rows), 4)))
+
+        def decide(limit_ms, quantile):
+            slack = math.log(limit_ms) - table.latency_ms[rows].log() + 0.3 * noise
+            return (slack > max(quantile, -5) / 5).float().mul(torch.arange(1, 5)).argmax(1)
+
+        return decide
+
+    problem = Problem.from_table(table)
+    requests = requests_of(problem, held)
+    static = fit_static(table, fitted)
+    rules = policy(fitted), policy(requests.rows)
+    passed, kept = [], []
+    for promise in (0.5, 0.7, 0.8, 0.9, 0.95, 0.99, 0.999):
+        about = problem, fitted, requests, torch.tensor([1.0, 2.0, 3.0]), promise, static
+        rows = promised(*about, *rules)
+        passed.append([row["passed"] for row in rows])
+        kept.append([(row["passed"], row["kept"], row["bound"] >= promise) for row in rows])
+    assert (np.diff(passed, axis=0) <= 0).all()
+    for number, is_kept, holds in np.array(kept).reshape(-1, 3).tolist():
+        assert is_kept == (number > 0) == bool(holds)
+
+
+@pytest.mark.parametrize(("count", "clusters"), [(59, 1), (300, 1), (300, 3)])
+def test_a_promise_is_broken_no_more_often_than_its_confidence_allows(count, clusters):
+    """Three configurations, of which the truth is known; those on time for .95 exactly and for a
+    little less are what a careless rule would take."""
+    shares = np.array([0.97, 0.95, 0.94])
+    draws = np.random.default_rng(count + clusters)
+    broken = []
+    for _ in range(200):
+        groups = count // clusters
+        # all of a cluster are late together
+        in_time = np.repeat(draws.random((groups, 1)) < shares, clusters, 0)
+        names = tuple(str(i // clusters) for i in range(len(in_time)))
+        latency = torch.tensor(np.where(in_time, 5.0, 50.0)).float()
+        accuracy = torch.tensor([0.3, 0.5, 0.8]).expand(len(in_time), 3).contiguous()
+        table = table_of(accuracy, latency, clusters=names)
+        (row,) = made(table, torch.arange(len(in_time)), [10.0], 0.95)
+        broken.append(row["kept"] and shares[row["configuration"]] < 0.95)
+    assert np.mean(broken) <= 0.05 + 2 * math.sqrt(0.05 * 0.95 / 200)
+
+
+@pytest.mark.parametrize("promise", [0.95, 0.99])
+def test_forty_requests_promise_nothing(promise):
+    table = table_of(torch.ones(40, 2), torch.full((40, 2), 5.0))
+    (row,) = made(table, torch.arange(40), [10.0], promise)
+    assert not row["kept"]
+
+
+def test_a_policy_that_is_late_more_often_than_static_is_not_deployed_for_asking_for_more():
+    """A policy on time for 76 %, where a single configuration is for 99 % and as accurate."""
+    latency = torch.full((400, 2), 5.0)
+    latency[:4, 0] = 50.0
+    latency[:96, 1] = 50.0
+    accuracy = torch.tensor([[0.6, 0.6]]).expand(400, 2).contiguous()
+    table = table_of(accuracy, latency[torch.randperm(400, generator=torch.Generator())])
+
+    def decide(limit_ms, quantile):
+        return torch.ones(400, dtype=torch.int64)
+
+    for promise in (0.95, 0.96):
+        (row,) = made(table, torch.arange(400), [10.0], promise, decide, decide)
+        assert (row["configuration"], row["kept"]) == (0, True)
+        assert row["configuration"] != POLICY
+
+
+def test_what_no_promise_can_be_made_for_is_refused():
+    table = table_of(torch.ones(4, 2), torch.ones(4, 2))
+    with input_error("deadlines"):
+        check_promise(replace(Problem.from_table(table), rule=MeanBudget()))
+    believed = replace(Problem.from_table(table), beliefs=object())
+    with input_error("nobody measured"):
+        check_promise(believed)
+    assert promises.CONFIDENCE == 0.95
