@@ -23,7 +23,7 @@ from knobwise.agents.calibration.mean_policies import (
     compare_with_mix,
     outcomes_of,
 )
-from knobwise.agents.calibration.promise import promised, requests_of
+from knobwise.agents.calibration.promise import requests_of, trials_of
 from knobwise.agents.evaluation.baselines import fit_static
 from knobwise.agents.evaluation.policy import Array, Policy, choices_of, inputs_of_rows
 from knobwise.agents.training.controllers import ControllerSetup
@@ -106,9 +106,10 @@ def promise_for_deadlines(
         return restricted(log_probs, requests.rows, limit_ms, quantile)
 
     static = fit_static(problem.cells, setup.fitted, setup.rule)
-    about = problem, rows, requests, budgets_ms, promise, static
-    calibration.promise = promised(*about, held_out, deployed, cost_ms=setup.cost_ms)
-    calibration.promise_of_static = promised(*about)
+    about = problem, rows, requests, budgets_ms, static
+    policy = trials_of(*about, held_out, deployed, cost_ms=setup.cost_ms)
+    calibration.promise = [each.row(promise) for each in policy]
+    calibration.promise_of_static = [each.row(promise) for each in trials_of(*about)]
     calibration.static = static.arrays()
 
 

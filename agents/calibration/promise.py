@@ -182,25 +182,57 @@ def passing(shares: Sequence[float], promise: float) -> int:
     return next((i for i, bound in enumerate(shares) if bound < promise), len(shares))
 
 
-def promised(
+class Trial(NamedTuple):
+    """The candidates at one budget in their order, and how they did; what a promise comes to."""
+
+    budget_ms: float
+    planned_ms: float
+    candidates: list[Candidate]
+    accuracy: list[float]
+    """On the fitted samples."""
+    hits: list[int]
+    """How many requests were on time."""
+    requests: int
+
+    def row(self, promise: float) -> PromiseRow:
+        """Return what is deployed for a promise."""
+        bounds = [least_share(hits, self.requests) for hits in self.hits]
+        passed = passing(bounds, promise)
+        last = max(passed - 1, 0)
+        configuration, probability = self.candidates[last]
+        return {
+            "budget_ms": self.budget_ms,
+            "planned_ms": self.planned_ms,
+            "promise": promise,
+            "kept": passed > 0,
+            "configuration": configuration,
+            "probability": probability,
+            "on_time": self.hits[last] / max(self.requests, 1),
+            "bound": bounds[last],
+            "requests": self.requests,
+            "expected_accuracy": self.accuracy[last],
+            "candidates": len(self.candidates),
+            "passed": passed,
+        }
+
+
+def trials_of(
     problem: Problem,
     rows: Tensor,
     requests: Requests,
     budgets_ms: Tensor,
-    promise: float,
     static: Static,
     held_out: Decide | None = None,
     deployed: Decide | None = None,
     *,
     cost_ms: float = 0.0,
-) -> list[PromiseRow]:
-    """Return what is deployed at each of B budgets, in ascending order.
+) -> list[Trial]:
+    """Put the candidates at each of B budgets in order, and test them; in ascending order.
 
     Args:
         rows: int64 [n], the fitted samples, which candidates are put in order by.
         requests: drawn from the samples that were held back.
         budgets_ms: float [B].
-        promise: the share of requests on time.
         static: knows which configuration is most often on time, which decides for a request that a
             candidate's configuration is forbidden for.
         held_out: what the policy chooses for `rows`, each by a network that was not fitted on it;
@@ -208,54 +240,43 @@ def promised(
         deployed: what the deployed policy chooses for the requests.
         cost_ms: the time of a decision.
     """
-    count = len(requests.rows)
-    singles = range(problem.values.num_configurations)
-    candidates = [Candidate(c, 0.0) for c in singles]
+    candidates = [Candidate(c, 0.0) for c in range(problem.values.num_configurations)]
     if held_out is not None:
         candidates += [Candidate(POLICY, p) for p in PROBABILITIES]
-
-    def choices(tried: Sequence[Candidate], mask: Tensor, decide: Decide | None) -> Tensor:
-        share = np.broadcast_to(static.on_time(left), mask.shape)
-        safest = torch.from_numpy(pick(share, static.latency_ms, mask.numpy()))
-        columns = []
-        for configuration, probability in tried:
-            if configuration == POLICY:
-                assert decide is not None
-                columns.append(decide(left, float(ndtri(probability))))
-            else:
-                columns.append(safest.masked_fill(mask[:, configuration], configuration))
-        return torch.stack(columns, 1)
-
     reads = torch.tensor([c.configuration == POLICY for c in candidates])
-    result: list[PromiseRow] = []
+    count = len(requests.rows)
+    result = []
     for budget in sorted(budgets_ms.tolist()):
         left = max((1 - RESERVE) * (budget - cost_ms), MIN_LATENCY_MS)
-        chosen = choices(candidates, problem.mask[rows], held_out)
+        chosen = _chosen(candidates, left, problem.mask[rows], static, held_out)
         on_time, accuracy = _expected(problem, rows, chosen, left, reads)
         order = in_order(on_time, accuracy)
-        tested = [candidates[i] for i in order]
-        answers = choices(tested, problem.mask[requests.rows], deployed)
+        kept = [candidates[i] for i in order]
+        answers = _chosen(kept, left, problem.mask[requests.rows], static, deployed)
         hits = count - late(problem, requests, answers, left, reads[order]).sum(0)
-        bounds = [least_share(hit, count) for hit in hits.tolist()]
-        passed = passing(bounds, promise)
-        last = max(passed - 1, 0)
-        result.append(
-            {
-                "budget_ms": budget,
-                "planned_ms": left,
-                "promise": promise,
-                "kept": passed > 0,
-                "configuration": tested[last].configuration,
-                "probability": tested[last].probability,
-                "on_time": float(hits[last]) / max(count, 1),
-                "bound": bounds[last],
-                "requests": count,
-                "expected_accuracy": float(accuracy[order[last]]),
-                "candidates": len(order),
-                "passed": passed,
-            }
-        )
+        result.append(Trial(budget, left, kept, accuracy[order].tolist(), hits.tolist(), count))
     return result
+
+
+def _chosen(
+    candidates: Sequence[Candidate],
+    left: float,
+    mask: Tensor,
+    static: Static,
+    decide: Decide | None,
+) -> Tensor:
+    """Return what candidates choose with so many ms left, inside the mask bool [n, C]: int64 [n,
+    K]."""
+    share = np.broadcast_to(static.on_time(left), mask.shape)
+    safest = torch.from_numpy(pick(share, static.latency_ms, mask.numpy()))
+    columns = []
+    for configuration, probability in candidates:
+        if configuration == POLICY:
+            assert decide is not None
+            columns.append(decide(left, float(ndtri(probability))))
+        else:
+            columns.append(safest.masked_fill(mask[:, configuration], configuration))
+    return torch.stack(columns, 1)
 
 
 def arrays_of(rows: Sequence[PromiseRow]) -> dict[str, NDArray[Any]]:

@@ -20,9 +20,9 @@ from knobwise.agents.calibration.promise import (
     late,
     least_share,
     passing,
-    promised,
     requests_needed,
     requests_of,
+    trials_of,
 )
 from knobwise.agents.deployed.promise import POLICY
 from knobwise.agents.evaluation.baselines import fit_static
@@ -41,8 +41,8 @@ def made(table, calibration, budgets, promise, held_out=None, deployed=None, row
     problem = Problem.from_table(table)
     static = fit_static(table, rows)
     requests = requests_of(problem, calibration)
-    about = problem, rows, requests, torch.tensor(budgets), promise, static
-    return promised(*about, held_out, deployed, **options)
+    about = problem, rows, requests, torch.tensor(budgets), static
+    return [each.row(promise) for each in trials_of(*about, held_out, deployed, **options)]
 
 
 # -- the bound -------------------------------------------------------------------------------------
@@ -192,9 +192,10 @@ def test_a_higher_promise_never_deploys_a_bolder_candidate(seed, count):
     static = fit_static(table, fitted)
     rules = policy(fitted), policy(requests.rows)
     passed, kept = [], []
+    about = problem, fitted, requests, torch.tensor([1.0, 2.0, 3.0]), static
+    budgets = trials_of(*about, *rules)
     for promise in (0.5, 0.7, 0.8, 0.9, 0.95, 0.99, 0.999):
-        about = problem, fitted, requests, torch.tensor([1.0, 2.0, 3.0]), promise, static
-        rows = promised(*about, *rules)
+        rows = [each.row(promise) for each in budgets]
         passed.append([row["passed"] for row in rows])
         kept.append([(row["passed"], row["kept"], row["bound"] >= promise) for row in rows])
     assert (np.diff(passed, axis=0) <= 0).all()
