@@ -221,7 +221,7 @@ class KnobPolicy:
         if between_ms is not None:
             low, high = between_ms
         alone = {name: block[0] for name, block in blocks.items()}
-        reason = self._reason(decided, expected, guard, alone)
+        reason = self._reason(decided, expected, guard, alone, budget, drift)
         if note := decider.limits_note(blocks, limits):
             reason += f"; {note}"
         return Explanation(
@@ -240,11 +240,23 @@ class KnobPolicy:
         expected: list[dict[str, Any]],
         guard: GuardRow | None,
         request: Arrays,
+        budget_ms: float,
+        drift: Drift | None,
     ) -> str:
-        """Return why a configuration was chosen for a request, blocks [d]."""
+        """Return why a configuration was chosen for a request, blocks [d], under a budget."""
         if guard is not None and not guard["deployed"]:
             static = self.agent.decider.budgets.static_words
             return f"the guard lets {static} decide, which treats all inputs alike"
+        decider = self.agent.decider
+        if decider.promise is not None:
+            promised = decider.promised(budget_ms, drift)
+            assert promised is not None
+            words = f"at least {100 * promised.share:g}% on time is promised"
+            if not promised.share:
+                words = "nothing can be promised here, so what is most often on time decides"
+            if decider.decides_by_static(request, budget_ms, drift):
+                return f"{words}; this configuration decides for all inputs"
+            return f"{words}; it has the highest probability of those that are expected in time"
         if self.agent.decider.is_unlike(request) and self.agent.decider.static is not None:
             return "a text is unlike those of training, so budget-aware static decides"
         reason = "it has the highest probability"

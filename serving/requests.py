@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from knobwise.agents.deployed.arrays import Array, Arrays
 from knobwise.agents.deployed.controller import Drift, Expected, NumpyController
+from knobwise.agents.deployed.promise import Promised
 from knobwise.agents.learning.request_log import pack_floats
 from knobwise.envs.tables.units import MS
 
@@ -77,6 +78,11 @@ class Decision(NamedTuple):
     limits_note: str = ""
     """What is to be said of limits on further costs, see `NumpyController.limits_note`: that no
     configuration was expected to keep them, or that guard and static were calibrated at others."""
+
+    @property
+    def promised(self) -> Promised | None:
+        """What is promised of such requests, see `NumpyController.promised`."""
+        return self.request.controller.promised(self.limit_ms, self.request.drift)
 
     @property
     def unlike(self) -> bool:

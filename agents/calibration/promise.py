@@ -286,7 +286,7 @@ def arrays_of(rows: Sequence[PromiseRow]) -> dict[str, NDArray[Any]]:
         "planned_ms": np.array([row["planned_ms"] for row in rows]),
         "fixed": np.array([row["configuration"] for row in rows]),
         "quantiles": ndtri(np.array([row["probability"] for row in rows])),
-        "kept": np.array([row["kept"] for row in rows]),
+        "shares": np.array([row["promise"] * row["kept"] for row in rows]),
     }
 
 

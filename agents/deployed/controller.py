@@ -32,7 +32,7 @@ from .arrays import (
 from .budgets import RequestBudgets, SharedBudgets
 from .calibrated import CalibratedMeanBudgets, CostBounds, Guard, Static
 from .network import Heads, Normaliser, one_hot_of
-from .promise import LatencyModel, Promise
+from .promise import LatencyModel, Promise, Promised
 from .text import TextEncoder, is_text
 
 FORMAT = "knobwise.NumpyController/5"
@@ -252,6 +252,13 @@ class NumpyController:
         if self.decides_by_static(features, budget_ms, drift):
             return self._by_static(index)
         return self.latency.expected(index, self._normaliser(self._joined(features)[None])[0])
+
+    def promised(self, limit_ms: float, drift: Drift = None) -> Promised | None:
+        """Return what is promised of requests with so many ms left; None for a controller that
+        makes no promises."""
+        if self.promise is None:
+            return None
+        return self.promise.promised(limit_ms * self.factor(drift))
 
     def decides_by_static(self, features: Arrays, budget_ms: float, drift: Drift = None) -> bool:
         """Tell whether static or the static mix decides for the features of a request: where the

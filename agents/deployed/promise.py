@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import bisect
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -87,6 +87,15 @@ class LatencyModel:
         return allowed
 
 
+class Promised(NamedTuple):
+    """What is promised of a request."""
+
+    budget_ms: float
+    """The calibrated budget whose rule decides; 0 below all of them."""
+    share: float
+    """Of such requests at least this share is on time; 0 for no promise."""
+
+
 class Promise:
     """What decides at each calibrated budget so that a promised share of requests is on time.
 
@@ -101,7 +110,7 @@ class Promise:
         fixed: int64 [B], the configuration that decides for all requests, or `POLICY`.
         quantiles: [B], how far below the limit the policy's choice must be expected, in standard
             deviations; −∞ for anywhere.
-        kept: bool [B], False where no rule could be promised.
+        shares: [B], what is promised; 0 where no rule could be promised.
     """
 
     def __init__(self, arrays: Arrays, static: Static) -> None:
@@ -110,7 +119,7 @@ class Promise:
         self.planned_ms = arrays["planned_ms"].astype(np.float64)
         self.fixed = arrays["fixed"].astype(np.int64)
         self.quantiles = arrays["quantiles"].astype(np.float64)
-        self.kept = arrays["kept"].astype(bool)
+        self.shares = arrays["shares"].astype(np.float64)
         self._starts = self.planned_ms.tolist()
         self._few = list(zip(self._starts, self.fixed.tolist(), strict=True))
 
@@ -131,6 +140,18 @@ class Promise:
         if mask is not None and not mask[fixed]:
             fixed = self.safest(planned_ms, mask)
         return fixed, planned_ms
+
+    def promised(self, limit: float) -> Promised:
+        """Return what is promised under a limit in ms."""
+        group = bisect.bisect_right(self._starts, limit) - 1
+        if group < 0:
+            return Promised(0.0, 0.0)
+        return Promised(self.budgets_ms.item(group), self.shares.item(group))
+
+    def shares_at(self, limits: Array) -> Array:
+        """Return the shares that are promised under limits [n], 0 for none: [n]."""
+        group = self.groups(limits)
+        return np.where(group < 0, 0.0, self.shares[group])
 
     def planned(self, limits: Array) -> Array:
         """Return the ms that are planned with under limits [n]."""

@@ -74,6 +74,10 @@ def decide_requests(config: DecideRun) -> int:
             named = pl.DataFrame([number_of_line, *names, limits])
             good = faults.is_null()
             decided = pl.concat([named.filter(good), settings[chosen]], how="horizontal")
+            if controller.promise is not None:
+                # the share of such requests that is promised to be on time
+                shares = controller.promise.shares_at(decided["budget_ms"].to_numpy())
+                decided = decided.with_columns(promised=pl.Series(shares, dtype=pl.Float64))
             decided.write_csv(file, include_header=not first)
             untried += int((~decided["budget_ms"].is_between(tried.min(), tried.max())).sum())
             refused |= pl.DataFrame([named["line"], faults]).filter(~good).iter_rows()

@@ -8,6 +8,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from knobwise.serving.proxy.promises import CAUSES, WINDOW, PromiseWindow
+
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry, Counter, Histogram
 
@@ -66,10 +68,41 @@ class ServerMetrics:
             registry=registry,
             multiprocess_mode="mostrecent",
         )
+        self._share = library.Gauge(
+            "knobwise_promise_on_time",
+            f"Share on time of the last {WINDOW} promised answers of a process, by budget",
+            ["budget"],
+            registry=registry,
+            multiprocess_mode="mostrecent",
+        )
+        self._broken = library.Gauge(
+            "knobwise_promise_broken",
+            "1 while that share is below the promise by more than chance, by budget and cause",
+            ["budget", "cause"],
+            registry=registry,
+            multiprocess_mode="mostrecent",
+        )
+        self._windows: dict[str, PromiseWindow] = {}
         # what is read is the sum over processes, not the counts of this one
         self._generate: Callable[[CollectorRegistry], bytes] = library.generate_latest
         self._registry = library.CollectorRegistry()
         MultiProcessCollector(self._registry, str(folder))
+
+    def watch_promise(self, budget: str, promise: float, met: bool, slower: float) -> None:
+        """Count an answer whose time was promised, and say whether the promise is kept.
+
+        Args:
+            budget: the calibrated one whose rule decided.
+            promise: the share that is to be on time.
+            met: whether the answer was.
+            slower: see `PromiseWindow.cause`.
+        """
+        window = self._windows.setdefault(budget, PromiseWindow())
+        window.add(met)
+        self._share.labels(budget).set(window.share)
+        cause = window.cause(promise, slower)
+        for name in CAUSES:
+            self._broken.labels(budget, name).set(float(cause == name))
 
     def text(self) -> bytes:
         """Return everything in Prometheus' text format."""

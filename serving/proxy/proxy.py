@@ -318,6 +318,8 @@ class Exchange:
             budget: f"{decision.request.budget_ms:g}",
             "attempts": str(self._choice.attempts),
         }
+        if decision.promised is not None:
+            chosen["promised"] = f"{decision.promised.share:g}"
         if decision.unlike:
             chosen["unlike"] = "true"
         if decision.limits_note:

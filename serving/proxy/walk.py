@@ -228,7 +228,13 @@ class Walk:
             self._metrics.lost.inc(log.lost - before)
         if not (result.met or math.isnan(result.total_ms)):
             self._metrics.late.inc()
-        self._metrics.level.set(math.exp(self.runtime.tracker.level))
+        slower = math.exp(self.runtime.tracker.level)
+        self._metrics.level.set(slower)
+        # an answer with other knobs than were decided keeps no promise
+        promised = decision.promised
+        if promised is not None and promised.share and choice.learns:
+            budget = f"{promised.budget_ms:.6g}"
+            self._metrics.watch_promise(budget, promised.share, result.met, slower)
         return result
 
     def price_of(self, model: object, usage: Mapping[str, Any] | None) -> float:

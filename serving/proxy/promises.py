@@ -1,0 +1,54 @@
+"""Whether a promised share on time is kept by the answers of late, and what breaks it."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections import deque
+
+WINDOW = 200
+"""Number of answers under a budget that a share is taken over."""
+CHANCE = 0.05
+"""A promise counts as broken where fewer answers on time than these are less likely than this."""
+SLOWER = 1.1
+"""From this factor on the latencies that the tracker follows, the machine is the cause."""
+CAUSES = ("slower_machine", "other_requests")
+"""Why a promise may be broken: latencies have drifted, or requests are unlike those of training."""
+
+
+class PromiseWindow:
+    """The last answers under one promised budget."""
+
+    def __init__(self) -> None:
+        self._met: deque[bool] = deque(maxlen=WINDOW)
+
+    def add(self, met: bool) -> None:
+        """Count an answer."""
+        self._met.append(met)
+
+    @property
+    def share(self) -> float:
+        """The share on time; NaN before the first answer."""
+        return sum(self._met) / len(self._met) if self._met else math.nan
+
+    def cause(self, promise: float, slower: float) -> str | None:
+        """Return what breaks the promise of a share on time; None while it is kept.
+
+        Args:
+            slower: latencies here by those of the profile, as the tracker follows them.
+        """
+        if sum(self._met) >= fewest_kept(len(self._met), promise):
+            return None
+        return CAUSES[0] if slower >= SLOWER else CAUSES[1]
+
+
+@functools.cache
+def fewest_kept(count: int, promise: float) -> int:
+    """Return how many of so many answers have to be on time for a promise not to look broken: the
+    lower `CHANCE` quantile of the binomial distribution."""
+    below = 0.0
+    for hits in range(count + 1):
+        below += math.comb(count, hits) * promise**hits * (1 - promise) ** (count - hits)
+        if below >= CHANCE:
+            return hits
+    return count
