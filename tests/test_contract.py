@@ -705,6 +705,25 @@ def test_k17_ppo_learns_a_value_network_on_as_many_draws_as_grpo():
     assert objectives == ["sampled", "ppo"]
 
 
+# -- K19: a share on time that is promised at each budget ------------------------------------------
+
+
+def test_k19_a_share_on_time_is_promised_per_budget_and_more_never_deploys_bolder():
+
+    write_table()
+    passed = {}
+    for promise in (0.5, 0.9):
+        launch("train", TABLE, LEAN, f"policy.promise={promise} name=p{promise}")
+        results = read_json(f"runs/controller/p{promise}/results.json")
+        rows = [row for row in results["promises"] if row["policy"] == "controller"]
+        assert [row["budget_ms"] for row in rows] == results["budgets_ms"]
+        for row in rows:
+            assert row["kept"] == (row["held_out_bound"] >= promise)
+        passed[promise] = [row["held_out"] for row in rows]
+    for bolder, safer in zip(passed[0.5], passed[0.9], strict=True):
+        assert safer >= bolder
+
+
 # -- K18: updates, other hardware, explanations ----------------------------------------------------
 
 

@@ -242,10 +242,18 @@ class NumpyController:
         if self.static is None:
             return self.decide_expected(features, budget_ms, drift, limits, mask)
         limit = budget_ms * self.factor(drift)
-        index = self.static.single(limit, mask)
+        index = self._unseen(limit, mask)
         if limits or self.limits:
             index, _ = self._within(features, index, limit, drift, limits, mask)
         return self._by_static(index)
+
+    def _unseen(self, limit: float, mask: Array | None = None) -> int:
+        """Return what decides for a request that cannot be looked at, inside the mask bool [C]:
+        with a promise what was most often on time, else static."""
+        if self.promise is not None:
+            return self.promise.safest(limit, mask)
+        assert self.static is not None
+        return self.static.single(limit, mask)
 
     def expected_of(self, features: Arrays, budget_ms: float, drift: Drift, index: int) -> Expected:
         """Return a configuration with its latency, as whoever decides this request expects it."""
@@ -345,9 +353,7 @@ class NumpyController:
             return index, x
         if fixed is None or self.static is None:
             return self._best_of(allowed, x, limit, by_value), x
-        if self.promise is not None:
-            return self.promise.safest(limit, allowed), x
-        return self.static.single(limit, allowed), x
+        return self._unseen(limit, allowed), x
 
     def allowed(self, features: Arrays, n: int, limits: CostLimits = None) -> Array | None:
         """Return the configurations that limits allow for blocks [n, d], bool [n, C]; None without
@@ -416,7 +422,7 @@ class NumpyController:
             return fixed, limit
         if np.isnan(self._joined(features)[self._of_texts]).any():
             limit = as_limit(budget_ms) * self.factor(drift)
-            fixed = self.static.single(limit, mask)
+            fixed = self._unseen(limit, mask)
         return fixed, limit
 
     # -- what decides ------------------------------------------------------------------------------
@@ -519,8 +525,9 @@ class NumpyController:
                 best = self.calibrated.with_fallback(best, limits[part], allowed)
             if self._of_texts and self.static is not None:
                 unlike = np.isnan(raw[part][:, self._of_texts]).any(1)
-                by_static = self.static.choose({}, limits[part], allowed)
-                best = np.where(unlike, by_static, best)
+                for row in np.flatnonzero(unlike):
+                    may = None if allowed is None else allowed[row]
+                    best[row] = self._unseen(float(limits[part][row]), may)
             chosen[part] = best
         return chosen
 

@@ -38,6 +38,7 @@ from knobwise.common.progress import progress, say
 from knobwise.envs.bandit.budgets import MIN_LATENCY_MS, judged_budgets
 from knobwise.envs.tables.cells import Cells, averages
 from knobwise.envs.tables.profile_table import ProfileTable, Split
+from knobwise.experiments.deploy.live_promises import Slowed, kept_live
 from knobwise.experiments.deploy.live_results import (
     Record,
     ServedRequest,
@@ -104,6 +105,8 @@ def run_live(
     if problem.beliefs is not None:
         say("the profile was measured in part; replays go by predictions elsewhere")
     stream = draw_stream(table, split.test, split.fitted, budgets, requests, settings)
+    if settings.slowdown > 1:
+        model = Slowed(model)
     with one_thread(), threadpool_limits(1), collected_between(), clocked_by(settings.clock):
         check_features(model, table, stream)
         served = AdaptiveModel(model, loaded.controller, clock=settings.clock)
@@ -139,7 +142,14 @@ def run_live(
             "configurations": {name: table.configuration(c) for name, c in fixed.items()},
             "tracker": served.tracker.factors(),
             "ignored": served.tracker.ignored,
+            "slowdown": settings.slowdown,
         }
+        judged = served.controller, stream, policies, record, speed
+        if settings.slowdown > 1:
+            # a replay knows a single speed
+            results["live"]["agreement"] = []
+        if kept := kept_live(*judged, (LEARNED, FROZEN)):
+            results["live"]["promises"] = kept
         _show_and_write(results, decisions, config)
     if stopped is not None:
         raise stopped
@@ -374,6 +384,8 @@ class Server:
                 self.policies[policy](i)
             with progress("serving", n, 0) as tick:
                 while self.done < n:
+                    if isinstance(self.model.model, Slowed) and self.done >= n // 2:
+                        self.model.model.factor = self.config.slowdown
                     block = range(self.done, min(self.done + IN_A_ROW, n))
                     order = rng.permutation(len(names)).tolist()
                     for p, i in itertools.product(order, block):

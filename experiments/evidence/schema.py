@@ -378,6 +378,18 @@ class ServedRow(TypedDict):
     residual: float
 
 
+class KeptRow(TypedDict):
+    """The share on time of the requests for which one was promised, in a part of a live stream."""
+
+    policy: str
+    window: int
+    promise: float
+    requests: int
+    on_time: float
+    ci95: Interval
+    broken: bool
+
+
 class LiveFacts(TypedDict, total=False):
     """How requests were served live."""
 
@@ -393,6 +405,8 @@ class LiveFacts(TypedDict, total=False):
     configurations: dict[str, Configuration]
     tracker: dict[str, float]
     ignored: dict[str, int]
+    slowdown: float
+    promises: list[KeptRow]
     timeline: list[ServedRow]
 
 

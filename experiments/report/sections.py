@@ -9,7 +9,7 @@ from typing import Any
 
 from markupsafe import Markup
 
-from knobwise.common.words import format_number, setting
+from knobwise.common.words import format_number, join_words, setting
 from knobwise.envs.tables.units import TIMES
 from knobwise.experiments.evidence.schema import LiveFacts, PolicyRow, RunResults
 from knobwise.experiments.evidence.task import Row
@@ -249,6 +249,14 @@ def on_serving(live: LiveFacts) -> list[Sentence]:
     """Say what the controller added to the model's time, and whether a replay on the profile fares
     as the live run did, if there is one."""
     lines = [Sentence("added", share=format_number(live["overhead"]["share"], ".1%"))]
+    if kept := [row for row in live.get("promises", []) if row["policy"] == LEARNED]:
+        broken = [str(row["window"]) for row in kept if row["broken"]]
+        promise = f"{100 * kept[0]['promise']:g}%"
+        if broken:
+            where = join_words(broken)
+            lines.append(Sentence("promise_broken_live", promise=promise, where=where))
+        else:
+            lines.append(Sentence("promise_kept_live", promise=promise))
     rows = live["agreement"]
     differing = [
         f"{COMPARED[row['what']]} of {policy_name(row['policy'])}"
@@ -293,6 +301,9 @@ def serving(comparison: Comparison) -> list[Folded]:
         Folded("The tracker", [ignored, records(tracker, "tracker")]),
         Folded("The fixed configurations", [fixed]),
     ]
+    if kept := live.get("promises"):
+        text = about["kept"].format(slowdown=format_number(live["slowdown"], "g"))
+        details.insert(0, Folded("The promise", [text, records(kept, "kept")], open=True))
     if live["agreement"]:
         replay = records(live["agreement"], "replay")
         details.insert(1, Folded("Live and replay", [about["replay"], replay]))

@@ -33,11 +33,15 @@ class LiveConfig:
     same time."""
     seed: int = 0
     """Seed of budgets and orders."""
+    slowdown: float = 1.0
+    """From the middle of the stream on answers take so many times as long, by waiting: what does a
+    machine that becomes slower do to the share on time? At least 1."""
 
     def __post_init__(self) -> None:
         for name, least in {"requests": 1, "skip": 0}.items():
             at_least(f"stream.{name}", getattr(self, name), least)
         a_seed("stream.seed", self.seed)
+        at_least("stream.slowdown", self.slowdown, 1)
         one_of("stream.clock", self.clock, ("wall", "cpu"))
         if self.skip and not self.fresh:
             raise InputError(f"stream.skip={self.skip}: is for stream.fresh=true")

@@ -135,9 +135,9 @@ class Walk:
                 self.fell_back(reason, error)
                 decision = self.runtime.fail(request)
         else:
-            reason = "guard"
-            self._metrics.fallbacks.labels(reason).inc()
             decision = self.runtime.decide(request)
+            reason = "guard" if decision.promised is None else "promise"
+            self._metrics.fallbacks.labels(reason).inc()
         if reason == "explored":
             self._metrics.explored.inc()
         if self._shadow is not None:
