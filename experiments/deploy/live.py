@@ -301,7 +301,8 @@ class Server:
         # what the latest choices of static cost; their median is taken off the next budget, as in
         # the runtime
         self.latest: deque[float] = deque(maxlen=DECISIONS_KEPT)
-        self.trackers = [model.tracker, self.tracker]
+        # the frozen one learns nothing, and keeps the speed that it begins with
+        self.trackers = [model.tracker, frozen.tracker, self.tracker]
         self.policies: dict[str, Callable[[int], ServedRequest]] = {
             LEARNED: partial(self.by_controller, model),
             FROZEN: partial(self.by_controller, frozen),

@@ -213,7 +213,8 @@ def _on_rivals(results: RunResults, learned: Row) -> list[Sentence]:
 
 def _on_time(results: RunResults, learned: Row) -> list[Sentence]:
     """Say how often the controller is on time, where nothing is promised about that."""
-    if results.get("promises") or not is_known(learned.get("satisfaction_feasible")):
+    promised = results.get("promises") or results.get("live", {}).get("promises")
+    if promised or not is_known(learned.get("satisfaction_feasible")):
         return []
     share = format_number(learned["satisfaction_feasible"], ".1%")
     infeasible = format_number(learned.get("infeasible"), ".1%")

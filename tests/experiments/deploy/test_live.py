@@ -7,6 +7,7 @@ import time
 from collections import namedtuple
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from unittest.mock import Mock
 
 import numpy as np
@@ -18,6 +19,7 @@ from page_parts import charts_of, data_of, points_of, svg_of
 from replayed import small_stack, untrained
 
 from knobwise.agents import DeployedController, PolicyConfig
+from knobwise.agents.deployed.promise import Promise
 from knobwise.agents.evaluation.baselines import fit_static
 from knobwise.agents.problem import Problem
 from knobwise.agents.training.checkpoint import load_checkpoint, save_checkpoint
@@ -26,9 +28,11 @@ from knobwise.envs import default_budgets
 from knobwise.envs.tables.profile_table import Split
 from knobwise.experiments.deploy import live
 from knobwise.experiments.deploy.live import LiveConfig, Server, draw_stream
+from knobwise.experiments.deploy.live_promises import Slowed, kept_live
 from knobwise.experiments.deploy.live_results import ServedRequest, Stream, live_results
 from knobwise.experiments.evidence.schema import LiveFacts, PolicyRow, RunResults
 from knobwise.experiments.settings.deployment_options import EvaluateRun
+from knobwise.profiling.measuring.adaptive_model import clock_ms
 from knobwise.serving import AdaptiveModel
 from knobwise.testbeds import builtin_profile
 from knobwise.testbeds.elastic.adapter import ElasticAdaptive, ElasticRequests
@@ -75,6 +79,35 @@ def server_of(case, config):
 
 def stream_of(case, config, budgets=BUDGETS):
     return draw_stream(case.table, case.split.test, case.fitted, budgets, ElasticRequests(), config)
+
+
+def test_a_slowed_model_takes_so_many_times_as_long_and_promises_are_judged_by_quarter(case):
+    model = Slowed(ElasticAdaptive())
+    stage = model.first_stage(ElasticRequests().request(case.table.sample_ids[0]))
+    model.factor = 20.0
+    start = clock_ms()
+    (answer,) = model.answer([stage], {"max_crops": 2, "top_k": 1, "num_active_blocks": 3})
+    # whatever the model takes, so much was waited for
+    assert clock_ms() - start >= answer.total_ms
+    # of eight requests two a quarter; the first budget has no promise
+    arrays = {
+        "budgets_ms": np.array([10.0, 20.0]),
+        "planned_ms": np.array([9.0, 18.0]),
+        "fixed": np.array([0, 0]),
+        "quantiles": np.array([-np.inf, -np.inf]),
+        "shares": np.array([0.0, 0.9]),
+    }
+    controller = SimpleNamespace(promise=Promise(arrays, None))
+    budgets_ms = np.array([20.0, 40.0, 40.0, 40.0, 40.0, 40.0, 20.0, 20.0])
+    stream = SimpleNamespace(budgets_ms=budgets_ms)
+    took = np.array([[9.0, 39.0, 39.0, 41.0, 50.0, 50.0, 9.0, 9.0]])
+    record = {"inference_ms": took, "overhead_ms": 0 * took}
+    rows = kept_live(controller, stream, ["controller"], record, 2.0, ["controller"])
+    shares = [(row["window"], row["requests"], row["on_time"]) for row in rows]
+    assert shares == [(1, 1, 1.0), (2, 2, 0.5), (3, 2, 0.0)]
+    assert [row["broken"] for row in rows] == [False, False, True]
+    controller.promise = None
+    assert kept_live(controller, stream, ["controller"], record, 2.0, ["controller"]) == []
 
 
 def test_live_decisions_are_those_that_a_replay_under_the_same_drift_makes(case):
