@@ -48,10 +48,12 @@ class Slowed:
         answers = self.model.answer(stages, configuration)
         if self.factor == 1:
             return answers
-        until = start + self.factor * (clock_ms() - start)
+        answered = clock_ms()
+        until = start + self.factor * (answered - start)
         while clock_ms() < until:
             time.sleep(0)  # a CPU clock has to go on
-        return [replace(answer, total_ms=self.factor * answer.total_ms) for answer in answers]
+        waited_ms = clock_ms() - answered
+        return [replace(answer, total_ms=answer.total_ms + waited_ms) for answer in answers]
 
 
 def kept_live(
