@@ -145,6 +145,7 @@ def _tables(results: RunResults, folder: Path) -> dict[str, wandb.Table]:
     tables = {
         "Test/policies": [row for row in _rows(results) if row.get(task.condition) == main],
         "Test/differences": list(map(_flat, results.get("differences", []))),
+        "Test/promises": list(map(_flat, results.get("promises", []))),
         "Test/by_dataset": list(map(_flat, results.get("by_dataset", []))),
     }
     tables["Test/decisions"] = _decisions(results, folder)
