@@ -30,8 +30,8 @@ from sklearn.feature_extraction.text import HashingVectorizer
 from timing import Bench, Way
 from torch import nn
 
-from knobwise.agents.calibration.calibrate import fit_latency_model
 from knobwise.agents.calibration.deployed_controller import Calibration, DeployedController
+from knobwise.agents.calibration.latencies import fit_latency_model
 from knobwise.agents.controller.controller import Controller
 from knobwise.agents.controller.features import FeatureNormaliser
 from knobwise.agents.controller.settings import PolicyConfig, hidden_for

@@ -17,6 +17,7 @@ from knobwise.agents.calibration.deployed_controller import (
     DeployedController,
 )
 from knobwise.agents.calibration.guard import calibrate, cluster_numbers
+from knobwise.agents.calibration.latencies import fit_latency_model
 from knobwise.agents.calibration.mean_policies import (
     StaticMix,
     calibrated_values,
@@ -24,6 +25,7 @@ from knobwise.agents.calibration.mean_policies import (
     outcomes_of,
 )
 from knobwise.agents.calibration.promise import requests_of, trials_of
+from knobwise.agents.deployed.promise import LatencyModel
 from knobwise.agents.evaluation.baselines import fit_static
 from knobwise.agents.evaluation.policy import Array, Policy, choices_of, inputs_of_rows
 from knobwise.agents.training.controllers import ControllerSetup
@@ -84,6 +86,7 @@ def promise_for_deadlines(
     for it, and keep what static knows of the times of configurations."""
     problem = setup.problem
     rows = setup.held_out.rows
+    folds = setup.folds
     assert problem.calibration is not None
     requests = requests_of(problem, problem.calibration)
     # the network that is deployed, and its model of latencies
@@ -91,19 +94,25 @@ def promise_for_deadlines(
     decider = DeployedController(copy.deepcopy(setup.controller).cpu(), None, alone).decider
     features, mask = inputs_of_rows(problem, requests.rows)
 
-    def restricted(log_probs: Array, rows: Tensor, limit_ms: float, quantile: float) -> Tensor:
-        x = setup.controller.normaliser.of_rows(problem.facts, rows).cpu().numpy()
-        allowed = decider.latency.within(x, limit_ms, quantile, problem.mask[rows].numpy())
-        return torch.from_numpy(np.where(allowed, log_probs, -np.inf).argmax(1))
+    normaliser = copy.deepcopy(setup.controller.normaliser).cpu()
+
+    def within(model: LatencyModel, rows: Tensor, limit_ms: float, quantile: float) -> Array:
+        x = normaliser.of_rows(problem.facts, rows).numpy()
+        return model.within(x, limit_ms, quantile, problem.mask[rows].numpy())
+
+    # for samples held out of a fold neither network nor model of latencies was fitted on them
+    models = [LatencyModel(fit_latency_model(problem.facts, fit, normaliser)) for fit in folds[0]]
 
     def held_out(limit_ms: float, quantile: float) -> Tensor:
         log_probs = setup.held_out_log_probs(torch.tensor(limit_ms)).cpu().numpy()
-        return restricted(log_probs, rows, limit_ms, quantile)
+        parts = zip(models, folds[1], strict=True)
+        allowed = [within(model, hold, limit_ms, quantile) for model, hold in parts]
+        return torch.from_numpy(np.where(np.concatenate(allowed), log_probs, -np.inf).argmax(1))
 
     def deployed(limit_ms: float, quantile: float) -> Tensor:
-        limits = np.full(len(mask), limit_ms)
-        log_probs = decider.log_probs(features, limits, mask)
-        return restricted(log_probs, requests.rows, limit_ms, quantile)
+        log_probs = decider.log_probs(features, np.full(len(mask), limit_ms), mask)
+        allowed = within(decider.latency, requests.rows, limit_ms, quantile)
+        return torch.from_numpy(np.where(allowed, log_probs, -np.inf).argmax(1))
 
     static = fit_static(problem.cells, setup.fitted, setup.rule)
     about = problem, rows, requests, budgets_ms, static

@@ -5,16 +5,17 @@ deployed rule answers at least this share of requests like the profile's, timed 
 budget, its own cost included. The calibration samples are held back from everything else: nothing
 was fitted on them or chosen by them.
 
-Candidates stand in a fixed order, from the safest to the boldest; both ends of it and the order are
-chosen on the fitted samples. They are single configurations, and the policy restricted to what a
-model of latencies expects in time with one of `PROBABILITIES`. A candidate that is not expected to
-be more accurate than all safer ones is left out. Then they are tested in this order, each by the
-exact bound on the share of a binomial (Clopper and Pearson 1934, "The Use of Confidence or Fiducial
-Limits", Biometrika) until the first one fails; the last one that passed is deployed. Since the
-order is fixed, many candidates cost no confidence (fixed sequence testing, as in Angelopoulos,
-Bates, Candès, Jordan and Lei 2025, "Learn then Test: Calibrating Predictive Algorithms to Achieve
-Risk Control", Annals of Applied Statistics, section 3); and a higher promise stops earlier, so it
-never deploys a bolder candidate.
+Candidates stand in a fixed order, from the safest to the boldest, by the fitted samples alone. They
+are single configurations, and the policy restricted to what a model of latencies expects in time
+with one of `PROBABILITIES`. The policy counts as safer than the safest single configuration only
+where that is clear, so that a promise which that one keeps is made; and a candidate that is not
+expected to be more accurate than all safer ones is left out. Then they are tested in this order,
+each by the exact bound on the share of a binomial (Clopper and Pearson 1934, "The Use of Confidence
+or Fiducial Limits", Biometrika) until the first one fails; the last one that passed is deployed.
+Since the order is fixed, many candidates cost no confidence (fixed sequence testing, as in
+Angelopoulos, Bates, Candès, Jordan and Lei 2025, "Learn then Test: Calibrating Predictive
+Algorithms to Achieve Risk Control", Annals of Applied Statistics, section 3); and a higher promise
+stops earlier, so it never deploys a bolder candidate.
 
 The bound needs independent requests that are late or not. So of several measurements of an answer
 one is drawn, and of samples that belong together, such as the questions about an image, one: a
@@ -41,6 +42,7 @@ from knobwise.agents.deployed.calibrated import Static
 from knobwise.agents.deployed.promise import POLICY
 from knobwise.agents.problem import Problem
 from knobwise.common.errors import InputError
+from knobwise.common.paired import standard_error
 from knobwise.envs.bandit.budgets import MIN_LATENCY_MS
 from knobwise.envs.bandit.reward import share_on_time
 
@@ -245,16 +247,18 @@ def trials_of(
         candidates += [Candidate(POLICY, p) for p in PROBABILITIES]
     reads = torch.tensor([c.configuration == POLICY for c in candidates])
     count = len(requests.rows)
+    clusters = cluster_numbers(problem.facts, rows)
     result = []
     for budget in sorted(budgets_ms.tolist()):
         left = max((1 - RESERVE) * (budget - cost_ms), MIN_LATENCY_MS)
         chosen = _chosen(candidates, left, problem.mask[rows], static, held_out)
         on_time, accuracy = _expected(problem, rows, chosen, left, reads)
-        order = in_order(on_time, accuracy)
+        order = in_order(_surely(on_time, reads, clusters), accuracy.mean(0).numpy())
+        accuracies = accuracy.mean(0)[order].tolist()
         kept = [candidates[i] for i in order]
         answers = _chosen(kept, left, problem.mask[requests.rows], static, deployed)
         hits = count - late(problem, requests, answers, left, reads[order]).sum(0)
-        result.append(Trial(budget, left, kept, accuracy[order].tolist(), hits.tolist(), count))
+        result.append(Trial(budget, left, kept, accuracies, hits.tolist(), count))
     return result
 
 
@@ -300,15 +304,34 @@ def _times(problem: Problem, cells: tuple[Tensor, Tensor], reads: Tensor) -> Ten
     return times - first_look.unsqueeze(-1)
 
 
+def _surely(on_time: Tensor, reads: Tensor, clusters: Tensor) -> NDArray[np.float64]:
+    """Return the shares on time that candidates are put in order by, of those of samples [n, K]:
+    [K].
+
+    The policy was chosen among many, by the samples that it is put in order by. So it stands before
+    a single configuration only where it is clearly safer: two standard errors of the difference
+    from the safest of them are taken off.
+
+    Args:
+        reads: bool [K], which candidates are the policy.
+        clusters: int64 [n], of the samples.
+    """
+    shares = on_time.mean(0)
+    safest = on_time[:, ~reads][:, shares[~reads].argmax()]
+    for index in reads.nonzero().flatten().tolist():
+        shares[index] -= 2 * standard_error(on_time[:, index] - safest, clusters)
+    return shares.numpy()
+
+
 def _expected(
     problem: Problem, rows: Tensor, chosen: Tensor, left: float, reads: Tensor
-) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Return the mean share on time and the mean accuracy of choices int64 [n, K]: [K] each. What
-    was not measured is late and wrong."""
+) -> tuple[Tensor, Tensor]:
+    """Return the shares on time and the accuracies of choices int64 [n, K]: float64 [n, K] each.
+    What was not measured is late and wrong."""
     cells = rows.unsqueeze(1), chosen
     on_time = share_on_time(_times(problem, cells, reads), torch.tensor(left))
     over = problem.rule.over(problem.values)
     if over is not None:
         on_time = on_time * ~over[cells]
     accuracy = problem.values.accuracy[cells].double().nan_to_num()
-    return on_time.mean(0).numpy(), accuracy.mean(0).numpy()
+    return on_time, accuracy

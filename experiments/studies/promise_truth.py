@@ -20,8 +20,8 @@ import torch
 from scipy.special import ndtri
 from torch import Tensor
 
-from knobwise.agents.calibration.calibrate import fit_latency_model
 from knobwise.agents.calibration.guard import cluster_numbers
+from knobwise.agents.calibration.latencies import fit_latency_model
 from knobwise.agents.calibration.promise import Decide, Requests, late, requests_of, trials_of
 from knobwise.agents.controller.encoders import TableEncoder
 from knobwise.agents.deployed.promise import POLICY, LatencyModel

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from replayed import untrained
 
-from knobwise.agents.calibration.calibrate import fit_latency_model
+from knobwise.agents.calibration.latencies import fit_latency_model
 from knobwise.agents.deployed.controller import NumpyController
 from knobwise.agents.deployed.promise import POLICY, LatencyModel, Promise, Promised
 from knobwise.agents.evaluation.baselines import fit_static

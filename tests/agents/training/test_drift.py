@@ -16,7 +16,8 @@ from helpers import (
     trainer_on,
 )
 
-from knobwise.agents.calibration.calibrate import calibrate_controller, fit_latency_model
+from knobwise.agents.calibration.calibrate import calibrate_controller
+from knobwise.agents.calibration.latencies import fit_latency_model
 from knobwise.agents.controller.drift import drift_inputs, drift_values
 from knobwise.agents.controller.features import FeatureNormaliser
 from knobwise.agents.teacher import distillation
