@@ -79,6 +79,7 @@ RUNS = {
     "ppo": words_of(UNTAUGHT, MEASURED, "experiment=ppo policy.fold_networks=1 baselines=false"),
     "data_sets": words_of(SHORT, JOINT, "policy=utility"),
     "mean": words_of(SHORT, MEASURED, "policy=utility budget=mean"),
+    "promised": words_of(SHORT, MEASURED, "policy=utility policy.promise=0.5 split.repeats=2"),
     "live": words_of(SELECTOR, LIVE),
     "replay": words_of(SELECTOR, REPLAY),
 }

@@ -111,14 +111,14 @@ def check_promise(problem: Problem) -> None:
         )
 
 
-class Candidate(NamedTuple):
+class PromiseCandidate(NamedTuple):
     """A rule that may be deployed, see `PromiseRow`."""
 
     configuration: int
     probability: float
 
 
-class Requests(NamedTuple):
+class IndependentRequests(NamedTuple):
     """Independent requests: rows int64 [n], and which of the measurements of an answer counts, as a
     number in [0, 1), float64 [n]."""
 
@@ -126,7 +126,7 @@ class Requests(NamedTuple):
     drawn: Tensor
 
 
-def requests_of(problem: Problem, rows: Tensor, seed: int = 0) -> Requests:
+def requests_of(problem: Problem, rows: Tensor, seed: int = 0) -> IndependentRequests:
     """Draw independent requests from samples int64 [n], see the top."""
     draws = np.random.default_rng(seed)
     clusters = cluster_numbers(problem.facts, rows).numpy()
@@ -136,11 +136,11 @@ def requests_of(problem: Problem, rows: Tensor, seed: int = 0) -> Requests:
     order = draws.permutation(len(rows))
     _, first = np.unique(clusters[order], return_index=True)
     chosen = rows[np.sort(order[first[kept]])]
-    return Requests(chosen, torch.from_numpy(draws.random(len(chosen))))
+    return IndependentRequests(chosen, torch.from_numpy(draws.random(len(chosen))))
 
 
 def late(
-    problem: Problem, requests: Requests, chosen: Tensor, limit_ms: float, reads: Tensor
+    problem: Problem, requests: IndependentRequests, chosen: Tensor, limit_ms: float, reads: Tensor
 ) -> Tensor:
     """Tell which answers come too late, or cost more than a limit, bool [n, K].
 
@@ -189,7 +189,7 @@ class Trial(NamedTuple):
 
     budget_ms: float
     planned_ms: float
-    candidates: list[Candidate]
+    candidates: list[PromiseCandidate]
     accuracy: list[float]
     """On the fitted samples."""
     hits: list[int]
@@ -221,7 +221,7 @@ class Trial(NamedTuple):
 def trials_of(
     problem: Problem,
     rows: Tensor,
-    requests: Requests,
+    requests: IndependentRequests,
     budgets_ms: Tensor,
     static: Static,
     held_out: Decide | None = None,
@@ -242,9 +242,9 @@ def trials_of(
         deployed: what the deployed policy chooses for the requests.
         cost_ms: the time of a decision.
     """
-    candidates = [Candidate(c, 0.0) for c in range(problem.values.num_configurations)]
+    candidates = [PromiseCandidate(c, 0.0) for c in range(problem.values.num_configurations)]
     if held_out is not None:
-        candidates += [Candidate(POLICY, p) for p in PROBABILITIES]
+        candidates += [PromiseCandidate(POLICY, p) for p in PROBABILITIES]
     reads = torch.tensor([c.configuration == POLICY for c in candidates])
     count = len(requests.rows)
     clusters = cluster_numbers(problem.facts, rows)
@@ -263,7 +263,7 @@ def trials_of(
 
 
 def _chosen(
-    candidates: Sequence[Candidate],
+    candidates: Sequence[PromiseCandidate],
     left: float,
     mask: Tensor,
     static: Static,

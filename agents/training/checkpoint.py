@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from knobwise.agents.selector.selector import Selector
     from knobwise.envs.bandit.rules import Rule
 
-FORMAT = "knobwise.Controller/4"
+FORMAT = "knobwise.Controller/3"
 KINDS = {
     "Controller": "knobwise.agents.controller.controller",
     "DeployedController": "knobwise.agents.calibration.deployed_controller",

@@ -46,6 +46,7 @@ class PolicyRow(TypedDict, total=False):
     accuracy: float
     accuracy_ci95: Interval
     accuracy_per_seed: list[float]
+    accuracy_per_split: list[float]
     utility: float
     utility_ci95: Interval
     utility_per_seed: list[float]

@@ -181,11 +181,11 @@ def print_table(folder: Path) -> None:
 
 def _at(rows: Sequence[Mapping[str, Any]], promise: float, place: int) -> dict[str, Any]:
     """Return the rows of the three policies at a budget, by policy."""
-    found: dict[str, list[Any]] = {}
+    by_policy: dict[str, list[Any]] = {}
     for row in rows:
         if row.get("promise", promise) == promise:
-            found.setdefault(row["policy"], []).append(row)
-    return {policy: of_policy[place] for policy, of_policy in found.items()}
+            by_policy.setdefault(row["policy"], []).append(row)
+    return {policy: of_policy[place] for policy, of_policy in by_policy.items()}
 
 
 def _kept(rows: Sequence[Mapping[str, Any]]) -> str:
@@ -242,7 +242,7 @@ def print_penalties(names: Sequence[str]) -> None:
 def _penalty_row(name: str, promise: float, ways: Mapping[str, Any]) -> str:
     """Return the row of a table and a promise."""
 
-    def of(way: str, policy: str) -> list[PromiseFacts]:
+    def rows_by(way: str, policy: str) -> list[PromiseFacts]:
         return [
             row
             for rows in ways[way]
@@ -250,8 +250,8 @@ def _penalty_row(name: str, promise: float, ways: Mapping[str, Any]) -> str:
             if row["policy"] == policy and row["promise"] == promise
         ]
 
-    by_way = {way: of(way, "controller") for way in PENALTIES}
-    static = of("λ = 0", "static_under_promise")
+    by_way = {way: rows_by(way, "controller") for way in PENALTIES}
+    static = rows_by("λ = 0", "static_under_promise")
     everyone = [*by_way.values(), static]
     places = [i for i in range(len(static)) if all(rows[i]["kept"] for rows in everyone)]
     multipliers = [rows for way, rows in by_way.items() if way.startswith("λ")]

@@ -22,7 +22,13 @@ from torch import Tensor
 
 from knobwise.agents.calibration.guard import cluster_numbers
 from knobwise.agents.calibration.latencies import fit_latency_model
-from knobwise.agents.calibration.promise import Decide, Requests, late, requests_of, trials_of
+from knobwise.agents.calibration.promise import (
+    Decide,
+    IndependentRequests,
+    late,
+    requests_of,
+    trials_of,
+)
 from knobwise.agents.controller.encoders import TableEncoder
 from knobwise.agents.deployed.promise import POLICY, LatencyModel
 from knobwise.agents.evaluation.baselines import fit_static
@@ -56,7 +62,7 @@ class World:
     budgets_ms: Tensor
     decide: Callable[[float, float], Tensor]
 
-    def of(self, rows: Tensor) -> Decide:
+    def for_rows(self, rows: Tensor) -> Decide:
         """Return what decides for some samples."""
         return lambda limit_ms, quantile: self.decide(limit_ms, quantile)[rows]
 
@@ -117,7 +123,7 @@ def broken_in(world: World, size: int, draws: int) -> dict[float, tuple[float, f
     problem = world.problem
     fitted, others = problem.split.fitted, problem.split.test
     static = fit_static(problem.cells, fitted)
-    everyone = Requests(others, torch.full((len(others),), 0.5, dtype=torch.float64))
+    everyone = IndependentRequests(others, torch.full((len(others),), 0.5, dtype=torch.float64))
     random = np.random.default_rng(0)
     truths: dict[tuple[float, int, float], float] = {}
     made = {promise: np.zeros((draws, len(world.budgets_ms))) for promise in PROMISES}
@@ -143,7 +149,8 @@ def broken_in(world: World, size: int, draws: int) -> dict[float, tuple[float, f
         requests = requests_of(problem, rows, draw)
 
         about = problem, fitted, requests, world.budgets_ms, static
-        for place, each in enumerate(trials_of(*about, world.of(fitted), world.of(requests.rows))):
+        rules = world.for_rows(fitted), world.for_rows(requests.rows)
+        for place, each in enumerate(trials_of(*about, *rules)):
             for promise in PROMISES:
                 row = each.row(promise)
                 made[promise][draw, place] = row["kept"]

@@ -14,7 +14,7 @@ from scipy.stats import binom
 from knobwise.agents.calibration import promise as promises
 from knobwise.agents.calibration.promise import (
     HELD_BACK,
-    Requests,
+    IndependentRequests,
     check_promise,
     in_order,
     late,
@@ -84,7 +84,9 @@ def test_an_answer_is_late_by_the_measurement_that_was_drawn():
     both = torch.tensor([[0, 1], [0, 1]])
     reads = torch.ones(2, dtype=torch.bool)
     for drawn, wanted in [(0.4, [[0, 0], [0, 1]]), (0.6, [[1, 0], [0, 1]])]:
-        requests = Requests(torch.arange(2), torch.full((2,), drawn, dtype=torch.float64))
+        requests = IndependentRequests(
+            torch.arange(2), torch.full((2,), drawn, dtype=torch.float64)
+        )
         assert late(problem, requests, both, 10.0, reads).int().tolist() == wanted
 
 

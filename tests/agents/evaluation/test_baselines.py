@@ -340,7 +340,7 @@ def test_a_guard_counts_the_look_and_falls_back_without_it():
         [
             row["utility_static"]
             for row in calibrate(
-                Problem.from_table(each), rows, budgets, choices, lambda _: choices[:, 0], 0.95
+                Problem.from_table(each), rows, budgets, choices, lambda _: choices[:, 0]
             )
         ]
         for each in (paid, table)

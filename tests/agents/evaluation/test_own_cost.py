@@ -20,7 +20,7 @@ def test_what_is_charged():
     in_usd = dataclasses.replace(table, unit="USD")
     given = torch.arange(40), default_budgets(table)
     deploy = torch.arange(5) > 1
-    controller = untrained(table, None, [1.0] * 5, deploy.tolist()).decider
+    controller = untrained(table, None, deploy.tolist()).decider
     ((took, charged_ms),) = own_costs([controller], table, *given)
     torch.testing.assert_close(charged_ms, took / 1e3 + 0.25 * deploy)
     assert took.tolist() == [30.0] * 5  # by the clock of the tests
