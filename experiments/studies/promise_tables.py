@@ -156,6 +156,7 @@ def print_table(folder: Path) -> None:
     heads += ["static: kept", "on test", "accuracy", f"{TODAY}: on test", "accuracy"]
     print(f"| {' | '.join(heads)} |\n{'|---' * len(heads)}|")
     made = broken = nothing = spurned = 0
+    summary: dict[tuple[str, float], list[dict[str, Any]]] = {}
     for name, splits in tables.items():
         for promise in PROMISES:
             for place in range(len([row for row in splits[0] if row["policy"] == TODAY])):
@@ -163,6 +164,7 @@ def print_table(folder: Path) -> None:
                 ours = [each["controller"] for each in cells]
                 static = [each["static_under_promise"] for each in cells]
                 today = [each[TODAY] for each in cells]
+                summary.setdefault((name, promise), []).extend(cells)
                 made += sum(row["kept"] for row in ours)
                 nothing += sum(not row["kept"] for row in ours)
                 broken += sum(row["broken"] for row in ours)
@@ -177,6 +179,24 @@ def print_table(folder: Path) -> None:
         f"\n{made} promises on test samples, {broken} broken; {nothing} times none was made, "
         f"{spurned} of these although a single configuration passes"
     )
+    print_summary(summary)
+
+
+def print_summary(cells: Mapping[tuple[str, float], Sequence[Mapping[str, Any]]]) -> None:
+    """Print a row for each table and promise: how many were made, at how many budgets of how many
+    splits, and means over those of the share on time and the accuracy on test samples."""
+    policies = {"policy": "controller", "static": "static_under_promise", TODAY: TODAY}
+    heads = ["table", "promise", "made", *(f"{name}: on time, accuracy" for name in policies)]
+    print(f"\n| {' | '.join(heads)} |\n{'|---' * len(heads)}|")
+    for (name, promise), all_cells in cells.items():
+        made = [each for each in all_cells if each["controller"]["kept"]]
+        words = [name.replace("_", " "), f"{promise:g}", f"{len(made)} of {len(all_cells)}"]
+        for policy in policies.values():
+            shares = [each[policy]["test"] for each in made]
+            accuracies = [each[policy]["accuracy"] for each in made]
+            mean = f"{100 * np.mean(shares):.1f} %, {np.mean(accuracies):.3f}" if made else "–"
+            words.append(mean)
+        print(f"| {' | '.join(words)} |")
 
 
 def _at(rows: Sequence[Mapping[str, Any]], promise: float, place: int) -> dict[str, Any]:
