@@ -82,7 +82,12 @@ def _update(config: UpdateRun, out: Path) -> None:
             f"{config.checkpoint}: promises a share on time (policy.promise), and what is learned "
             "from a log was not tested for it; train again on a newer profile"
         )
-    if agent.rule.kind != "deadline" or agent.teacher is None:
+    reason = ""
+    if agent.rule.kind != "deadline":
+        reason = "decides for mean budgets"
+    elif agent.teacher is None:
+        reason = "has no teacher whose expectations could move"
+    if reason:
         raise InputError(
             f"{config.checkpoint}: {reason}; train with policy=auto or policy=utility for deadlines"
         )

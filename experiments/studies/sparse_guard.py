@@ -87,7 +87,7 @@ def guarded(setup: ControllerSetup, budgets_ms: Tensor) -> dict[str, DeployedCon
     """Return what is deployed by each guard."""
     separate = calibrate_controller(setup, budgets_ms)
     guard = separate.calibration.guard
-    gains = held_out_gains(setup, budgets_ms, [row["margin"] for row in guard])
+    gains = held_out_gains(setup, budgets_ms)
     clusters = cluster_numbers(setup.facts, setup.held_out.rows)
     rows: list[GuardRow] = guard
     if is_better(gains.mean(1), CONFIDENCE, clusters):
@@ -100,13 +100,11 @@ def guarded(setup: ControllerSetup, budgets_ms: Tensor) -> dict[str, DeployedCon
     return {"apart": separate, "pooled": pooled}
 
 
-def held_out_gains(setup: ControllerSetup, budgets_ms: Tensor, margins: Sequence[float]) -> Tensor:
-    """Return doubly robust estimates of the gain of each held-out sample over static, [n, B], where
-    the policy plans with these shares of the budgets."""
+def held_out_gains(setup: ControllerSetup, budgets_ms: Tensor) -> Tensor:
+    """Return doubly robust estimates of the gain of each held-out sample over static, [n, B]."""
     problem = setup.problem
     rows = setup.held_out.rows
-    limits = budgets_ms * torch.tensor(margins)
-    chosen = torch.stack([setup.held_out_log_probs(limit).argmax(-1) for limit in limits], 1)
+    chosen = torch.stack([setup.held_out_log_probs(limit).argmax(-1) for limit in budgets_ms], 1)
     by_static = []
     for fit, hold in zip(*setup.folds, strict=True):
         features, mask = inputs_of_rows(problem, hold)

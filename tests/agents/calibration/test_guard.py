@@ -85,7 +85,7 @@ def test_what_would_have_to_be_measured_is_counted():
     about = known, torch.arange(4), torch.tensor([BUDGET]), static
 
     def reason_in(problem):
-        (row,) = calibrate(problem, *about[1:], lambda limit_ms: torch.ones_like(static)[:, 0], 0.5)
+        (row,) = calibrate(problem, *about[1:], lambda limit_ms: torch.ones_like(static)[:, 0])
         assert not row["deployed"]  # all gain nothing
         return row["reason"]
 
