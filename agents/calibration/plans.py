@@ -1,5 +1,5 @@
-"""What a deployed controller plans with, calibrated on samples that it was not fitted on: guards
-and margins for deadlines, prices for mean budgets."""
+"""What a deployed controller plans with, calibrated on samples that it was not fitted on: a guard
+or a promise for deadlines, prices for mean budgets."""
 
 from __future__ import annotations
 
