@@ -27,7 +27,7 @@ MESSAGES = [{"role": "user", "content": "What is 12 + 30?"}]
 JSON = {"Content-Type": "application/json"}
 
 
-def export(path):
+def export(path, **settings):
     """Write a controller: the small model is right where `kind` is a, the large one where it is b,
     at 64 tokens."""
     rows = []
@@ -40,7 +40,7 @@ def export(path):
                 latency = slow + tokens + sample % 5
                 knobs = {"model": model, "max_tokens": tokens}
                 rows.append({**features, **knobs, "accuracy": right, "latency_ms": latency})
-    policy = knobwise.fit(pl.DataFrame(rows), ["prompt_words", "kind"], **SMALL)
+    policy = knobwise.fit(pl.DataFrame(rows), ["prompt_words", "kind"], **SMALL | settings)
     return policy.agent.export(path)
 
 

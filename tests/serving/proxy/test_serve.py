@@ -4,6 +4,7 @@ import http.client
 import http.server
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -13,9 +14,10 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
+import numpy as np
 import pytest
 from commands import wait_for
-from proxied import MESSAGES, SAFE, Client, knobs_of, serving, started
+from proxied import MESSAGES, SAFE, Client, export, knobs_of, serving, started
 
 from knobwise.agents.learning.logged import read_log
 from knobwise.experiments.deploy.serve import serve_controller as run_serve
@@ -128,6 +130,28 @@ def test_what_a_client_sets_itself_is_kept(served, endpoint):
     assert answer.headers["x-knobwise-unchanged"] == "true"
     assert endpoint.state.requests[-1] == {"messages": MESSAGES, "model": "medium"}
     assert len(rows_in(served.log)) == before
+
+
+def test_what_is_promised_stands_in_headers_and_metrics(endpoint, tmp_path):
+    path = tmp_path / "promised.npz"
+    controller = export(path, **{"policy.promise": 0.8})
+    lowest, highest = controller.promise.budgets_ms[[0, -1]]
+    words = f"checkpoint={path}", f"endpoint={endpoint.url}", "tracker=false"
+    with serving(tmp_path, *words) as client:
+        features = {"kind": "a", "prompt_words": 3}
+        for budget_ms, share in ((highest + 100, "0.8"), (lowest / 2, "0")):
+            answer = client.chat(features=features, budget_ms=budget_ms)
+            assert answer.headers["x-knobwise-promised"] == share
+            group = controller.promise.groups(np.array([budget_ms]))[0]
+            decides = group >= 0 and controller.promise.fixed[group] < 0
+            assert answer.headers["x-knobwise-reason"] == ("policy" if decides else "promise")
+        # what was not promised is not counted
+        label = f'{{budget="{highest:.6g}"}}'
+        assert client.metric(f"promise_on_time{label}") == 1
+        text = client.ask("/metrics").content.decode()
+        assert len(re.findall("^knobwise_promise_on_time{", text, re.MULTILINE)) == 1
+        broken = re.findall(r"^knobwise_promise_broken{.*} (\S+)$", text, re.MULTILINE)
+        assert broken == ["0.0", "0.0"]
 
 
 def test_features_that_fail_get_static(served, controller):
