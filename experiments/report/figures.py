@@ -68,8 +68,14 @@ def figures_of(comparison: Comparison) -> Figures:
 
 
 def _for(task: Task, text: str | dict[str, str]) -> str:
-    """Return a text, that of this task where there is one for each."""
-    return text if isinstance(text, str) else text[task.name]
+    """Return a text, that of this task where there is one for each; with a promise its own, if
+    any."""
+    if isinstance(text, str):
+        return text
+    name = task.name
+    if task.score == "accuracy" and f"{name} promised" in text:
+        name = f"{name} promised"
+    return text[name]
 
 
 def _frame(
