@@ -144,7 +144,7 @@ def run_live(
             "ignored": served.tracker.ignored,
             "slowdown": settings.slowdown,
         }
-        judged = served.controller, stream, policies, record, speed
+        judged = served.controller, stream, policies, record
         if settings.slowdown > 1:
             # a replay knows a single speed
             results["live"]["agreement"] = []

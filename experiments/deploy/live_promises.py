@@ -61,24 +61,25 @@ def kept_live(
     stream: Stream,
     policies: Sequence[str],
     served: Record,
-    speed: float,
     judged: Sequence[str],
 ) -> list[KeptRow]:
     """Return the share on time of the requests for which one was promised, a row for each judged
     policy and part of the stream; [] without a promise.
 
     Args:
-        speed: the factor on the budgets of the profile.
         judged: names of some policies.
     """
     if controller.promise is None:
         return []
-    budgets_ms = stream.budgets_ms / speed
-    shares = controller.promise.shares_at(budgets_ms)
     took_ms = served["inference_ms"] + served["overhead_ms"]
     rows: list[KeptRow] = []
     for policy in judged:
-        met = took_ms[list(policies).index(policy)] <= stream.budgets_ms
+        place = list(policies).index(policy)
+        met = took_ms[place] <= stream.budgets_ms
+        # what the controller promised at that moment, with the drift that it knew of
+        given = zip(served["limit_ms"][place].tolist(), served["drift"][place], strict=True)
+        said = [controller.promised(limit_ms, drift) for limit_ms, drift in given]
+        shares = np.array([each.share if each else 0.0 for each in said])
         for number, part in enumerate(np.array_split(np.arange(len(met)), WINDOWS)):
             promised = part[shares[part] > 0]
             if not len(promised):

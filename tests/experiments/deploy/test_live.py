@@ -106,17 +106,25 @@ def test_a_slowed_model_takes_so_many_times_as_long_and_promises_are_judged_by_q
         "quantiles": np.array([-np.inf, -np.inf]),
         "shares": np.array([0.0, 0.9]),
     }
-    controller = SimpleNamespace(promise=Promise(arrays, None))
-    budgets_ms = np.array([20.0, 40.0, 40.0, 40.0, 40.0, 40.0, 20.0, 20.0])
+    promise = Promise(arrays, None)
+
+    def promised_at(limit_ms, drift):
+        return promise.promised(limit_ms / drift)
+
+    controller = SimpleNamespace(promise=promise, promised=promised_at)
+    budgets_ms = np.array([20.0, 40.0, 40.0, 40.0, 40.0, 40.0, 20.0, 40.0])
     stream = SimpleNamespace(budgets_ms=budgets_ms)
-    took = np.array([[9.0, 39.0, 39.0, 41.0, 50.0, 50.0, 9.0, 9.0]])
-    record = {"inference_ms": took, "overhead_ms": 0 * took}
-    rows = kept_live(controller, stream, ["controller"], record, 2.0, ["controller"])
+    took = np.array([[9.0, 39.0, 39.0, 41.0, 50.0, 50.0, 9.0, 39.0]])
+    # the machine is as fast as half of the profile's, and at the last request a quarter
+    drift = np.array([[2.0] * 7 + [4.0]])
+    record = {"inference_ms": took, "overhead_ms": 0 * took, "drift": drift}
+    record["limit_ms"] = budgets_ms[None]
+    rows = kept_live(controller, stream, ["controller"], record, ["controller"])
     shares = [(row["window"], row["requests"], row["on_time"]) for row in rows]
     assert shares == [(1, 1, 1.0), (2, 2, 0.5), (3, 2, 0.0)]
     assert [row["broken"] for row in rows] == [False, False, True]
     controller.promise = None
-    assert kept_live(controller, stream, ["controller"], record, 2.0, ["controller"]) == []
+    assert kept_live(controller, stream, ["controller"], record, ["controller"]) == []
 
 
 def test_live_decisions_are_those_that_a_replay_under_the_same_drift_makes(case):
