@@ -77,9 +77,9 @@ def kept_live(
         place = list(policies).index(policy)
         met = took_ms[place] <= stream.budgets_ms
         # what the controller promised at that moment, with the drift that it knew of
-        given = zip(served["limit_ms"][place].tolist(), served["drift"][place], strict=True)
-        said = [controller.promised(limit_ms, drift) for limit_ms, drift in given]
-        shares = np.array([each.share if each else 0.0 for each in said])
+        moments = zip(served["limit_ms"][place].tolist(), served["drift"][place], strict=True)
+        promises = [controller.promised(limit_ms, drift) for limit_ms, drift in moments]
+        shares = np.array([each.share if each else 0.0 for each in promises])
         for number, part in enumerate(np.array_split(np.arange(len(met)), WINDOWS)):
             promised = part[shares[part] > 0]
             if not len(promised):

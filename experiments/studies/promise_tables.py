@@ -58,10 +58,10 @@ from knobwise.experiments.train.controller import width_for
 Rows = list[PromiseFacts]
 PROMISES = (0.9, 0.95, 0.99)
 PENALTIES: dict[str, RewardConfig] = {
-    "λ = 0": RewardConfig(),
-    "λ = 0.3": RewardConfig(miss=0.3),
-    "λ = 1": RewardConfig(miss=1.0),
-    "λ = 3": RewardConfig(miss=3.0),
+    "λ = 0": RewardConfig(kind="utility", miss=0.0),
+    "λ = 0.3": RewardConfig(kind="utility", miss=0.3),
+    "λ = 1": RewardConfig(kind="utility", miss=1.0),
+    "λ = 3": RewardConfig(kind="utility", miss=3.0),
     "gamma = 10": RewardConfig(kind="shaped"),
 }
 """What a late answer costs in training, by its name."""
@@ -278,7 +278,9 @@ def _penalty_row(name: str, promise: float, ways: Mapping[str, Any]) -> str:
     chosen = [max((rows[i] for rows in multipliers), key=_expected) for i in places]
     columns = [[rows[i] for i in places] for rows in by_way.values()]
     columns += [chosen, [static[i] for i in places]]
-    cells = [f"{np.mean([row['accuracy'] for row in each]):.3f}" for each in columns]
+    cells = ["–"] * len(columns)
+    if places:
+        cells = [f"{np.mean([row['accuracy'] for row in each]):.3f}" for each in columns]
     total = len(static)
     title = Path(name).stem.replace("_", " ")
     return f"| {title} | {promise:g} | {len(places)} of {total} | {' | '.join(cells)} |"
