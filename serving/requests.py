@@ -115,6 +115,8 @@ class Result(NamedTuple):
     `AdaptiveModel.prefetch`."""
     request_id: str | None = None
     """The id of its row in the log; None without a log."""
+    fault: str = ""
+    """Why there is no answer; "" for one."""
 
     @property
     def request(self) -> PendingRequest:
@@ -181,7 +183,7 @@ class Result(NamedTuple):
     def met(self) -> bool:
         """True if the request was answered on time, or within its budget. A mean budget is one of
         all requests, so none of them misses it."""
-        return self.controller.budgets.met(self.total_ms, self.budget_ms)
+        return not self.fault and self.controller.budgets.met(self.total_ms, self.budget_ms)
 
 
 def row_of(result: Result, chances: Mapping[int, float]) -> dict[str, object]:
@@ -227,8 +229,10 @@ def row_of(result: Result, chances: Mapping[int, float]) -> dict[str, object]:
         row["limits"] = dict(request.limits)
     if decision.limits_note:
         row["limits_note"] = decision.limits_note
-    if features is None:
+    if features is None or result.fault:
         row["failed"] = True
+    if result.fault:
+        row["fault"] = result.fault
     if result.unlike:
         row["unlike"] = True
     return {**row, **(request.log_fields or {})}

@@ -388,6 +388,27 @@ class Runtime:
         )
         return self.record(result)
 
+    def lose(self, decision: Decision, fault: str) -> Result:
+        """Log a request whose answer never came, or came to nothing; no time is learned from it.
+
+        Args:
+            fault: what happened, in words.
+        """
+        request = decision.request
+        total_ms = math.nan
+        if request.controller.unit == MS:
+            total_ms = request.waited_ms + (self.now() - request.begun) * 1e3
+        result = Result(
+            decision=decision,
+            answer=None,
+            answer_ms=math.nan,
+            total_ms=total_ms,
+            overhead_ms=math.nan,
+            decision_us=decision.took_ms * 1e3,
+            fault=fault,
+        )
+        return self.record(result)
+
     def learn(self, decision: Decision, answer_ms: float) -> None:
         """Update the tracker with an answer's latency in ms. NaN, an invalid one, is counted and
         not learned from."""

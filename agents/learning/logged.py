@@ -302,6 +302,8 @@ def _faults(
     # the decision: whose it is, and its chances
     if controller and row["controller"] not in (controller.digest, *versions):
         yield "of another controller"
+    if row.get("fault"):
+        yield "without an answer, since the endpoint failed"
     # by static, where another policy would have read features
     if row.get("failed"):
         yield "decided without its features, which failed"

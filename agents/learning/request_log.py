@@ -35,6 +35,8 @@ REQUESTS = "requests"
 LABELS = "labels"
 ID = re.compile(r"([0-9a-f]{16})-[0-9]+")
 """What `RequestLog.new_id` makes: the process, and the number of the request in it."""
+LOOKED_AT = 64_000_000
+"""Bytes of the newest files in which an answer's own id is looked for."""
 BOOT = Path("/proc/sys/kernel/random/boot_id")
 """On Linux, what tells one start of this machine from another."""
 
@@ -106,6 +108,31 @@ class RequestLog:
         if process == self._process or any(self.folder.glob(f"{REQUESTS}-*-{process}.jsonl")):
             return True
         return None
+
+    def ids_of_answer(self, answer_id: str) -> list[str]:
+        """Return the ids of the requests whose answer has this id of its own, which is in a row as
+        `answer`. Of a long log the newest files are read, `LOOKED_AT` bytes."""
+        needle = json.dumps({"answer": answer_id}, separators=(",", ":"))[1:-1].encode()
+        ids = []
+        left = LOOKED_AT
+        newest_first = sorted(self.folder.glob(f"{REQUESTS}-*.jsonl"), reverse=True)
+        for path in newest_first:
+            if left <= 0:
+                break
+            try:
+                content = path.read_bytes()
+            except FileNotFoundError:
+                # others may move files away
+                continue
+            left -= len(content)
+            if needle not in content:
+                continue
+            for line in content.splitlines():
+                if needle in line and line.endswith(b"}"):
+                    row = json.loads(line)
+                    if row.get("answer") == answer_id:
+                        ids.append(row["id"])
+        return ids
 
     def close(self) -> None:
         """Close the files; nothing can be written any more."""

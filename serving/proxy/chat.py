@@ -1,4 +1,4 @@
-"""A request to /v1/chat/completions: what is ours in it, and its features."""
+"""A request to /v1/chat/completions or /v1/responses: what is ours in it, and its features."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import functools
 import inspect
 import json
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any, NamedTuple
 
@@ -16,13 +16,13 @@ from knobwise.agents.deployed.arrays import with_inner
 from knobwise.common.errors import InputError
 from knobwise.envs.tables.units import MS
 from knobwise.profiling.endpoint.messages import BLOCK, prompt_features
+from knobwise.serving.proxy.responses import as_chat
 
 LIMITS_HEADER = "x-limits"
 OURS = ("budget_ms", "limits", "features")
 """Fields of a body that the endpoint does not get to see; one of a budget in another unit is
 another, see `budget_field`."""
-
-
+MOST_DIGITS = 40
 ALIKE = 0.85
 """From this similarity on, a field is taken for a mistyped one of ours: a letter more or less."""
 
@@ -34,6 +34,10 @@ class ChatRequest(NamedTuple):
     """The body, byte for byte."""
     body: dict[str, Any]
     """The body without the fields that are ours."""
+    chat: dict[str, Any]
+    """The same as a request to /v1/chat/completions."""
+    lost: Sequence[str]
+    """What such a request cannot hold."""
     is_plain: bool
     """True if none of ours was in it."""
     budget: object
@@ -54,12 +58,15 @@ def budget_header(unit: str) -> str:
     return "x-" + budget_field(unit).replace("_", "-")
 
 
-def parse(content: bytes, headers: Mapping[str, str], unit: str = MS) -> ChatRequest:
+def parse(
+    content: bytes, headers: Mapping[str, str], unit: str = MS, of_responses: bool = False
+) -> ChatRequest:
     """Read a request. Its fields go before its headers.
 
     Args:
         headers: by names in lower case.
         unit: of budgets.
+        of_responses: True for one to /v1/responses.
 
     Raises:
         InputError: no JSON object, a header that is none, features that have no names, a budget in
@@ -93,7 +100,8 @@ def parse(content: bytes, headers: Mapping[str, str], unit: str = MS) -> ChatReq
     features = ours.get("features") or {}
     if not isinstance(features, dict):
         raise InputError("features: must be values by name")
-    return ChatRequest(content, body, not ours, budget, limits, features)
+    chat, lost = as_chat(body) if of_responses else (body, [])
+    return ChatRequest(content, body, chat, lost, not ours, budget, limits, features)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -106,13 +114,20 @@ def _meant(name: str, field: str) -> str:
 def json_object(content: bytes, name: str = "the body") -> dict[str, Any]:
     """Read a JSON object. Raises InputError if it is none."""
     try:
-        body = json.loads(content)
+        body = json.loads(content, parse_int=_whole_number)
         if not isinstance(body, dict):
             raise TypeError(f"{name} must be a JSON object")
         return body
     except (OverflowError, RecursionError, TypeError, ValueError) as error:
         # also half of a character, or brackets without an end
         raise InputError(f"{name}: {error}") from error
+
+
+def _whole_number(text: str) -> int:
+    """Read a whole number. Raises ValueError for one that nobody can count with."""
+    if len(text) > MOST_DIGITS:
+        raise ValueError(f"a number has {len(text)} digits")
+    return int(text)
 
 
 def last_question(body: Mapping[str, object]) -> tuple[int, str]:
@@ -167,7 +182,8 @@ class RequestFeatures:
 
     Args:
         compute: `compute(body)` returns features by name, or awaits them; None for no such
-            function. A plain one works in a thread, so that other requests go on.
+            function. `body` is that of a chat. A plain one works in a thread, so that other
+            requests go on.
         prompt: the name of the user's last message as a feature.
         blocks: the feature blocks that the controller reads.
         columns: the names of those in the block `features`, if they have names.
@@ -209,17 +225,17 @@ class RequestFeatures:
         brought = with_inner(chat.features, self._names)
         # nothing is counted in vain
         if not self._names <= brought.keys():
-            _, question = last_question(chat.body)
-            counts = count_request(chat.body, question)
+            _, question = last_question(chat.chat)
+            counts = count_request(chat.chat, question)
             # the policy knows which messages it reads
-            features = {self._prompt: chat.body.get("messages") or "", **counts}
+            features = {self._prompt: chat.chat.get("messages") or "", **counts}
             if BLOCK in self._names:
                 features |= prompt_features(question, round(counts["images"]))
         if self._compute is not None:
             if self._awaits:
-                values = await self._compute(chat.body)
+                values = await self._compute(chat.chat)
             else:
-                values = await run_in_threadpool(self._compute, chat.body)
+                values = await run_in_threadpool(self._compute, chat.chat)
             if not isinstance(values, Mapping):
                 raise InputError(f"features: returned {type(values).__name__}, not a dict")
             features |= with_inner(values, self._names)

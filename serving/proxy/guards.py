@@ -14,6 +14,7 @@ from starlette.responses import JSONResponse
 from knobwise.serving.proxy.upstream import media_type
 
 LOOPBACK = frozenset(("127.0.0.1", "localhost", "::1", "[::1]"))
+JSON = "application/json"
 KINDS = {401: "authentication_error", 403: "permission_error", 404: "not_found_error"}
 """OpenAI's words for statuses; others are invalid requests below 500, and errors of a server from
 there on."""
@@ -49,16 +50,27 @@ class Guards:
         origin = headers.get("origin")
         if origin not in (None, f"http://{host}", f"https://{host}"):
             raise HTTPException(403, f"Origin {origin}: pages from elsewhere are not served")
-        if self._token is not None:
-            sent = headers.get("authorization", "").encode()
-            if not hmac.compare_digest(sent, f"Bearer {self._token}".encode()):
-                raise HTTPException(401, "give the token of this server, KNOBWISE_TOKEN")
+        if not self.has_token(headers):
+            raise HTTPException(401, "give the token of this server, KNOBWISE_TOKEN")
 
-    async def read(self, request: Request) -> bytes:
-        """Return the body of a request that no foreign page can have sent."""
+    def has_token(self, headers: Headers) -> bool:
+        """Return True for a request with the token, if this server has one."""
+        if self._token is None:
+            return True
+        # the scheme may be written in any case (RFC 9110, section 11.1)
+        scheme, _, token = headers.get("authorization", "").partition(" ")
+        same = hmac.compare_digest(token.strip().encode(), self._token.encode())
+        return scheme.lower() == "bearer" and same
+
+    async def read(self, request: Request, kinds: Collection[str] = (JSON,)) -> bytes:
+        """Return the body of a request that no foreign page can have sent.
+
+        Args:
+            kinds: of content that are taken; none for any.
+        """
         self.check(request.headers)
-        if media_type(request.headers) != "application/json":
-            raise HTTPException(415, "give Content-Type: application/json")
+        if kinds and media_type(request.headers) not in kinds:
+            raise HTTPException(415, f"give Content-Type: {' or '.join(kinds)}")
         # what the header says of the length may be wrong, so it is counted
         content = bytearray()
         async for chunk in request.stream():

@@ -10,6 +10,7 @@ import numpy as np
 from knobwise.agents.deployed.arrays import Array
 from knobwise.common.errors import InputError
 from knobwise.serving.proxy.chat import last_question
+from knobwise.serving.proxy.responses import is_settable
 
 if TYPE_CHECKING:
     from knobwise.profiling.endpoint.messages import Message, MessageFunction
@@ -125,14 +126,14 @@ class KnobFields:
         """
         changed = self.with_extra(body)
         for name in self._names:
-            field = name
             if name in LENGTHS:
-                # in the words of the client, since servers may know one of the two only
-                field = next((known for known in LENGTHS if known in changed), name)
-            changed[field] = knobs[name]
+                # by the name of the profile alone, since servers may know one of the two only
+                for other in LENGTHS:
+                    changed.pop(other, None)
+            changed[name] = knobs[name]
             # null stands for a field that is left out
             if knobs[name] is None:
-                del changed[field]
+                del changed[name]
         if with_messages and len(self._names) < len(knobs) and self._messages is not None:
             # what came before the question stays before it
             index, question = last_question(body)
@@ -149,7 +150,20 @@ class KnobFields:
         fields = dict(body)
         if "model" in self._extra and fields.get("model") in OPEN_MODELS:
             fields.pop("model", None)
+        cap = self._cap(body)
+        for name in LENGTHS:
+            # a client's length, by the name with which the profile was measured
+            if name in self._extra and cap is not None:
+                fields = {key: value for key, value in fields.items() if key not in LENGTHS}
+                fields[name] = cap
         return {**self._extra, **fields}
+
+    @property
+    def are_of_responses(self) -> bool:
+        """True if all knobs can be set in a request to /v1/responses as it is."""
+        return len(self._names) == len(self._configurations[0]) and all(
+            is_settable(name) or name in self._extra for name in self._names
+        )
 
     def index_of(self, knobs: Mapping[str, object]) -> int:
         """Return the configuration with these knobs. Raises InputError if there is none."""

@@ -47,6 +47,7 @@ class ServerMetrics:
             return library.Histogram(full, meaning, registry=registry, buckets=buckets)
 
         self.requests = counter("requests", "Requests by how they ended", "outcome")
+        self.passed = counter("passed", "Requests to other routes", "route", "status")
         self.choices = counter("choices", "Answered requests by configuration", "knobs")
         self.fallbacks = counter("fallbacks", "Decisions without features, and why", "reason")
         self.explored = counter("explored", "Requests whose configuration was drawn at random")

@@ -20,8 +20,8 @@ from knobwise.common.errors import InputError
 from knobwise.serving.proxy.chat import budget_field, json_object
 from knobwise.serving.proxy.guards import Guards, refusal
 from knobwise.serving.proxy.metrics import ServerMetrics
+from knobwise.serving.proxy.passing import METHODS, Passing
 from knobwise.serving.proxy.proxy import ChatProxy
-from knobwise.serving.proxy.upstream import FAULTS, Upstream, passed_back
 from knobwise.serving.runtime import Runtime
 
 if TYPE_CHECKING:
@@ -39,7 +39,6 @@ class Routes:
         guards: who may ask.
         runtime: decides.
         metrics: what is counted.
-        upstream: the endpoint; None for none.
         broken: requests that servers before this one left unfinished.
     """
 
@@ -48,32 +47,12 @@ class Routes:
         guards: Guards,
         runtime: Runtime,
         metrics: ServerMetrics,
-        upstream: Upstream | None,
         broken: int = 0,
     ) -> None:
         self._guards = guards
         self._runtime = runtime
         self._metrics = metrics
-        self._upstream = upstream
         self._broken = broken
-
-    async def models(self, request: Request) -> Response:
-        """Pass the endpoint's models back."""
-        self._guards.check(request.headers)
-        if self._upstream is None:
-            raise HTTPException(404, NO_ENDPOINT)
-        path = request.scope["path"].removeprefix("/v1")
-        try:
-            answer = await self._upstream.send("GET", path, request.scope["headers"], b"")
-            async with answer:
-                content = await answer.read()
-        except FAULTS as error:
-            raise HTTPException(
-                502, f"no answer of the endpoint: {type(error).__name__}"
-            ) from error
-        response = Response(content, answer.status)
-        response.raw_headers = passed_back(answer)
-        return response
 
     async def decide(self, request: Request) -> Response:
         """Decide for features and a budget, and do nothing else."""
@@ -100,18 +79,25 @@ class Routes:
         share("accuracy", accuracy)
         known = await run_in_threadpool(log.knows, request_id)
         if known is False:
-            raise HTTPException(
-                404,
-                f"request_id {request_id!r:.60}: no request here has such an id; send the "
-                "x-knobwise-request-id of an answer",
-            )
+            # what every client keeps is the id of the answer itself
+            ids = await run_in_threadpool(log.ids_of_answer, request_id)
+            if len(ids) != 1:
+                raise HTTPException(
+                    409 if ids else 404,
+                    f"request_id {request_id!r:.60}: {len(ids) or 'no'} requests here have such an "
+                    "id; send the x-knobwise-request-id of an answer, or its own id",
+                )
+            known = True
+            (request_id,) = ids
         await run_in_threadpool(log.label, request_id, accuracy)
         # a label may come before the row of its request, or after its file was moved
         return JSONResponse({} if known else {"known": False})
 
     async def health(self, request: Request) -> Response:
-        """Say which controller decides, and what it reads."""
+        """Say which controller decides, and what it reads; to strangers only that it is there."""
         self._guards.check_host(request.headers)
+        if not self._guards.has_token(request.headers):
+            return JSONResponse({})
         controller = self._runtime.controller
         reads = {"blocks": controller.feature_sizes, "columns": controller.columns}
         budget = {"unit": controller.unit, "mean": not controller.budgets.of_request}
@@ -123,7 +109,7 @@ class Routes:
         self._guards.check(request.headers)
         return Response(self._metrics.text(), media_type="text/plain; version=0.0.4")
 
-    async def no_chats(self, request: Request) -> Response:
+    async def no_endpoint(self, request: Request) -> Response:
         """Refuse what has nowhere to go."""
         self._guards.check(request.headers)
         raise HTTPException(404, NO_ENDPOINT)
@@ -133,23 +119,34 @@ class Routes:
 
 
 def application(
-    routes: Routes, chats: ChatProxy | None, lifespan: AbstractAsyncContextManager[None]
+    routes: Routes,
+    chats: ChatProxy | None,
+    passing: Passing | None,
+    lifespan: AbstractAsyncContextManager[None],
 ) -> Starlette:
     """Return the application.
 
     Args:
+        chats, passing: what goes to the endpoint; None without one.
         lifespan: is entered in each process that serves.
     """
     listed = [
         Route("/health", routes.health),
         Route("/metrics", routes.metrics),
-        Route("/v1/models", routes.models),
-        Route("/v1/models/{name:path}", routes.models),
         Route("/decide", routes.decide, methods=["POST"]),
         Route("/label", routes.label, methods=["POST"]),
         Route("/v1/feedback", routes.label, methods=["POST"]),
-        Route("/v1/chat/completions", chats or routes.no_chats, methods=["POST"]),
     ]
+    if chats is None or passing is None:
+        listed.append(Route("/v1/{path:path}", routes.no_endpoint, methods=METHODS))
+    else:
+        listed += [
+            Route("/v1/chat/completions", chats, methods=["POST"]),
+            Route("/v1/responses", chats, methods=["POST"]),
+            Route("/v1/models", passing.models),
+            Route("/v1/models/{name:path}", passing.model),
+            Route("/v1/{path:path}", passing.other, methods=METHODS),
+        ]
     handlers: dict[type[Exception], ExceptionHandler] = {
         InputError: _refuse_input,
         HTTPException: _refuse_http,

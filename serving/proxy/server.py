@@ -22,6 +22,7 @@ from knobwise.serving.proxy.chat import RequestFeatures
 from knobwise.serving.proxy.guards import LOOPBACK, Guards, hosts_of
 from knobwise.serving.proxy.knob_fields import KnobFields
 from knobwise.serving.proxy.metrics import ServerMetrics
+from knobwise.serving.proxy.passing import Passing
 from knobwise.serving.proxy.proxy import ChatProxy
 from knobwise.serving.proxy.routes import Routes, application
 from knobwise.serving.proxy.settings import ServeRun
@@ -55,6 +56,7 @@ def serve(config: ServeRun, controller: NumpyController) -> None:
     budget = _default_budget(config, controller)
     prices = None if config.prices is None else _prices(config.prices, runtime.configurations)
     token = os.environ.get(TOKEN) or None
+    known = runtime.configurations
     upstream = None
     fields = None
     shadow = None
@@ -62,7 +64,6 @@ def serve(config: ServeRun, controller: NumpyController) -> None:
         key = os.environ.get(KEY) or None
         upstream = Upstream(config.endpoint, key, token is not None, config.timeout_s)
         messages = None if config.messages is None else message_function(config.messages)
-        known = runtime.configurations
         fields = KnobFields(known, messages, config.extra_body, config.override)
         shadow = checked_default(fields, runtime, config.shadow, config.default)
         upstream.check()
@@ -75,6 +76,7 @@ def serve(config: ServeRun, controller: NumpyController) -> None:
         with running(Path(config.log)) as (folder, broken):
             metrics = ServerMetrics(folder)
             chats = None
+            passing = None
             if upstream is not None and fields is not None:
                 walk = Walk(
                     runtime,
@@ -88,8 +90,11 @@ def serve(config: ServeRun, controller: NumpyController) -> None:
                 )
                 first_counts = config.timed == "first_chunk"
                 chats = ChatProxy(guards, walk, upstream, metrics, first_counts, _at_once(config))
-            routes = Routes(guards, runtime, metrics, upstream, broken)
-            app = application(routes, chats, _connected(upstream))
+                models = [str(values["model"]) for values in known if "model" in values]
+                models = [*dict.fromkeys(models)]
+                passing = Passing(guards, upstream, metrics, models, config.opened)
+            routes = Routes(guards, runtime, metrics, broken)
+            app = application(routes, chats, passing, _connected(upstream))
 
             def began(server: uvicorn.Server) -> None:
                 if chats is not None:
@@ -131,6 +136,8 @@ def _say(config: ServeRun, port: int, broken: int, token: str | None, unit: str)
         say(f"requests that broke off when the server before this one was killed: {broken}")
     if config.host not in LOOPBACK and token is None:
         say(f"whoever can reach this port can use it; set {TOKEN} in the environment")
+    if config.host not in LOOPBACK and not config.names:
+        say("any host name is taken, also one that a foreign page points here; give names=[…]")
 
 
 def _at_once(config: ServeRun) -> float | None:

@@ -14,7 +14,7 @@ TIMED = ("answer", "first_chunk")
 @dataclass
 class ServeRun:
     """knobwise serve: a controller in front of language models that speak the OpenAI protocol. It
-    sets the knobs of each request to /v1/chat/completions, and passes it on."""
+    sets the knobs of each request to /v1/chat/completions or /v1/responses, and passes it on."""
 
     checkpoint: str = "runs/latest"
     """The controller: an exported controller.npz or the folder of one, such as updated/current; a
@@ -87,6 +87,9 @@ class ServeRun:
     """Seconds that requests under way have to end when the server is stopped."""
     max_body_mb: float = 20.0
     """The largest request, in MB."""
+    opened: list[str] = field(default_factory=list)
+    """Further paths below /v1 that pass to the endpoint as they come, with all below them, such as
+    [files, batches]; with the operator's key, if there is one."""
     names: list[str] = field(default_factory=list)
     """Further host names under which clients ask, such as that of a proxy before this server."""
 
@@ -102,6 +105,11 @@ class ServeRun:
             raise InputError(f"port={self.port}: must be 0 to 65535")
         if self.endpoint is not None and not self.endpoint.startswith(("http://", "https://")):
             raise InputError(f"endpoint={self.endpoint}: must begin with http:// or https://")
+        if self.endpoint is not None and "#" in self.endpoint:
+            raise InputError(f"endpoint={self.endpoint}: must hold no fragment, #…")
+        for path in self.opened:
+            if not all(part.strip(".") for part in path.strip("/").split("/")):
+                raise InputError(f"opened: {path!r} must be a path below /v1, such as files")
         if self.shadow and self.explore:
             raise InputError("shadow=true: sends nothing that is drawn; leave out explore")
         if self.default is not None and not self.shadow:

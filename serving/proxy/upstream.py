@@ -12,6 +12,7 @@ from contextlib import asynccontextmanager
 from urllib.parse import urlsplit
 
 import aiohttp
+from yarl import URL
 
 from knobwise.common.errors import InputError
 from knobwise.common.imports import in_a_line
@@ -20,6 +21,8 @@ CONNECT_S = 10.0
 """Seconds until an endpoint that cannot be reached is given up."""
 FIRST_CONNECT_S = 5.0
 """The same when the server starts."""
+LONGEST_ANSWER = 256_000_000
+"""Bytes of an answer that is no stream, from which on it counts as a fault."""
 HOP_BY_HOP = frozenset((
     "connection", "keep-alive", "proxy-authenticate", "proxy-authorization", "te", "trailer",
     "trailers", "transfer-encoding", "upgrade",
@@ -37,14 +40,17 @@ class Upstream:
     """An endpoint of the OpenAI protocol.
 
     Args:
-        endpoint: its address, with /v1.
+        endpoint: its address, with /v1; a query in it, such as ?api-version=…, goes with every
+            request.
         key: its key, which takes the place of the client's; None to pass on the client's.
         own_token: True if clients send the token of this server, which stays here.
         timeout_s: how long it may keep silent.
     """
 
     def __init__(self, endpoint: str, key: str | None, own_token: bool, timeout_s: float) -> None:
-        self._address = endpoint.rstrip("/")
+        address = URL(endpoint)
+        self._query = address.raw_query_string
+        self._address = str(address.with_query(None)).rstrip("/")
         self._key = key
         self._own_token = own_token
         self._timeout_s = timeout_s
@@ -65,7 +71,6 @@ class Upstream:
             # as many connections as there are requests: a queue here would hide in their times
             connector=aiohttp.TCPConnector(limit=0),
             timeout=timeout,
-            auto_decompress=False,
             skip_auto_headers=("user-agent", "accept", "content-type"),
             cookie_jar=aiohttp.DummyCookieJar(),
             # a proxy of the environment is for what is not on this machine
@@ -73,13 +78,19 @@ class Upstream:
         )
 
     async def send(
-        self, method: str, path: str, headers: Iterable[tuple[bytes, bytes]], content: bytes
+        self,
+        method: str,
+        path: str,
+        headers: Iterable[tuple[bytes, bytes]],
+        content: bytes,
+        query: str = "",
     ) -> aiohttp.ClientResponse:
         """Send a request, and return the answer when its headers are there; close it.
 
         Args:
-            path: below the endpoint's address, such as /models.
+            path: below the endpoint's address, such as /models, quoted.
             headers: of the client.
+            query: of the client, as it came.
 
         Raises:
             aiohttp.ClientError, TimeoutError: it cannot be reached, or breaks off.
@@ -87,17 +98,22 @@ class Upstream:
         assert self._session is not None
         return await self._session.request(
             method,
-            self._address + path,
+            self._url(path, query),
             headers=self._headers(headers),
             data=content or None,
             allow_redirects=False,
         )
 
+    def _url(self, path: str, query: str = "") -> URL:
+        query = "&".join(filter(None, (self._query, query)))
+        # nothing is quoted a second time
+        return URL(f"{self._address}{path}{'?' if query else ''}{query}", encoded=True)
+
     def check(self) -> None:
         """Raise an InputError if the endpoint cannot be reached."""
 
         async def ask() -> None:
-            address = f"{self._address}/models"
+            address = self._url("/models")
             async with (
                 self._new_session(FIRST_CONNECT_S, FIRST_CONNECT_S) as session,
                 session.get(address, headers=self._headers([])),
@@ -126,7 +142,7 @@ class Upstream:
         for name, value in headers:
             text = name.lower().decode("latin-1")
             # our own headers, and a token that is only for us, stay here
-            ours = text.startswith("x-knobwise-") or text in ("x-budget-ms", "x-limits")
+            ours = text.startswith(("x-knobwise-", "x-budget-")) or text == "x-limits"
             replaced = text == "authorization" and (self._own_token or self._key is not None)
             if text not in NOT_SENT and not ours and not replaced:
                 sent.append((text, value.decode("latin-1")))
@@ -137,15 +153,40 @@ class Upstream:
         return sent
 
 
-def passed_back(response: aiohttp.ClientResponse) -> Pairs:
-    """Return the headers of an answer for the client."""
+def passed_back(response: aiohttp.ClientResponse, rewritten: bool = False) -> Pairs:
+    """Return the headers of an answer for the client.
+
+    Args:
+        rewritten: True if the content is not the endpoint's to the byte.
+    """
+    left_out = HOP_BY_HOP
+    # what came compressed, although nobody asked for it, goes on as it was read
+    if rewritten or "content-encoding" in response.headers:
+        left_out = left_out | {"content-encoding", "content-length"}
     pairs = []
     # in their order, and as often as they came
     for name, value in response.raw_headers:
         lower = name.lower()
-        if lower.decode("latin-1") not in HOP_BY_HOP:
+        text = lower.decode("latin-1")
+        # another knobwise behind this one has headers of the same names
+        if text not in left_out and not text.startswith("x-knobwise-"):
             pairs.append((lower, value))
     return pairs
+
+
+async def content_of(response: aiohttp.ClientResponse) -> bytes:
+    """Return the content of an answer that is no stream.
+
+    Raises:
+        aiohttp.ClientError, TimeoutError: it breaks off.
+        ValueError: it is longer than any answer.
+    """
+    content = bytearray()
+    async for chunk in response.content.iter_any():
+        content += chunk
+        if len(content) > LONGEST_ANSWER:
+            raise ValueError(f"an answer of more than {LONGEST_ANSWER:,} bytes")
+    return bytes(content)
 
 
 def media_type(headers: Mapping[str, str]) -> str:

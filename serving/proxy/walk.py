@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,6 +16,7 @@ from knobwise.agents.deployed.controller import NumpyController
 from knobwise.common.errors import InputError
 from knobwise.profiling.endpoint.prices import Price
 from knobwise.serving.inputs import limit_in_request
+from knobwise.serving.proxy.answers import AnswerReader
 from knobwise.serving.proxy.chat import (
     ChatRequest,
     MissingFeatures,
@@ -37,7 +39,7 @@ class Choice(NamedTuple):
     knobs: dict[str, object]
     """The knobs that are sent."""
     body: dict[str, Any]
-    """The client's, without the fields that are ours."""
+    """The client's, as a chat and without the fields that are ours."""
     allowed: Array | None
     """The configurations that may still be chosen, bool [C]; None for all."""
     learns: bool
@@ -96,7 +98,10 @@ class Walk:
         Raises:
             InputError: a deadline or a limit that is no number, or not positive and finite.
         """
-        freedom = self.fields.freedom(chat.body)
+        freedom = self.fields.freedom(chat.chat)
+        if "background" in chat.lost:
+            # what is answered later has no time of its own
+            freedom = None
         budget = self._budget
         if chat.budget is not None:
             controller = self.runtime.controller
@@ -121,7 +126,8 @@ class Walk:
     async def _decided(
         self, chat: ChatRequest, request: PendingRequest, freedom: Freedom
     ) -> Choice:
-        if self._shadow is not None:
+        # what is cut shorter than any profiled answer says nothing of a setting that was drawn
+        if self._shadow is not None or freedom.capped:
             request = request._replace(explored=False)
         decision = None
         if request.needs_features:
@@ -147,9 +153,9 @@ class Walk:
             # marked in the log as nothing to learn from
             decision = decision._replace(features=None)
         learns = not freedom.capped
-        knobs = self.fields.sent(chat.body, decision.configuration)
+        knobs = self.fields.sent(chat.chat, decision.configuration)
         return Choice(
-            decision, knobs, chat.body, allowed=freedom.allowed, learns=learns, reason=reason
+            decision, knobs, chat.chat, allowed=freedom.allowed, learns=learns, reason=reason
         )
 
     def again(self, choice: Choice) -> Choice | None:
@@ -208,24 +214,31 @@ class Walk:
             attempts=attempts,
         )
 
-    def finish(self, choice: Choice, ended: float | None = None, usd: float = math.nan) -> Result:
+    def finish(
+        self,
+        choice: Choice,
+        ended: float | None = None,
+        usd: float = math.nan,
+        answer_id: str = "",
+    ) -> Result:
         """Learn from an answer that is whole, and log it; see `Runtime.finish`.
 
         Args:
             usd: what it cost, as `price_of` has it.
+            answer_id: the answer's own id; "" for none.
         """
-        log = self.runtime.log
-        before = log.lost if log is not None else 0
         decision = choice.decision
+        if answer_id:
+            log_fields = {**(decision.request.log_fields or {}), "answer": answer_id}
+            decision = decision._replace(request=decision.request._replace(log_fields=log_fields))
         if self.prices is not None:
             known = not math.isnan(usd)
             log_fields = {**(decision.request.log_fields or {}), "usd": usd if known else None}
             decision = decision._replace(request=decision.request._replace(log_fields=log_fields))
             self._metrics.usd.inc(usd if known else 0.0)
             self._metrics.unpriced.inc(not known)
-        result = self.runtime.finish(decision, ended=ended, learns=choice.learns, cost=usd)
-        if log is not None and log.lost > before:
-            self._metrics.lost.inc(log.lost - before)
+        with self._counting_lost():
+            result = self.runtime.finish(decision, ended=ended, learns=choice.learns, cost=usd)
         if not (result.met or math.isnan(result.total_ms)):
             self._metrics.late.inc()
         slower = math.exp(self.runtime.tracker.level)
@@ -237,10 +250,25 @@ class Walk:
             self._metrics.watch_promise(budget, promised.share, result.met, slower)
         return result
 
-    def price_of(self, model: object, usage: Mapping[str, Any] | None) -> float:
+    def lose(self, choice: Choice, fault: str) -> None:
+        """Log a request whose answer came to nothing; see `Runtime.lose`."""
+        with self._counting_lost():
+            self.runtime.lose(choice.decision, fault)
+
+    @contextmanager
+    def _counting_lost(self) -> Iterator[None]:
+        """Count the rows that cannot be written within the block."""
+        log = self.runtime.log
+        before = log.lost if log is not None else 0
+        yield
+        if log is not None and log.lost > before:
+            self._metrics.lost.inc(log.lost - before)
+
+    def price_of(self, model: object, reader: AnswerReader) -> float:
         """Return what an answer cost in US dollars, by the tokens that the endpoint counted; NaN if
         that is not known."""
         price = (self.prices or {}).get(str(model))
+        usage = reader.usage
         if price is None or usage is None:
             return math.nan
         try:
@@ -258,7 +286,7 @@ class Walk:
         else:
             log_fields = {"id": os.urandom(12).hex()}
         if self._log_prompts:
-            log_fields["prompt"] = last_question(chat.body)[1]
+            log_fields["prompt"] = last_question(chat.chat)[1]
         return log_fields
 
     def _shadowed(self, decision: Decision, index: int, allowed: Array | None) -> Decision:

@@ -65,7 +65,7 @@ def test_knobs_are_set_within_the_cap():
     assert sent == {"model": "s", "max_tokens": 20, "reasoning_effort": "low"}
     assert fields.set(body, sent) == {
         "messages": QUESTION,
-        "max_completion_tokens": 20,
+        "max_tokens": 20,
         "model": "s",
         "reasoning_effort": "low",
     }
@@ -75,6 +75,10 @@ def test_knobs_are_set_within_the_cap():
     for model in (None, "auto"):
         body = {"model": model, "seed": 2}
         assert extra.set(body, {"min_p": 1}) == {"min_p": 1, "model": "x", "seed": 2}
+    # a client's length, by the name of the profile
+    extra = KnobFields([{"min_p": 1}], extra={"max_tokens": 256, "min_p": 0})
+    for body, cap in (({}, 256), ({"max_completion_tokens": 9}, 9), ({"max_tokens": 300}, 300)):
+        assert extra.set(body, {"min_p": 1}) == {"min_p": 1, "max_tokens": cap}
 
 
 def test_every_field_of_the_official_client_can_be_a_knob():
@@ -111,9 +115,12 @@ def test_fields_of_ours_are_taken_out():
     chat = parse(b'{"budget_ms": 5, "limits": {"usd": 1}, "features": {"a": 2}, "n": 1}', {})
     assert (chat.body, chat.budget, chat.limits) == ({"n": 1}, 5, {"usd": 1})
     assert (chat.features, chat.is_plain) == ({"a": 2}, False)
-    assert parse(b'{"n": 1}', {"x-budget-ms": "7"})[1:4] == ({"n": 1}, True, 7.0)
+    plain = parse(b'{"n": 1}', {"x-budget-ms": "7"})
+    assert (plain.body, plain.is_plain, plain.budget) == ({"n": 1}, True, 7.0)
     with pytest.raises(InputError, match="x-budget-ms"):
         parse(b"{}", {"x-budget-ms": "soon"})
+    with pytest.raises(InputError, match="400 digits"):
+        parse(b'{"max_tokens": ' + b"1" * 400 + b"}", {})
     # a letter more or less, and capitals
     for name in ("budgetms", "budgetMs", "budget_m", "limit", "feature"):
         with pytest.raises(InputError, match=f"^{name}: "):

@@ -115,11 +115,12 @@ def test_what_a_client_sets_itself_is_kept(served, endpoint):
     answer = served.chat(features=features, budget_ms=1000, model=SAFE)
     assert knobs_of(answer)["model"] == SAFE
     assert not row_of(served.log, answer).get("failed")
-    # a cap; in the client's words
-    answer = served.chat(features=features, budget_ms=1000, max_completion_tokens=63)
+    # both names are one cap, which goes by that of the profile
+    lengths = {"max_completion_tokens": 63, "max_tokens": 300}
+    answer = served.chat(features=features, budget_ms=1000, **lengths)
     assert knobs_of(answer)["max_tokens"] == 16
     sent = endpoint.state.requests[-1]
-    assert (sent["max_completion_tokens"], "max_tokens" in sent) == (16, False)
+    assert (sent["max_tokens"], "max_completion_tokens" in sent) == (16, False)
     # shorter than any configuration: cut, and no update learns from it
     answer = served.chat(features=features, budget_ms=1000, max_tokens=3)
     assert knobs_of(answer)["max_tokens"] == endpoint.state.requests[-1]["max_tokens"] == 3
@@ -219,9 +220,8 @@ def test_another_setting_is_tried_after_a_fault(served, fault, stream):
 @pytest.mark.parametrize(
     ("fault", "status"), [("401", 401), ("429", 429), ("500", 500), ("cut", 502), ("json", 200)]
 )
-def test_an_error_of_the_endpoint_passes_through(served, endpoint, fault, status):
+def test_an_error_of_the_endpoint_passes_through(served, controller, endpoint, fault, status):
     direct = Client(int(endpoint.url.split(":")[2].split("/")[0]))
-    before = len(rows_in(served.log))
     body = {"messages": MESSAGES, "model": "small", "max_tokens": 64}
     answer = served.ask(CHAT, body, x_simulated=f"fault={fault}")
     assert answer.status == status
@@ -231,12 +231,20 @@ def test_an_error_of_the_endpoint_passes_through(served, endpoint, fault, status
         assert answer.headers.get("retry-after") == own.headers.get("retry-after")
     else:
         assert json.loads(answer.content)["error"]["type"] == "server_error"
-    assert len(rows_in(served.log)) == before
+    assert_nothing_learned(served.log, controller, row_of(served.log, answer))
 
 
-def test_a_stream_that_is_cut_is_cut_for_the_client(served):
+def assert_nothing_learned(log, controller, row):
+    """A request without an answer is in the log, and no update learns from it."""
+    assert (row["failed"], row["met"], row["answer_ms"]) == (True, False, None)
+    assert row["fault"]
+    read = read_log(log, controller)
+    assert row["id"] not in {other["id"] for other in read.rows}
+    assert read.aside["without an answer, since the endpoint failed"] >= 1
+
+
+def test_a_stream_that_is_cut_is_cut_for_the_client(served, controller):
     before = served.metric('requests_total{outcome="cut"}')
-    rows = len(rows_in(served.log))
     body = {"messages": MESSAGES, "model": "small", "max_tokens": 64, "stream": True}
     simulated = "fault=cut&chunks=10&chunk_ms=1"
     connection, answer = served.send(CHAT, body, x_simulated=simulated)
@@ -244,7 +252,7 @@ def test_a_stream_that_is_cut_is_cut_for_the_client(served):
         answer.read()
     connection.close()
     assert served.metric('requests_total{outcome="cut"}') == before + 1
-    assert len(rows_in(served.log)) == rows
+    assert_nothing_learned(served.log, controller, rows_in(served.log)[-1])
 
 
 def test_broken_events_are_passed_through(served, endpoint):
@@ -276,7 +284,10 @@ def test_nothing_is_generated_for_a_client_that_has_left(served, endpoint):
 
 def test_models_health_and_metrics(served, controller, endpoint):
     direct = Client(int(endpoint.url.split(":")[2].split("/")[0]))
-    assert served.ask("/v1/models").content == direct.ask("/v1/models").content
+    own = direct.json("/v1/models")[1]["data"]
+    listed = served.json("/v1/models")[1]["data"]
+    assert (listed[:-1], listed[-1]["id"]) == (own, "knobwise")
+    assert served.json("/v1/models/knobwise")[1] == listed[-1]
     status, health = served.json("/health")
     assert (status, health["controller"]) == (200, controller.digest)
     assert health["broken_before"] == 0
@@ -284,7 +295,7 @@ def test_models_health_and_metrics(served, controller, endpoint):
     served.chat(features={"kind": "a"})
     assert served.metric('requests_total{outcome="answered"}') == before + 1
     assert served.metric("first_chunk_seconds_count") >= 1
-    for path, status in (("/v1/embeddings", 404), ("/decide", 405)):
+    for path, status in (("/v1/embeddings", 400), ("/decide", 405)):
         answer = served.json(path)
         assert (answer[0], set(answer[1])) == (status, {"error"})
 
