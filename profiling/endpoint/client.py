@@ -16,17 +16,16 @@ import threading
 import time
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 import openai
+from openai import BaseModel
 from openai.types.chat import ChatCompletion
 
 from knobwise.common.errors import InputError
 from knobwise.common.progress import duration, say
-
-if TYPE_CHECKING:
-    from openai.types import CompletionUsage
+from knobwise.profiling.endpoint.token_counts import count_tokens
 
 T = TypeVar("T")
 KEY = "OPENAI_API_KEY"
@@ -57,13 +56,18 @@ class EndpointReply:
     """Why it counts as wrong whatever the text says: `refused` or `timed out`."""
     tokens_in: int = 0
     tokens_out: int = 0
-    cached: int = 0
-    """How many of `tokens_in` the server had in its cache."""
-    counted: bool = False
-    """Whether the server told the tokens."""
+    usage: Mapping[str, Any] | None = None
+    """What the server said of the tokens; None if nothing."""
+    service_tier: str | None = None
+    """The tier that the server says it answered in."""
     attempts: int = 1
     content: dict[str, Any] = field(default_factory=dict)
     """The whole answer, of a request that is not streamed."""
+
+    @property
+    def counted(self) -> bool:
+        """Whether the server told the tokens."""
+        return self.usage is not None
 
 
 class EndpointClient:
@@ -166,12 +170,16 @@ class EndpointClient:
                 async with asyncio.timeout(self.timeout_s):
                     await read(body, reply, start)
                 return reply
+            except InputError:
+                raise
             except TimeoutError:
                 if whole:
                     lost()
                     problem = f"no answer within timeout_s={self.timeout_s:g}"
                 else:
                     reply.failed = "timed out"
+                    # of a part of the answer
+                    reply.usage = None
                     reply.total_ms = 1e3 * self.timeout_s
                     reply.first_ms = reply.first_ms or reply.total_ms
                     return reply
@@ -179,7 +187,7 @@ class EndpointClient:
                 if _refused(error):
                     reply.failed = "refused"
                     # nothing was read or written
-                    reply.counted = True
+                    reply.usage = {"prompt_tokens": 0, "completion_tokens": 0}
                     reply.total_ms = 1e3 * (time.perf_counter() - start)
                     reply.first_ms = reply.total_ms
                     return reply
@@ -217,11 +225,10 @@ class EndpointClient:
                 whole = json.loads(content)
                 if not isinstance(whole, dict):
                     raise ValueError(NO_ANSWER)
-                _read(ChatCompletion.construct(**whole), reply, start)
+                self._read(ChatCompletion.construct(**whole), reply, start)
                 return
             async for chunk in stream:
-                if chunk.usage is not None:
-                    _count(chunk.usage, reply)
+                self._count(chunk, reply)
                 for choice in chunk.choices:
                     delta = choice.delta
                     refusal = getattr(delta, "refusal", None)
@@ -250,7 +257,42 @@ class EndpointClient:
         if "prompt" in body:
             create = self._client.completions.create
         answer = await create(**body)
-        _read(answer, reply, start)
+        self._read(answer, reply, start)
+
+    def _read(self, answer: Any, reply: EndpointReply, start: float) -> None:
+        """Read an answer that came in one piece into a reply. Raises ValueError if it is none."""
+        # what is no JSON comes as text
+        if not getattr(answer, "choices", None):
+            raise ValueError(NO_ANSWER)
+        reply.total_ms = 1e3 * (time.perf_counter() - start)
+        reply.first_ms = reply.total_ms
+        reply.content = answer.to_dict()
+        self._count(answer, reply)
+        message = getattr(answer.choices[0], "message", answer.choices[0])
+        refusal = getattr(message, "refusal", None)
+        text = getattr(message, "content", None) or getattr(message, "text", "")
+        reply.text = refusal or text or ""
+        if refusal or answer.choices[0].finish_reason == "content_filter":
+            reply.failed = "refused"
+
+    def _count(self, content: Any, reply: EndpointReply) -> None:
+        """Note the tokens that a server counted, in an answer or a chunk of one, and its tier.
+        Raises InputError for tokens that cannot be: others would come of no further attempt."""
+        reply.service_tier = getattr(content, "service_tier", None) or reply.service_tier
+        usage = getattr(content, "usage", None)
+        if isinstance(usage, BaseModel):
+            usage = usage.to_dict(warnings=False)
+        try:
+            tokens = count_tokens(usage)
+        except ValueError as error:
+            raise InputError(
+                f"endpoint={self.url}: counts tokens that cannot be ({error}), so neither tokens "
+                "nor prices of its answers can be known"
+            ) from error
+        if tokens is not None:
+            reply.usage = usage
+            reply.tokens_in = tokens.read
+            reply.tokens_out = tokens.written
 
     def _refuse_mistake(self, error: openai.APIStatusError) -> None:
         """Raise InputError for a status after which another attempt would fare no better."""
@@ -297,23 +339,6 @@ class EndpointClient:
         await self._loop.shutdown_asyncgens()
 
 
-def _read(answer: Any, reply: EndpointReply, start: float) -> None:
-    """Read an answer that came in one piece into a reply. Raises ValueError if it is none."""
-    # what is no JSON comes as text
-    if not getattr(answer, "choices", None):
-        raise ValueError(NO_ANSWER)
-    reply.total_ms = 1e3 * (time.perf_counter() - start)
-    reply.first_ms = reply.total_ms
-    reply.content = answer.to_dict()
-    if answer.usage is not None:
-        _count(answer.usage, reply)
-    message = getattr(answer.choices[0], "message", answer.choices[0])
-    refusal = getattr(message, "refusal", None)
-    reply.text = refusal or getattr(message, "content", None) or getattr(message, "text", "") or ""
-    if refusal or answer.choices[0].finish_reason == "content_filter":
-        reply.failed = "refused"
-
-
 def _wait_s(failures: int) -> float:
     """Return how long to wait after so many failures."""
     return min(FIRST_WAIT_S * 2.0 ** min(failures - 1, 10), LONGEST_WAIT_S)
@@ -322,12 +347,3 @@ def _wait_s(failures: int) -> float:
 def _refused(error: openai.APIStatusError) -> bool:
     """Return True for an error that says that the model must not answer."""
     return error.status_code == 400 and error.code == "content_filter"
-
-
-def _count(usage: CompletionUsage, reply: EndpointReply) -> None:
-    """Note the tokens that a server counted."""
-    reply.counted = True
-    reply.tokens_in = usage.prompt_tokens
-    reply.tokens_out = usage.completion_tokens
-    details = getattr(usage, "prompt_tokens_details", None)
-    reply.cached = getattr(details, "cached_tokens", None) or 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
@@ -77,7 +78,10 @@ class EndpointModel:
                 "knobs.values: must name the model or models, such as {model: [small, large]}"
             )
         # everything that can be refused without the server comes first
-        self._client = PaidClient(options, values["model"])
+        names = [name for name in ("model", "service_tier") if name in values]
+        grid = itertools.product(*(values[name] for name in names))
+        priced = [dict(zip(names, each, strict=True)) for each in grid]
+        self._client = PaidClient(options, priced)
         self.measured = dict(values)
         self.concurrency = options.concurrency
         self.columns: tuple[str, ...] = ("prompt", "tokens_in", "tokens_out")

@@ -9,7 +9,7 @@ from typing import Any
 from knobwise.common.errors import InputError
 from knobwise.profiling.endpoint.client import EndpointClient, EndpointReply
 from knobwise.profiling.endpoint.messages import images_in, most_tokens
-from knobwise.profiling.endpoint.prices import Money, Price, read_prices
+from knobwise.profiling.endpoint.prices import Money, Price, answer_usd, lacking_tiers, read_prices
 from knobwise.profiling.endpoint.settings import EndpointOptions
 
 LIMITS = ("max_tokens", "max_completion_tokens")
@@ -21,7 +21,7 @@ class PaidClient:
 
     Args:
         options: how it is asked, what that costs, and how much may be spent.
-        models: those that are asked.
+        priced: the fields `model` and, if it is set, `service_tier` of what is asked.
 
     Attributes:
         url: the address.
@@ -29,17 +29,20 @@ class PaidClient:
         money: what was spent.
 
     Raises:
-        InputError: prices that lack a model, an address that nothing answers at; see also
-            `read_prices`.
+        InputError: prices that lack a model or its tier, an address that nothing answers at; see
+            also `read_prices`.
     """
 
-    def __init__(self, options: EndpointOptions, models: Sequence[str]) -> None:
+    def __init__(self, options: EndpointOptions, priced: Sequence[Mapping[str, Any]]) -> None:
         self.money = Money(options.max_usd or math.inf)
         self.prices: dict[str, Price] = {}
         if options.prices is not None:
             self.prices = read_prices(options.prices)
-            if unpriced := [name for name in models if name not in self.prices]:
-                raise InputError(f"{options.prices}: has no price of {unpriced[0]}")
+            if unpriced := {fields["model"] for fields in priced}.difference(self.prices):
+                raise InputError(f"{options.prices}: has no price of {min(unpriced)}")
+            bodies = [{**(options.extra_body or {}), **fields} for fields in priced]
+            if lacking := lacking_tiers(self.prices, bodies):
+                raise InputError(f"{options.prices}: {lacking}")
         self._client = EndpointClient(options.endpoint, options.timeout_s)
         self.url = self._client.url
         try:
@@ -68,7 +71,7 @@ class PaidClient:
         tokens_out = min(fields[name] for name in LIMITS if name in fields)
         messages = body.get("messages") or [{"content": body["prompt"]}]
         images = images_in(messages) * price.image_tokens
-        return price.usd(most_tokens(messages) + images, tokens_out)
+        return price.most_usd(most_tokens(messages) + images, tokens_out)
 
     def reserve(self, body: Mapping[str, object]) -> bool:
         """Reserve what a request can cost at most; False if that is too much."""
@@ -101,11 +104,17 @@ class PaidClient:
         """Return the price of an answer; of one that was given up, the most that it can be."""
         if not self.prices:
             return 0.0
-        if reply.counted:
-            price = self.prices[body["model"]]
-            return price.usd(reply.tokens_in, reply.tokens_out, reply.cached)
-        if reply.failed:
+        if reply.failed and not reply.counted:
             return most
+        price = self.prices[body["model"]]
+        usd = answer_usd(price, reply.usage, reply.service_tier, bool(reply.text))
+        if not math.isnan(usd):
+            return usd
+        if price.in_tier(reply.service_tier) is None:
+            raise InputError(
+                f"prices: has no price of service_tier={str(reply.service_tier)[:40]}, in which "
+                f"{body['model']} answered"
+            )
         raise InputError(
             "prices: the server does not count the tokens of its answers; leave out prices"
         )

@@ -4,20 +4,28 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import NamedTuple
 
 import yaml  # type: ignore[import-untyped]
 
 from knobwise.common.errors import InputError, naming
+from knobwise.profiling.endpoint.token_counts import count_tokens
 
 MILLION = 1_000_000
 IMAGE_TOKENS = 3_000
 """What an image is reserved for, where the prices do not say otherwise."""
+ABOVE = "above"
+"""The entry of a price with the prices of longer prompts."""
+NUMBERS = ("input", "output", "cached_input")
+IMAGES = "image_tokens"
+STANDARD = ("auto", "default", "standard", "on_demand")
+"""Names that servers give the service tier that a price without a tier is for."""
 
 
-class Price(NamedTuple):
+@dataclass(frozen=True)
+class Price:
     """The price of a model."""
 
     input: float
@@ -28,12 +36,75 @@ class Price(NamedTuple):
     """The same for tokens that the server had in its cache; None for the price of others."""
     image_tokens: int = IMAGE_TOKENS
     """The most tokens that an image counts as."""
+    above: Mapping[int, Price] = field(default_factory=dict)
+    """What all tokens of a request cost if its prompt has more tokens than so many."""
+    tiers: Mapping[str, Price] = field(default_factory=dict)
+    """The prices of service tiers, by name, each with an `above` of its own."""
 
     def usd(self, tokens_in: float, tokens_out: float, cached: float = 0) -> float:
         """Return the price of a request; `cached` of the tokens it reads were in the cache."""
+        if exceeded := [length for length in self.above if tokens_in > length]:
+            return self.above[max(exceeded)].usd(tokens_in, tokens_out, cached)
         of_cached = self.input if self.cached_input is None else self.cached_input
         dollars = (tokens_in - cached) * self.input + cached * of_cached + tokens_out * self.output
         return dollars / MILLION
+
+    def most_usd(self, tokens_in: float, tokens_out: float) -> float:
+        """Return the most that a request with no more tokens can cost, in whatever tier."""
+        dearest = max(self.input, self.cached_input or 0.0)
+        most = (tokens_in * dearest + tokens_out * self.output) / MILLION
+        reached = [price for length, price in self.above.items() if tokens_in > length]
+        others = [
+            price.most_usd(tokens_in, tokens_out) for price in (*reached, *self.tiers.values())
+        ]
+        return max([most, *others])
+
+    def in_tier(self, service_tier: object) -> Price | None:
+        """Return the price in the service tier that an answer names; None if that is not known."""
+        tier = service_tier or STANDARD[0]
+        if price := self.tiers.get(str(tier)):
+            return price
+        return self if tier in STANDARD else None
+
+
+def answer_usd(
+    price: Price | None, usage: object, service_tier: object = None, has_text: bool = True
+) -> float:
+    """Return what an answer cost in US dollars; NaN if that is not known. The one place where
+    answers are priced, in measuring and in serving.
+
+    Args:
+        price: of the model; None if it has none.
+        usage: what the server says of the tokens, see `count_tokens`; None if nothing.
+        service_tier: what the answer says of it; None if nothing.
+        has_text: whether the answer has any text (or calls a tool): it then took tokens, whatever
+            the server says.
+    """
+    try:
+        tokens = count_tokens(usage)
+    except ValueError:
+        return math.nan
+    price = price.in_tier(service_tier) if price else None
+    if price is None or tokens is None or (has_text and not (tokens.read and tokens.written)):
+        return math.nan
+    usd = price.usd(*tokens)
+    return usd if usd < math.inf else math.nan
+
+
+def lacking_tiers(
+    prices: Mapping[str, Price], configurations: Iterable[Mapping[str, object]]
+) -> str:
+    """Return what is wrong if some of the fields `model` and `service_tier` of requests name a tier
+    that has no price; "" if none does."""
+    for fields in configurations:
+        price = prices.get(str(fields.get("model")))
+        tier = fields.get("service_tier")
+        if price and price.in_tier(tier) is None:
+            return (
+                f"has no price of service_tier={tier} for {fields['model']}; give it one, such as "
+                f"{fields['model']}: {{input: …, output: …, {tier}: {{input: …, output: …}}}}"
+            )
+    return ""
 
 
 def read_prices(path: str | Path) -> dict[str, Price]:
@@ -54,15 +125,50 @@ def read_prices(path: str | Path) -> dict[str, Price]:
 
 def _price(model: str, values: object) -> Price:
     """Read the price of a model."""
+    plain: object = values
+    tiers = {}
+    if isinstance(values, Mapping):
+        tiers = {name: value for name, value in values.items() if _is_tier(name, value)}
+        plain = {name: value for name, value in values.items() if name not in tiers}
+    return replace(
+        _rates(model, plain, (*NUMBERS, IMAGES, ABOVE)),
+        tiers={
+            str(tier): _rates(f"{model}.{tier}", value, (*NUMBERS, ABOVE))
+            for tier, value in tiers.items()
+        },
+    )
+
+
+def _is_tier(name: object, value: object) -> bool:
+    """Return True for an entry of a price that holds the prices of a service tier."""
+    return isinstance(value, Mapping) and name not in (*NUMBERS, IMAGES, ABOVE)
+
+
+def _rates(name: str, values: object, known: Sequence[str]) -> Price:
+    """Read a price that has no tiers."""
     if not isinstance(values, Mapping) or not {"input", "output"} <= {*values}:
-        raise InputError(f"{model}: needs input and output, dollars for a million tokens")
-    if unknown := {*values}.difference(Price._fields):
-        raise InputError(f"{model}: {unknown.pop()} is none of {', '.join(Price._fields)}")
-    for name, value in values.items():
+        raise InputError(f"{name}: needs input and output, dollars for a million tokens")
+    if unknown := {*values}.difference(known):
+        raise InputError(f"{name}: {unknown.pop()} is none of {', '.join(known)}")
+    numbers = {key: value for key, value in values.items() if key != ABOVE}
+    for key, value in numbers.items():
         number = isinstance(value, int | float) and not isinstance(value, bool)
         if not number or not 0 <= value < math.inf:
-            raise InputError(f"{model}: {name}={value} must be a number from 0 on")
-    return Price(**values)
+            raise InputError(f"{name}: {key}={value} must be a number from 0 on")
+    return Price(**numbers, above=_above(name, values[ABOVE]) if ABOVE in values else {})
+
+
+def _above(name: str, values: object) -> dict[int, Price]:
+    """Read the prices of longer prompts, by the number of tokens that they exceed."""
+    if not isinstance(values, Mapping):
+        raise InputError(f"{name}: {ABOVE} must be like {{200000: {{input: 2, output: 8}}}}")
+    for length in values:
+        if not isinstance(length, int) or isinstance(length, bool) or length < 0:
+            raise InputError(f"{name}: {ABOVE} has {length!r}, which is no number of tokens")
+    return {
+        length: _rates(f"{name}.{ABOVE}.{length}", value, NUMBERS)
+        for length, value in values.items()
+    }
 
 
 class Money:

@@ -109,7 +109,7 @@ class EndpointScorer:
         cls, model: str, data: VQAData, options: EndpointOptions, chats: bool = True
     ) -> EndpointScorer:
         """Connect to a server, and see what it gives; arguments and errors as for the class."""
-        client = PaidClient(options, [model])
+        client = PaidClient(options, [{"model": model}])
         try:
             return cls(client, model, data, options, chats)
         except BaseException:

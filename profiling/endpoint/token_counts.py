@@ -1,0 +1,74 @@
+"""How many tokens an answer took, as the server says it in `usage`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+MOST_TOKENS = 1_000_000_000
+"""No request takes more; a server that says so is wrong."""
+READ = ("prompt_tokens", "input_tokens")
+"""The names that chat completions and /v1/responses have for the tokens that a model reads."""
+WRITTEN = ("completion_tokens", "output_tokens")
+"""The same for those that it writes."""
+DETAILS = ("prompt_tokens_details", "input_tokens_details")
+
+
+class TokenCounts(NamedTuple):
+    """The tokens of an answer."""
+
+    read: int
+    written: int
+    """Those of thinking included."""
+    cached: int = 0
+    """How many of `read` the server had in its cache."""
+
+
+def count_tokens(usage: object) -> TokenCounts | None:
+    """Read the tokens of an answer; None where the server did not count them.
+
+    Some servers count tokens of thinking in `total_tokens` alone, so that `written` is at least the
+    total without those that were read.
+
+    Raises:
+        ValueError: a count that is negative, no whole number or beyond `MOST_TOKENS`, or more
+            tokens from the cache than were read.
+    """
+    if usage is None or usage == {}:
+        return None
+    if not isinstance(usage, Mapping):
+        raise ValueError(f"usage={_short(usage)} is no object")
+    read = _first(usage, READ)
+    written = _first(usage, WRITTEN)
+    total = _first(usage, ("total_tokens",))
+    if read is None or (written is None and total is None):
+        return None
+    written = max(written or 0, (total or 0) - read)
+    cached = 0
+    for name in DETAILS:
+        details = usage.get(name)
+        if isinstance(details, Mapping):
+            cached = _first(details, ("cached_tokens",)) or cached
+    if cached > read:
+        raise ValueError(f"cached_tokens={cached} is more than the {read} tokens that were read")
+    return TokenCounts(read, written, cached)
+
+
+def _first(counts: Mapping[str, Any], names: tuple[str, ...]) -> int | None:
+    """Return the first of some counts that is there. Raises ValueError for one that cannot be."""
+    for name in names:
+        value = counts.get(name)
+        if value is None:
+            continue
+        # first the range, since neither NaN nor infinity is a whole number
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        if number and 0 <= value <= MOST_TOKENS and value == int(value):
+            return int(value)
+        raise ValueError(f"{name}={_short(value)} is no number of tokens")
+    return None
+
+
+def _short(value: object) -> str:
+    """Return a value as text that fits into a line."""
+    text = repr(value)
+    return text if len(text) <= 40 else f"{text[:39]}…"
