@@ -120,6 +120,7 @@ class Exchange:
         self._arrived = arrived
         self._first: float | None = None
         self._model: object = None
+        self._tier: object = None
         self._scope = scope
         self._path = path
         self._send = send
@@ -275,6 +276,7 @@ class Exchange:
                 self._walk.fell_back("messages", error)
                 chat = fields.set(request.chat, self._choice.knobs, with_messages=False)
         self._model = chat.get("model")
+        self._tier = chat.get("service_tier")
         if path == RESPONSES:
             body = with_changes(request.body, request.chat, chat)
         elif self._path == RESPONSES and chat.get("stream"):
@@ -403,7 +405,9 @@ class Exchange:
         ended = self._first if self._proxy.first_counts else now
         usd = math.nan
         if self._walk.prices is not None:
-            usd = self._walk.price_of(self._model, reader)
+            # what was asked for, where the answer does not say
+            tier = reader.service_tier or self._tier
+            usd = self._walk.price_of(self._model, reader.usage, tier, reader.has_text)
         # a disk may take its time for a row, which other streams do not wait for
         await run_in_threadpool(self._walk.finish, self._choice, ended, usd, reader.answer_id)
         # whoever has its last byte was not broken off

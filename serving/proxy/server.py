@@ -17,7 +17,7 @@ from knobwise.common.imports import import_callable
 from knobwise.common.progress import say
 from knobwise.envs.tables.units import MS
 from knobwise.profiling.endpoint.messages import message_function
-from knobwise.profiling.endpoint.prices import Price, read_prices
+from knobwise.profiling.endpoint.prices import Price, lacking_tiers, read_prices
 from knobwise.serving.proxy.chat import RequestFeatures
 from knobwise.serving.proxy.guards import LOOPBACK, Guards, hosts_of
 from knobwise.serving.proxy.knob_fields import KnobFields
@@ -107,6 +107,8 @@ def serve(config: ServeRun, controller: NumpyController) -> None:
             metrics.broken.inc(broken)
             worker = Worker(app, began, listening, config.drain_s)
             _say(config, listening.getsockname()[1], broken, token, controller.unit)
+            if prices and (lacking := lacking_tiers(prices, known)):
+                say(f"{config.prices}: {lacking}; until then nobody knows what such answers cost")
             if upstream is not None and (missing := features.only_from_requests):
                 say(f"requests must bring these features, or static decides: {missing}")
             serve_in_workers(worker, config.workers, config.drain_s, gone)

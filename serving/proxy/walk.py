@@ -14,9 +14,8 @@ import numpy as np
 from knobwise.agents.deployed.arrays import Array
 from knobwise.agents.deployed.controller import NumpyController
 from knobwise.common.errors import InputError
-from knobwise.profiling.endpoint.prices import Price
+from knobwise.profiling.endpoint.prices import Price, answer_usd
 from knobwise.serving.inputs import limit_in_request
-from knobwise.serving.proxy.answers import AnswerReader
 from knobwise.serving.proxy.chat import (
     ChatRequest,
     MissingFeatures,
@@ -264,19 +263,17 @@ class Walk:
         if log is not None and log.lost > before:
             self._metrics.lost.inc(log.lost - before)
 
-    def price_of(self, model: object, reader: AnswerReader) -> float:
-        """Return what an answer cost in US dollars, by the tokens that the endpoint counted; NaN if
-        that is not known."""
+    def price_of(
+        self,
+        model: object,
+        usage: Mapping[str, Any] | None,
+        service_tier: object = None,
+        has_text: bool = True,
+    ) -> float:
+        """Return what an answer cost in US dollars, by what it says of itself; NaN if that is not
+        known. See `answer_usd`."""
         price = (self.prices or {}).get(str(model))
-        usage = reader.usage
-        if price is None or usage is None:
-            return math.nan
-        try:
-            cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
-            return price.usd(usage["prompt_tokens"], usage["completion_tokens"], cached)
-        except (AttributeError, LookupError, TypeError):
-            # a server may count otherwise
-            return math.nan
+        return answer_usd(price, usage, service_tier, has_text)
 
     def _log_fields(self, chat: ChatRequest) -> dict[str, str]:
         """Return what the row of a request says beside the decision."""

@@ -81,7 +81,7 @@ def test_an_answer_that_breaks_off_does_so_for_the_client(served, scripted):
 def test_models(served, scripted):
     listing = {"object": "list", "data": [{"id": "small"}], "more": 1}
     scripted.answer = lambda path, body: Reply(listing)
-    status, models = served.json("/v1/models")
+    _, models = served.json("/v1/models")
     assert [model["id"] for model in models["data"]] == ["small", "knobwise"]
     assert models["more"] == 1
     # a name is one segment
