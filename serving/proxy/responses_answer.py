@@ -66,13 +66,13 @@ class ResponsesAnswer:
     def _response(self, status: str, error: object = None) -> dict[str, Any]:
         """Return the answer as it is by now."""
         details = {"reason": FINISHED[str(self._finish)]} if status == "incomplete" else None
-        asked = {
+        echoed = {
             name: self._body.get(name)
             for name in ("instructions", "max_output_tokens", "previous_response_id", "reasoning",
                          "temperature", "text", "top_p", "truncation", "user")
         }  # fmt: skip
         return {
-            **asked,
+            **echoed,
             **self._head,
             "status": status,
             "error": error,
@@ -97,7 +97,7 @@ class ResponsesAnswer:
         lines = [line for event in events for line in self._of_event(event)]
         if closed and not self._closed:
             self._closed = True
-            lines += self._ends()
+            lines += self._last_events()
         return b"".join(lines)
 
     def _of_event(self, event: Mapping[str, Any]) -> Iterator[bytes]:
@@ -178,7 +178,7 @@ class ResponsesAnswer:
             yield self._event("response.function_call_arguments.done", **call, **place)
         yield self._event("response.output_item.done", item=item)
 
-    def _ends(self) -> Iterator[bytes]:
+    def _last_events(self) -> Iterator[bytes]:
         """Yield the events that end the answer; none where it has not said why it ended."""
         if self._finish is None:
             return
