@@ -62,11 +62,21 @@ class ReceivedRun:
     records: list[dict[str, Any]] = field(default_factory=list)  # what an offline run has written
 
     @property
-    def history(self):
+    def rows(self):
         """Every row, in order, without W&B's own columns."""
         lines = self.lines.get("wandb-history.jsonl", {})
         rows = [json.loads(lines[number], object_hook=_numbers) for number in sorted(lines)]
         return [{k: v for k, v in row.items() if not k.startswith("_")} for row in rows]
+
+    @property
+    def history(self):
+        """The same without `Train/step` and `Val/step`, which must hold what `step` holds."""
+        history = []
+        for row in self.rows:
+            again = {name for name in row if name.endswith("/step")}
+            assert {row[name] for name in again} <= {row.get("step")}
+            history.append({name: row[name] for name in row if name not in again})
+        return history
 
     @property
     def summary(self):

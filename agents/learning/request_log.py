@@ -1,9 +1,9 @@
 """The log of a deployed controller: what it did, request by request, in files.
 
 A folder holds `requests-….jsonl` with a line for each request and `labels-….jsonl` with accuracies
-that became known later. No other process writes to these files, and each line is a single write. If
-the process is killed, the kernel keeps what was written: kill -9 costs at most one line. A row that
-cannot be written, such as on a full disk, leaves nothing behind.
+that became known later. Only their owner may read them. No other process writes to them, and each
+line is a single write. If the process is killed, the kernel keeps what was written: kill -9 costs
+at most one line. A row that cannot be written, such as on a full disk, leaves nothing behind.
 `knobwise.agents.learning.logged` reads the log.
 """
 
@@ -74,9 +74,18 @@ class RequestLog:
         self._process = os.urandom(8).hex()
         self._requests = itertools.count()
         self._rows: Counter[str] = Counter()
-        self.lost = 0
+        self._lost: Counter[str] = Counter()
+
+    @property
+    def lost(self) -> int:
         """Rows that could not be written, such as on a full disk, or that were in a file when it
         was removed. The requests were answered all the same."""
+        return self._lost[REQUESTS]
+
+    @property
+    def lost_labels(self) -> int:
+        """Labels that were lost in the same ways."""
+        return self._lost[LABELS]
 
     def new_id(self) -> str:
         """Return an id that no other request has."""
@@ -88,15 +97,15 @@ class RequestLog:
         self._write(REQUESTS, {"time": time.time(), **row, "id": request_id})
         return request_id
 
-    def label(self, request_id: str, accuracy: float) -> None:
-        """Write the accuracy of an answer, 0 to 1, once it is known.
+    def label(self, request_id: str, accuracy: float) -> bool:
+        """Write the accuracy of an answer, 0 to 1, once it is known; return whether it was written.
 
         Of several labels of a request the one sent last counts, also if the clock was set back
         between them. Raises InputError for any other accuracy."""
         share("label: accuracy", accuracy)
         # all processes of a machine share the time since its start, which nobody can set
         sent = {"time": time.time(), "boot": self._boot, "since_boot_s": time.monotonic()}
-        self._write(LABELS, {**sent, "id": request_id, "accuracy": float(accuracy)})
+        return self._write(LABELS, {**sent, "id": request_id, "accuracy": float(accuracy)})
 
     def knows(self, request_id: str) -> bool | None:
         """Tell whether `new_id` may have made an id for this log: False for another form; None for
@@ -149,14 +158,15 @@ class RequestLog:
         # sorted by name, files are in the order in which they were begun
         path = self.folder / f"{kind}-{time.time_ns()}-{self._process}.jsonl"
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND
-        self._files[kind] = os.open(path, flags, 0o666)
+        # requests and answers are for who runs this, whatever the umask lets others read
+        self._files[kind] = os.open(path, flags, 0o600)
 
-    def _write(self, kind: str, row: Mapping[str, Any]) -> None:
+    def _write(self, kind: str, row: Mapping[str, Any]) -> bool:
         line = json.dumps({"format": FORMAT, **row}, separators=(",", ":")).encode() + b"\n"
         with self._lock:
             try:
                 if kind in self._files and not os.fstat(self._files[kind]).st_nlink:
-                    self._lose(self._rows[kind], "their file was removed")
+                    self._lose(kind, self._rows[kind], "their file was removed")
                     self._rows[kind] = self._rows_per_file
                 if kind not in self._files or self._rows[kind] >= self._rows_per_file:
                     self._begin(kind)
@@ -168,14 +178,20 @@ class RequestLog:
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
                 self._rows[kind] += 1
             except OSError as error:
-                self._lose(1, error)
+                self._lose(kind, 1, error)
+                return False
+        return True
 
-    def _lose(self, rows: int, reason: object) -> None:
-        if rows and not self.lost:
+    def _lose(self, kind: str, rows: int, reason: object) -> None:
+        """Count rows of `requests-…` or `labels-…`; of each kind the first ones are said."""
+        if rows and not self._lost[kind]:
             logging.getLogger(__name__).warning(
-                "log=%s: rows are lost (%s); these and later ones are counted", self.folder, reason
+                "log=%s: %s are lost (%s); these and later ones are counted",
+                self.folder,
+                "rows" if kind == REQUESTS else kind,
+                reason,
             )
-        self.lost += rows
+        self._lost[kind] += rows
 
 
 def pack_floats(values: NDArray[Any]) -> str:

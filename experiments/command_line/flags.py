@@ -121,8 +121,8 @@ def refuse_flags(schema: str, arguments: Sequence[str]) -> None:
     """
     flagged = _flagged(arguments)
     if not flagged:
-        if not (schema.startswith("train") or set(SWEEP).isdisjoint(arguments)):
-            raise InputError("-m: sweeps are for knobwise train")
+        if not set(SWEEP).isdisjoint(arguments):
+            _refuse_sweep(schema)
         return
     settings = settings_of_verb(schema)()
     options = [option.key for option in options_in(settings, config_groups(schema))]
@@ -160,6 +160,26 @@ def refuse_flags(schema: str, arguments: Sequence[str]) -> None:
         advice.append(f"knobwise {verb} --help lists all of them (none is {', '.join(unknown)})")
     first = next(word for word in arguments if word not in SWEEP and word[0] in DASHES)
     raise InputError(f"{first}: options are key=value, without dashes; {'; '.join(advice)}")
+
+
+def _refuse_sweep(schema: str) -> None:
+    """Refuse a sweep where there can be none.
+
+    Raises:
+        InputError: for another verb than train; in a job of a W&B agent, which names one W&B run
+            for the results, so that those of each run would replace those before.
+    """
+    if not schema.startswith("train"):
+        raise InputError("-m: sweeps are for knobwise train")
+    # imported here, since other commands need none of it
+    from knobwise.experiments.tracking.wandb_run import is_job_of_agent
+
+    if is_job_of_agent():
+        raise InputError(
+            "-m: a job of a W&B agent has one W&B run, in which each run's results would replace "
+            "those before; leave out -m and put the values into the W&B sweep, or unset "
+            "WANDB_SWEEP_ID to log each run by itself"
+        )
 
 
 def _flagged(arguments: Sequence[str]) -> list[tuple[str, str]]:

@@ -6,8 +6,10 @@ import hashlib
 import json
 import math
 from collections.abc import Mapping, Sequence
+from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING
+from types import NoneType, UnionType
+from typing import TYPE_CHECKING, Any, get_args, get_origin, get_type_hints, is_typeddict
 
 import numpy as np
 
@@ -61,8 +63,8 @@ def read_results(run_folder: str | Path) -> RunResults:
     """Read `results.json` in the folder of a run.
 
     Raises:
-        InputError: it is missing, does not hold the results of a run with their checksum, or is
-            larger or deeper than these are.
+        InputError: it is missing, does not hold the results of a run with their checksum, as
+            `RunResults` describes them, or is larger or deeper than these are.
         Damaged: it does not match its checksum.
     """
     path = Path(run_folder) / "results.json"
@@ -101,7 +103,51 @@ def read_results(run_folder: str | Path) -> RunResults:
         raise InputError(
             f"{path}: not the results of a run: `rows`, one for each policy and budget, is missing"
         )
+    if place := _misfit(results, RunResults):
+        raise InputError(
+            f"{path}: `{place}` is not what this version writes there; judge the run again, or "
+            "leave it out"
+        )
     return results
+
+
+def _misfit(value: Any, hint: Any, place: str = "") -> str:
+    """Return the place of the first value that is of another type than the schema says, such as
+    `rows[0].policy`; "" where all fit. What is unknown is null, but for the lists of the whole."""
+    kind, parts = get_origin(hint) or hint, get_args(hint)
+    if value is None:
+        return place if kind is list and place in RunResults.__annotations__ else ""
+    if kind is UnionType:
+        known = [part for part in parts if part is not NoneType]
+        return _misfit(value, known[0], place) if len(known) == 1 else ""
+    if kind is object:
+        return ""
+    held: list[tuple[str, Any, Any]] = []
+    if is_typeddict(kind) or kind is dict:
+        fits = isinstance(value, dict)
+        if fits:
+            hints = _hints_of(kind) if parts == () else dict.fromkeys(value, parts[1])
+            names = [name for name in value if name in hints]
+            held = [(f"{place}.{name}".lstrip("."), value[name], hints[name]) for name in names]
+    elif kind in (list, tuple):
+        # an interval has two ends
+        fits = isinstance(value, list) and (not place.endswith("ci95") or len(value) == 2)
+        if fits and kind is list:
+            held = [(f"{place}[{i}]", each, parts[0]) for i, each in enumerate(value)]
+    elif kind is float:
+        fits = isinstance(value, int | float) and not isinstance(value, bool)
+    else:
+        fits = type(value) is kind
+    if not fits:
+        return place
+    return next(filter(None, (_misfit(*each[1:], each[0]) for each in held)), "")
+
+
+@cache
+def _hints_of(kind: type) -> dict[str, Any]:
+    """Return the types of the keys of a part of the results."""
+    # the guard's module imports torch, which is slow to load
+    return get_type_hints(kind, localns={"GuardRow": dict[str, object]})
 
 
 def unit_of(results: RunResults) -> str:

@@ -20,7 +20,7 @@ from knobwise.common.errors import InputError
 from knobwise.common.files import FULL, is_damaged, lock_folder, replace_link, sync, write_text
 from knobwise.common.progress import say
 from knobwise.experiments.settings.config_file import NAME as CONFIG
-from knobwise.experiments.settings.config_file import settings_text
+from knobwise.experiments.settings.config_file import read_settings_file, settings_text
 
 if TYPE_CHECKING:
     from knobwise.agents.deployed.controller import NumpyController
@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 UNFINISHED = ".unfinished"
 """A locked file in a run's folder until its last step is done."""
+DIGEST = re.compile(r"[0-9a-f]{64}")
+"""What the locked file holds when it is whole, see `_digest`."""
 VERSION = "controller.pt"
 """The checkpoint in a version that `knobwise update` wrote."""
 LONGEST_NAME = 60
@@ -169,15 +171,23 @@ def _made(folder: Path, settings: str) -> TextIO | None:
 
 def _taken_up(folder: Path, settings: str) -> TextIO | None:
     """Lock an unfinished folder of the same settings and return the lock; None for any other
-    folder. After a power cut the file of the settings may be damaged; the lock is not."""
+    folder. After a power cut the file of the settings may be damaged, or the lock."""
     if not (folder / UNFINISHED).exists():
         return None
-    lock = (folder / UNFINISHED).open("r+")
-    # a process that was killed may have left an empty lock or the beginning of its digest, and a
-    # power cut zeros
-    same = _digest(settings).startswith(lock.read().rstrip("\0"))
+    lock = (folder / UNFINISHED).open("r+", errors="replace")
+    digest = _digest(settings)
+    noted = lock.read()
+    if torn := not DIGEST.fullmatch(noted):
+        same = _is_of(folder, settings, noted)
+    else:
+        same = noted == digest
     if same and lock_descriptor(lock.fileno(), blocking=False):
         if (folder / UNFINISHED).exists():
+            if torn:
+                lock.seek(0)
+                lock.truncate()
+                lock.write(digest)
+                lock.flush()
             return lock
         same = False  # it has just been finished
     lock.close()
@@ -186,6 +196,33 @@ def _taken_up(folder: Path, settings: str) -> TextIO | None:
             f"{folder}: another process is training this run; give yours another name=…"
         )
     return None
+
+
+def _is_of(folder: Path, settings: str, noted: str) -> bool:
+    """Tell whether a folder whose lock is torn is of these settings, and say how that is known: by
+    the settings in it, else by what is left of the lock."""
+    torn = f"{folder / UNFINISHED}: is torn, so it does not say whose unfinished run this is"
+    if _saved(folder) == settings.encode():
+        say(f"{torn}; the settings in {CONFIG} are those of this command, so it goes on")
+        return True
+    try:
+        read_settings_file(folder / CONFIG)
+    except InputError:
+        # a process that was killed may have left an empty lock or the beginning of its digest, and
+        # a power cut zeros
+        if _digest(settings).startswith(noted.rstrip("\0")):
+            say(f"{torn}; what is left of it fits this command, so it goes on")
+            return True
+        say(
+            f"{torn}, and {CONFIG} there is missing or damaged; it is left alone. To resume it, "
+            f"restore {CONFIG} and repeat its command"
+        )
+    else:
+        say(
+            f"{torn}; {CONFIG} there holds other settings, so it is left alone. To resume it, "
+            "repeat its own command"
+        )
+    return False
 
 
 def _digest(settings: str) -> str:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import asdict
 
 from knobwise.common.words import format_count, format_number
 from knobwise.experiments.evidence.statistics import CHANCE, Difference, sign_of
 from knobwise.experiments.report.comparison import Comparison
+from knobwise.experiments.report.runs import Run
 from knobwise.experiments.report.sentences import Sentence
 from knobwise.experiments.report.verdict import COMPARED
 from knobwise.experiments.report.words import (
@@ -82,18 +84,27 @@ def _on_best(comparison: Comparison) -> list[Sentence]:
                 others=format_count(len(ranking) - 1, "other"),
             )
         )
-    others = [run.label for i, run in enumerate(comparison.runs) if i not in ranking]
-    if others:
+    others = [run for i, run in enumerate(comparison.runs) if i not in ranking]
+    # without decisions nobody knows what a run was judged on
+    first = comparison.reference
+    blind = [run for run in (first, *others) if run.decisions is None]
+    if unknown := others if first in blind else blind:
+        lines.append(Sentence("not_known", runs=_labels(unknown), blind=_labels(blind)))
+    if elsewhere := [run for run in others if run not in unknown]:
         lines.append(
             Sentence(
                 "not_ranked",
-                runs=", ".join(others),
+                runs=_labels(elsewhere),
                 samples=task.samples,
                 conditions=task.condition_words[1],
-                reference=comparison.reference.label,
+                reference=first.label,
             )
         )
     return lines
+
+
+def _labels(runs: Sequence[Run]) -> str:
+    return ", ".join(run.label for run in runs)
 
 
 def method(comparison: Comparison) -> list[Sentence]:

@@ -8,6 +8,7 @@ file cannot be continued, a new one in place of the old.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
@@ -110,8 +111,8 @@ class WandbRun:
     """Its name there."""
     broken: bool = False
     """True after W&B refused numbers; no more are sent."""
-    logged: list[Mapping[str, float]] = field(default_factory=list)
-    """What was logged in all sessions."""
+    summaries: dict[str, dict[str, float]] = field(default_factory=dict)
+    """The last value of what W&B plots, and the best where that has a meaning, of all sessions."""
     waiting: dict[str, float] = field(default_factory=dict)
     """What waits for the rest of its step."""
     step: int = 0
@@ -121,7 +122,7 @@ class WandbRun:
         """Log numbers of a step, unless W&B has the step; all of one step is one row of W&B."""
         if self.broken:
             return
-        self.logged.append(values)
+        self._summarise(values)
         if step != self.step:
             self._send()
         self.step = step
@@ -138,8 +139,11 @@ class WandbRun:
         with self.reporting(f"step {self.step} and all that follows"):
             # where this session began, or after the row before
             if self.step >= self.run.step:
-                row = {**for_wandb(values), "step": self.step}
+                steps = dict.fromkeys(map(step_key, values), self.step)
+                row = {**for_wandb(values), "step": self.step, **steps}
                 self.run.log(row, step=self.step, commit=True)
+                changed = self.summaries.keys() & values.keys()
+                self.run.summary.update({name: self.summaries[name] for name in sorted(changed)})
             self.broken = False
 
     def finish(self, exit_code: int) -> None:
@@ -147,20 +151,19 @@ class WandbRun:
         if exit_code == 0:
             self._send()
         with self.reporting("the end of the run"):
-            if self.logged and not self.broken:
-                self._summarise()
+            if self.summaries and not self.broken:
+                self.run.summary.update(self.summaries)
             self.run.finish(exit_code=exit_code)
 
-    def _summarise(self) -> None:
-        """Write the last value of what W&B plots into the summary, and the best where that has a
-        meaning: W&B's own summary covers this session only."""
-        for name, best in PLOTTED.items():
-            values = [row[name] for row in self.logged if name in row]
-            if values:
-                summary = {"last": values[-1]}
-                if best is not None:
-                    summary[best.__name__] = best(values)
-                self.run.summary[name] = summary
+    def _summarise(self, values: Mapping[str, float]) -> None:
+        """Count numbers in the summaries. W&B's own cover this session only, and its highest and
+        lowest value of a number that was NaN once stay NaN."""
+        for name in PLOTTED.keys() & values.keys():
+            value, best = values[name], PLOTTED[name]
+            summary = self.summaries.setdefault(name, {})
+            summary["last"] = value
+            if best is not None and not math.isnan(value):
+                summary[best.__name__] = best(value, summary.get(best.__name__, value))
 
     @contextlib.contextmanager
     def reporting(self, what: str) -> Iterator[None]:
@@ -169,6 +172,18 @@ class WandbRun:
             yield
         except Exception as error:
             say(f"W&B did not take {what} of {self.name} ({reason(error)}); {self.folder} holds it")
+
+
+def step_key(name: str) -> str:
+    """Return the column that TorchRL's `WandbLogger` logs the step of a number in, such as
+    `Val/step`. Our rows have it too, beside `step`, so that one panel draws both."""
+    prefix, slash, _ = name.rpartition("/")
+    return f"{prefix}{slash}step"
+
+
+def is_job_of_agent() -> bool:
+    """Tell whether `wandb agent` started this program, and named the W&B run of its results."""
+    return all(os.environ.get(name) for name in OF_AGENT[:2])
 
 
 # -- starting --------------------------------------------------------------------------------------
@@ -256,12 +271,12 @@ def _new_identity() -> str:
 
 
 def _define_curves(run: Any) -> None:
-    """Have W&B plot the numbers of `PLOTTED` over the training step, and hide all others."""
+    """Have W&B plot the numbers of `PLOTTED`, which `WandbRun` summarises, over the training step,
+    and hide all others."""
     run.define_metric("step", hidden=True)
     run.define_metric("*", step_metric="step", hidden=True)
-    for name, best in PLOTTED.items():
-        summary = "last" if best is None else f"{best.__name__},last"
-        run.define_metric(name, step_metric="step", summary=summary)
+    for name in PLOTTED:
+        run.define_metric(name, step_metric="step", summary="none")
 
 
 def reason(error: Exception) -> str:

@@ -24,7 +24,7 @@ from knobwise.common.progress import say
 from knobwise.experiments.settings.comparison_options import WorkspaceRun
 from knobwise.experiments.settings.tracking import TrackingSettings
 from knobwise.experiments.tracking.tracker import project_of, wandb_mode
-from knobwise.experiments.tracking.wandb_run import environment, reason
+from knobwise.experiments.tracking.wandb_run import environment, reason, step_key
 
 if TYPE_CHECKING:
     import wandb
@@ -33,6 +33,9 @@ if TYPE_CHECKING:
 
 SAVED = "wandb_views.txt"
 """A file in the folder of all runs: the address of the view of each project, one a line."""
+OF_LOGGER = "Over the steps of TorchRL's WandbLogger"
+"""The section with a panel for each number of training, for runs that log no `step`: a panel has
+one axis."""
 PINNED = ("Utility", "Oracle_Gap_Closed", "On_Time_Feasible", "Accuracy", "Latency_Mean")
 """The test scores that are columns of the table of runs."""
 
@@ -95,6 +98,13 @@ def view_of(config: WorkspaceRun) -> Workspace:
             f"Knobs/{knob}": [f"Knobs/{knob}", "budget_ms", "share", "value"]
             for knob in config.knobs
         }
+        numbers = [
+            number
+            for kinds in content.values()
+            for title, names in kinds.get("LinePlot", {}).items()
+            for number in names or [title]
+        ]
+        content[OF_LOGGER] = {"LinePlot": {number: step_key(number) for number in numbers}}
         sections = [_section(ws, wr, name, content[name]) for name in content]
         pinned = ["run:displayName", "run:jobType", *(f"summary:Test/{name}" for name in PINNED)]
         return ws.Workspace(
@@ -119,21 +129,22 @@ def _section(
     return ws.Section(
         name=name,
         panels=panels,
-        is_open=True,
+        is_open=name != OF_LOGGER,
         layout_settings=ws.SectionLayoutSettings(columns=3, rows=math.ceil(len(panels) / 3)),
     )
 
 
 def _panel(wr: ModuleType, kind: str, title: str, content: Any) -> Panel:
     """Return a panel of workspace.yaml; `wr` is wandb_workspaces.reports.v2. A panel without
-    content shows what its title names."""
+    content shows what its title names; the content of a line plot may be its axis."""
     fields: dict[str, object] = {"title": title}
     spread = {"groupby_aggfunc": "mean", "groupby_rangefunc": "stddev"}
     if kind == "ScatterPlot":
         x, y = map(wr.SummaryMetric, content)
         fields |= {"x": x, "y": y, "running_ymax": True}
     elif kind == "LinePlot":
-        fields |= {"x": "step", "title_x": "iteration", "y": content or [title]} | spread
+        x, names = (content, None) if isinstance(content, str) else ("step", content)
+        fields |= {"x": x, "title_x": "iteration", "y": names or [title]} | spread
     elif kind == "BarPlot":
         fields |= {"metrics": [title], "groupby": wr.Config(content)} | spread
     elif kind == "CustomChart":

@@ -59,6 +59,7 @@ class ServerMetrics:
         self.crowded = counter("crowded", "Requests that came while more were under way than when "
                                "the profile was measured")  # fmt: skip
         self.lost = counter("lost_rows", "Rows that could not be written into the log")
+        self.lost_labels = counter("lost_labels", "Labels that could not be written into the log")
         self.answer = histogram("answer", "From the arrival of a request to its last byte")
         self.first = histogram("first_chunk", "From the arrival of a request to the first chunk")
         self.overhead = histogram("overhead", "From the arrival of a request until it is sent on",

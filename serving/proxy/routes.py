@@ -89,7 +89,14 @@ class Routes:
                 )
             known = True
             (request_id,) = ids
-        await run_in_threadpool(log.label, request_id, accuracy)
+        if not await run_in_threadpool(log.label, request_id, accuracy):
+            self._metrics.lost_labels.inc()
+            # gateways take 503 for a server that answers no chats either
+            raise HTTPException(
+                507,
+                f"request_id {request_id!r:.60}: the log cannot be written, such as on a full "
+                "disk; send the label again later",
+            )
         # a label may come before the row of its request, or after its file was moved
         return JSONResponse({} if known else {"known": False})
 

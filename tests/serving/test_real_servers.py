@@ -100,6 +100,24 @@ def test_rows_are_lost_counted_said_once_and_begin_no_files_and_all_is_answered(
     assert len(caplog.records) == 1
 
 
+def test_labels_are_counted_apart_from_rows_and_whoever_sends_one_knows(tmp_path, caplog):
+    log = RequestLog(tmp_path)
+    ids = [log.add({}) for _ in range(3)]
+    assert log.label(ids[0], 0.5)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (400, before[1]))
+    written = [log.label(name, 0.5) for name in ids * 2]
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert written == sorted(written, reverse=True)
+    assert 0 < sum(written) < 6
+    assert (log.lost, log.lost_labels) == (0, written.count(False))
+    assert log.label(ids[0], 1.0)
+    (file,) = tmp_path.glob("labels-*")
+    labels = [json.loads(line) for line in file.read_text().splitlines()]
+    assert [label["accuracy"] for label in labels] == [0.5] * (1 + sum(written)) + [1.0]
+    assert len(caplog.records) == 1
+
+
 def test_rows_of_a_file_that_others_remove_are_lost_and_the_log_goes_on(tmp_path, caplog):
     folder = tmp_path / "logs/today"
     log = RequestLog(folder, rows_per_file=4)

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 from unittest.mock import Mock
 
 import numpy as np
@@ -136,6 +137,20 @@ def write_labels(folder, labels):
         label = {"format": "knobwise.RequestLog/1", "id": name, "accuracy": accuracy}
         lines.append(json.dumps(label) + "\n")
     (folder / "labels-0.jsonl").write_text("".join(lines))
+
+
+@pytest.mark.parametrize("umask", [0o000, 0o022, 0o077])
+def test_only_the_owner_reads_the_files_and_the_folder_is_as_the_umask_has_it(tmp_path, umask):
+    before = os.umask(umask)
+    try:
+        log = RequestLog(tmp_path / "log", rows_per_file=2)
+        for _ in range(3):
+            log.label(log.add({}), 1.0)
+    finally:
+        os.umask(before)
+    files = [path.stat().st_mode & 0o777 for path in (tmp_path / "log").iterdir()]
+    assert files == [0o600] * 4
+    assert (tmp_path / "log").stat().st_mode & 0o777 == 0o777 & ~umask
 
 
 def test_the_accuracy_of_a_row_counts_unless_a_label_says_otherwise(written, tmp_path):

@@ -18,6 +18,7 @@ from commands import (
     launch,
     mistake,
     read_json,
+    refused,
     started,
     stop_when,
     words_of,
@@ -27,6 +28,7 @@ from commands import (
 from knobwise.__main__ import main
 from knobwise.common.files import is_damaged
 from knobwise.experiments.command_line.compose import read_settings
+from knobwise.experiments.command_line.flags import refuse_flags
 from knobwise.experiments.command_line.registry import (
     names_of_choices,
     question_of_experiment,
@@ -152,6 +154,17 @@ def test_a_damaged_checkpoint_of_a_finished_job_is_made_again(whole, swept, caps
     assert not is_damaged(path)
     assert runs_of("objective").keys() == {"loss-exact", "loss-sampled"}
     assert numbers("runs") == numbers(swept / "runs")
+
+
+def test_a_sweep_inside_a_job_of_a_wandb_agent_is_refused(folder, monkeypatch, capsys):
+    """Its runs would all log their results under the id that the agent names."""
+    words = words_of("train -m", TABLE, QUICK, "policy.hidden=8,16")
+    monkeypatch.setenv("WANDB_SWEEP_ID", "sweep1")
+    refuse_flags("train", words)
+    monkeypatch.setenv("WANDB_RUN_ID", "job1")
+    assert "-m: " in refused(words, capsys)
+    # a single run is what the agent expects
+    refuse_flags("train", words_of(TABLE, QUICK))
 
 
 def test_a_job_that_fails_does_not_keep_the_others_from_running(folder, capsys):

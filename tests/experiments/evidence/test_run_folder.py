@@ -232,15 +232,6 @@ def test_what_killed_processes_left_goes_and_a_folder_cut_short_is_taken_up_by_t
         assert stopped(config) == folder
         assert settings.read_bytes() == whole
         assert str(settings) in capsys.readouterr().err
-    # as may the lock
-    lock = folder / UNFINISHED
-    digest = lock.read_bytes()
-    for cut in (b"", digest[:32], bytes(len(digest))):
-        lock.write_bytes(cut)
-        assert stopped(config) == folder
-    lock.write_bytes(digest[32:])
-    assert stopped(config) != folder
-    lock.write_bytes(digest)
     # it may have written no settings; its lock is there, and nobody holds it any more
     settings.unlink()
     assert stopped(config) == folder
@@ -252,3 +243,61 @@ def test_what_killed_processes_left_goes_and_a_folder_cut_short_is_taken_up_by_t
     # a process that was killed before it wrote anything left an empty folder
     (folder.parent / "empty").mkdir()
     assert finished(replace(config, name="empty")).name == "empty"
+
+
+TORN = {
+    "empty": lambda digest: b"",
+    "beginning": lambda digest: digest[:32],
+    "end": lambda digest: digest[32:],
+    "zeros": lambda digest: bytes(len(digest)),
+    "half JSON": lambda digest: b'{"settings": "9f',
+    "no text": lambda digest: b"\xff\xfe" * 32,
+}
+
+
+@pytest.mark.parametrize("tear", TORN.values(), ids=TORN)
+def test_a_run_whose_marker_is_torn_goes_on_and_says_so(config, tear, capsys):
+    folder = stopped(config)
+    marker = folder / UNFINISHED
+    whole = marker.read_bytes()
+    marker.write_bytes(tear(whole))
+    capsys.readouterr()
+    assert stopped(config) == folder
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"{marker}: ")
+    assert marker.read_bytes() == whole
+    assert finished(config) == folder
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("tear", TORN.values(), ids=TORN)
+def test_a_torn_marker_is_said_before_another_run_begins_beside_it(config, tear, capsys):
+    config = replace(config, name="r")
+    folder = stopped(config)
+    marker, settings = folder / UNFINISHED, folder / "config.yaml"
+    torn, saved = tear(marker.read_bytes()), settings.read_bytes()
+    marker.write_bytes(torn)
+    capsys.readouterr()
+    other = replace(config, seeds=[7])
+    with claim_folder(other, []) as second:
+        assert second.name == "r-2"
+        said, kept = capsys.readouterr().err.splitlines()
+    assert said.startswith(f"{marker}: ")
+    assert str(second) in kept
+    assert (marker.read_bytes(), settings.read_bytes()) == (torn, saved)
+    # the run itself goes on where it was
+    assert finished(config) == folder
+
+
+def test_where_marker_and_settings_are_both_torn_what_is_left_decides(config, capsys):
+    folder = stopped(config)
+    marker, settings = folder / UNFINISHED, folder / "config.yaml"
+    whole, saved = marker.read_bytes(), settings.read_bytes()
+    for left, goes_on in ((whole[:32], True), (whole[32:], False)):
+        marker.write_bytes(left)
+        settings.write_bytes(saved[:9])
+        capsys.readouterr()
+        assert (stopped(config) == folder) == goes_on
+        said, *_ = capsys.readouterr().err.splitlines()
+        assert said.startswith(f"{marker}: ")
+        assert ("config.yaml" in said) != goes_on

@@ -136,6 +136,17 @@ def test_older_runs_are_shown_and_not_tested(tmp_path):
     assert method(comparison) == []
 
 
+@pytest.mark.parametrize("without", ["a", "b"])
+def test_where_decisions_are_missing_the_run_without_them_is_to_blame(tmp_path, without):
+    runs = {name: {"decisions": name != without, "gain": 0.1} for name in "abc"}
+    comparison = compared(tmp_path, runs)
+    (unknown,) = [line for line in between_runs(comparison) if line.name == "not_known"]
+    assert unknown.fields["blind"] == without
+    assert unknown.fields["runs"] == ("b, c" if without == "a" else "b")
+    (untested,) = comparison.notes
+    assert (untested.name, untested.fields["run"]) == ("no_decisions", without)
+
+
 def test_runs_at_other_budgets_are_tested_where_both_were_judged(tmp_path):
     comparison = compared(tmp_path, {"a": {}, "b": {"gain": 0.3, "budgets": (20.0, 40.0)}})
     (at_20,) = comparison.by_condition

@@ -77,6 +77,33 @@ def test_files_that_are_broken_are_named_and_nothing_is_written(home, name, cont
     assert f"{broken}: " in refused(["compare", "runs", "json=numbers.json"], capsys)
 
 
+def changed_rows(**changes):
+    return lambda results: {"rows": [row | changes for row in results["rows"]]}
+
+
+@pytest.mark.parametrize(
+    ("change", "place"),
+    [
+        (changed_rows(policy=["controller"]), "rows[0].policy"),
+        (changed_rows(budget_ms="10"), "rows[0].budget_ms"),
+        (changed_rows(utility_ci95=[0.1]), "rows[0].utility_ci95"),
+        (changed_rows(accuracy=True), "rows[0].accuracy"),
+        (lambda results: {"profile": "small"}, "profile"),
+        (lambda results: {"seeds": None}, "seeds"),
+        (lambda results: {"costs": {"usd": {"limit": "0.2"}}}, "costs.usd.limit"),
+        (lambda results: {"guard": [[7]]}, "guard[0][0]"),
+    ],
+)
+def test_results_of_another_form_are_named_with_their_run(home, change, place, capsys):
+    """As another version may have written them, checksum and all."""
+    write_run(Path("runs/a"))
+    folder = write_run(Path("runs/b"))
+    results = read_json(folder / "results.json")
+    write_results(folder, results | change(results))
+    line = refused(["compare", "runs", "json=numbers.json"], capsys)
+    assert f"{folder / 'results.json'}: `{place}` " in line
+
+
 def test_half_of_what_a_run_logged_is_told_from_all_of_it(home, capsys):
     write_run(Path("runs/a"))
     folder = write_run(Path("runs/b"))

@@ -128,6 +128,31 @@ def test_wandb_run_says_where_it_belongs_and_what_was_best(run):
     assert session.summary["Train/Reward_Mean"] == {"max": 0, "last": -20 / 7}
 
 
+@pytest.mark.parametrize("stop", [None, 1, 3])
+def test_a_number_that_was_nan_once_has_a_best_all_the_same(tmp_path, stop):
+    """While it trains, at its end, and after it was stopped before this step; what was logged is
+    as it was."""
+    values = [math.nan, 0.3, math.nan, 0.5, 0.4]
+    rows = [{"Val/Utility": value, "Train/Loss": value, "Val/KL": value} for value in values]
+    with tracker(tmp_path, seed=0) as log:
+        for step, row in enumerate(rows[:stop]):
+            log.log(row, step)
+    if stop is not None:
+        with tracker(tmp_path, seed=0, state=saved(stop, stop)) as log:
+            for step, row in enumerate(rows[stop:], stop):
+                log.log(row, step)
+    (session,) = offline_runs(tmp_path)
+    logged = [row["Val/Utility"] for row in session.history]
+    assert logged == pytest.approx(values, nan_ok=True)
+    assert session.summary["Val/Utility"] == {"max": 0.5, "last": 0.4}
+    assert session.summary["Train/Loss"] == {"min": 0.3, "last": 0.4}
+    assert session.summary["Val/KL"] == {"last": 0.4}
+    updates = [record["summary"]["update"] for record in session.records if "summary" in record]
+    bests = [update["Val/Utility"].get("max") for update in updates if "Val/Utility" in update]
+    # of each step, and at the end
+    assert bests == [None, 0.3, 0.3, 0.5, 0.5, 0.5]
+
+
 @pytest.mark.parametrize(
     ("name", "stage", "seed", "title"),
     [

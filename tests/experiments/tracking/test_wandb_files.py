@@ -6,13 +6,18 @@ from operator import attrgetter
 from pathlib import Path
 
 import pytest
+import wandb
 from commands import launch, mistake, read_json
-from wandb_stub import ENTITY, WandbStub, forget_wandb
+from torchrl.record.loggers.wandb import WandbLogger
+from wandb_stub import ENTITY, WandbStub, forget_wandb, offline_runs
+from wandb_workspaces.reports.v2 import LinePlot
 
 from knobwise.__main__ import main
+from knobwise.agents.training.state import TrainingState
 from knobwise.experiments.command_line.compose import read_settings
 from knobwise.experiments.settings.comparison_options import WorkspaceRun
 from knobwise.experiments.settings.tracking import TrackingSettings
+from knobwise.experiments.tracking.tracker import Tracker
 from knobwise.experiments.tracking.workspace import save_once, view_of
 
 
@@ -73,7 +78,7 @@ def test_what_is_sent_has_every_panel(stub):
         "Parallel Coordinates Plot": 2,
         "Weave": 3,
         "Media Browser": 1,
-        "Run History Line Plot": 37,
+        "Run History Line Plot": 37 + 49,
         "Run Comparer": 1,
     }
     assert by_kind["Scatter Plot"][0]["showMaxYAxisLine"]
@@ -86,6 +91,69 @@ def test_what_is_sent_has_every_panel(stub):
     grouping = json.loads(view["spec"])["section"]["runSets"][0]["grouping"]
     keys = [{"section": "config", "name": f"{key}.value"} for key in ("run", "stage")]
     assert grouping == [{"section": "run", "name": "group"}, *keys]
+
+
+STEPS = (0, 10, 20)
+
+
+def our_run(folder):
+    with Tracker(
+        folder,
+        name="ours",
+        experiment="e",
+        job_type="train",
+        config={},
+        settings=TrackingSettings(mode="offline", tensorboard=False),
+        seed=0,
+        state=TrainingState(""),
+    ) as log:
+        for step in STEPS:
+            log.log({"Val/Utility": step / 10}, step)
+            log.log({"Train/Loss": float(step)}, step)
+
+
+def run_of_a_loop_with_wandb(folder):
+    with wandb.init(dir=folder, project="knobwise", mode="offline") as run:
+        run.define_metric("*", step_metric="step")
+        for step in STEPS:
+            run.log({"step": step, "Val/Utility": step / 10, "Train/Loss": float(step)})
+
+
+def run_of_torchrl(folder):
+    logger = WandbLogger(
+        "theirs", True, folder, project="knobwise", log_env_packages=False, reinit="create_new"
+    )
+    for step in STEPS:
+        logger.log_scalar("Val/Utility", step / 10, step=step)
+        logger.log_scalar("Train/Loss", float(step), step=step)
+    logger.experiment.finish()
+
+
+@pytest.mark.parametrize(
+    ("logs", "axes"),
+    [
+        (our_run, {"step", "{}/step"}),
+        (run_of_a_loop_with_wandb, {"step"}),
+        (run_of_torchrl, {"{}/step"}),
+    ],
+)
+def test_the_view_draws_over_either_column_of_steps(tmp_path, monkeypatch, logs, axes):
+    """Of the files of a real run; a panel draws the rows that hold its axis."""
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    logs(tmp_path)
+    (run,) = offline_runs(tmp_path)
+    panels = [panel for section in view_of(WorkspaceRun()).sections for panel in section.panels]
+    plots = [panel for panel in panels if isinstance(panel, LinePlot)]
+    for name, scale in (("Val/Utility", 0.1), ("Train/Loss", 1.0)):
+        drawn = {}
+        for panel in plots:
+            rows = [row for row in run.rows if {name, panel.x} <= row.keys()]
+            if name in panel.y and rows:
+                assert panel.x not in drawn
+                drawn[panel.x] = [(row[panel.x], row[name]) for row in rows]
+        points = [(step, pytest.approx(scale * step)) for step in STEPS]
+        assert drawn == {axis.format(name.split("/")[0]): points for axis in axes}
 
 
 def test_every_setting_that_is_shown_exists(stub):

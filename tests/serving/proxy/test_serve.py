@@ -5,6 +5,7 @@ import http.server
 import json
 import os
 import re
+import resource
 import shutil
 import signal
 import socket
@@ -16,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
-from commands import wait_for
+from commands import children_of, in_proc, wait_for
 from proxied import MESSAGES, SAFE, Client, export, knobs_of, serving, started
 
 from knobwise.agents.learning.logged import read_log
@@ -315,6 +316,33 @@ def test_a_label_of_no_request_is_refused_where_that_can_be_known(served):
     # of a process whose files may have been moved
     other = {"request_id": f"{16 * 'a'}-3", "accuracy": 1}
     assert served.json("/v1/feedback", other) == (200, {"known": False})
+
+
+@in_proc
+def test_on_a_full_disk_each_label_that_is_lost_is_said_and_counted(exported, endpoint, tmp_path):
+    words = f"checkpoint={exported}", f"endpoint={endpoint.url}"
+    with started(tmp_path, *words) as (client, process):
+        answer = client.chat(features={"kind": "a"}, budget_ms=200)
+        label = {"request_id": answer.headers["x-knobwise-request-id"], "accuracy": 1}
+        assert client.json("/v1/feedback", label) == (200, {})
+        (worker,) = children_of(process.pid)
+        # a limit at which the system writes a part of a line, then nothing, as on a full disk
+        resource.prlimit(worker, resource.RLIMIT_FSIZE, (1000, resource.RLIM_INFINITY))
+        answers = [client.json("/v1/feedback", label) for _ in range(50)]
+        kept = [status for status, _ in answers].count(200)
+        assert 0 < kept < 10
+        assert [status for status, _ in answers] == [200] * kept + [507] * (50 - kept)
+        assert label["request_id"] in answers[-1][1]["error"]["message"]
+        assert client.metric("lost_labels_total") == 50 - kept
+        assert client.metric("lost_rows_total") == 0
+        (file,) = tmp_path.glob("*/labels-*.jsonl")
+        assert len(file.read_text().splitlines()) == 1 + kept
+        # once there is room again
+        resource.prlimit(worker, resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY,) * 2)
+        assert client.json("/v1/feedback", label) == (200, {})
+        assert client.metric("lost_labels_total") == 50 - kept
+    assert "Traceback" not in str(client.said())
+    assert len([line for line in client.said() if "labels are lost" in line]) == 1
 
 
 def test_needs_no_torch():
