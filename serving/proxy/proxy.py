@@ -11,8 +11,9 @@ from starlette.types import Receive, Scope, Send
 
 from knobwise.common.errors import InputError
 from knobwise.common.progress import say
+from knobwise.serving.proxy.attempt import RESPONSES, no_chat
 from knobwise.serving.proxy.chat import parse
-from knobwise.serving.proxy.exchange import RESPONSES, Exchange, no_chat
+from knobwise.serving.proxy.exchange import Exchange
 from knobwise.serving.proxy.guards import Guards, refusal
 from knobwise.serving.proxy.metrics import ServerMetrics
 from knobwise.serving.proxy.under_way import UnderWay
