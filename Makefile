@@ -52,6 +52,7 @@ campaign: $(INSTALLED)-test
 	$(BIN)/python -m pytest -m campaign
 	$(BIN)/python -m pytest -m hypothesis --hypothesis-profile=new-examples
 	$(BIN)/python -m campaign.updates
+	$(BIN)/python -m campaign.rl_libraries
 	$(BIN)/python -m campaign.server
 	$(BIN)/python -m campaign $(CAMPAIGN)
 

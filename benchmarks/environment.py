@@ -80,12 +80,12 @@ class PlainEnv(gymnasium.Env[Any, Any]):
         boxes: dict[str, Any] = {}
         for name, block in self.features.items():
             boxes[name] = spaces.Box(float(block.min()), float(block.max()), block.shape[1:])
-        boxes["budget_ms"] = spaces.Box(0.0, np.inf, ())
+        boxes["budget_ms"] = spaces.Box(0.0, float(self.budgets_ms[-1]), (1,))
         self.observation_space = spaces.Dict(boxes)
 
     def _observe(self) -> dict[str, Any]:
         observation = {name: block[self.row].copy() for name, block in self.features.items()}
-        return observation | {"budget_ms": np.float32(self.budget_ms)}
+        return observation | {"budget_ms": np.array([self.budget_ms], np.float32)}
 
     def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, Any]:
         super().reset(seed=seed)

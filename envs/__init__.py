@@ -12,12 +12,14 @@ from knobwise.common.lazy import lazy
 if TYPE_CHECKING:
     from knobwise.common.errors import InputError as InputError
     from knobwise.envs.bandit.budgets import default_budgets as default_budgets
+    from knobwise.envs.bandit.context_state import ContextState as ContextState
     from knobwise.envs.bandit.gymnasium_env import ConfigBanditEnv as ConfigBanditEnv
     from knobwise.envs.bandit.gymnasium_vector_env import (
         ConfigBanditVectorEnv as ConfigBanditVectorEnv,
     )
     from knobwise.envs.bandit.settings import BudgetConfig as BudgetConfig
     from knobwise.envs.bandit.settings import RewardConfig as RewardConfig
+    from knobwise.envs.bandit.stable_baselines3 import StableBaselinesEnv as StableBaselinesEnv
     from knobwise.envs.bandit.torchrl_env import ConfigBandit as ConfigBandit
     from knobwise.envs.demonstrations.beam_files import read_beam_data as read_beam_data
     from knobwise.envs.demonstrations.beam_table import BeamTable as BeamTable
@@ -42,6 +44,7 @@ MODULES = {
     "ConfigBanditEnv": "bandit.gymnasium_env",
     "ConfigBanditVectorEnv": "bandit.gymnasium_vector_env",
     "RewardConfig": "bandit.reward",
+    "ContextState": "bandit.context_state",
     "join_tables": "readers.joint",
     "Knob": "tables.profile_table",
     "ProfileTable": "tables.profile_table",
@@ -55,3 +58,5 @@ MODULES = {
 }
 __getattr__ = lazy(__name__, MODULES)
 __all__ = list(MODULES)
+# needs a library of its own, which `import *` must not ask for
+MODULES["StableBaselinesEnv"] = "bandit.stable_baselines3"

@@ -31,11 +31,11 @@ def main(file: str | None = None) -> float:
     frames = []
     for budget_ms, action in EPISODES:
         # your own choice of sample and budget; without options both are drawn
-        observation, info = env.reset(seed=7, options={"sample_id": "29", "budget_ms": budget_ms})
+        _, info = env.reset(seed=7, options={"sample_id": "29", "budget_ms": budget_ms})
         frames.append(env.render())
         # the episode ends: every episode is one decision
         _, reward, _, _, info = env.step(action)
-        print(f"sample {info['sample_id']}, budget {observation['budget_ms']:.1f} ms")
+        print(f"sample {info['sample_id']}, budget {info['budget_ms']:.1f} ms")
         print(f"chosen {info['configuration']}: {info['latency_ms']:.2f} ms, reward {reward:+.2f}")
         print(f"best   {info['oracle_configuration']}: {info['oracle_latency_ms']:.2f} ms")
         frames.append(env.render())

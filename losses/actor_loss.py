@@ -13,7 +13,7 @@ from tensordict.nn import (
     TensorDictParams,
     set_composite_lp_aggregate,
 )
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributions import Distribution
 from torchrl.objectives import LossModule
 
@@ -56,7 +56,10 @@ class ActorLoss(LossModule):
         self.reduction = reduction or "mean"
         self.diagnostics = True
         if functional:
+            self._unsaved = _unsaved(actor_network)
             self.convert_to_functional(actor_network, "actor_network")
+            self.register_state_dict_post_hook(_leave_out)
+            self.register_load_state_dict_pre_hook(_fill_in)
         else:
             self.actor_network = actor_network
             self.actor_network_params = None
@@ -140,6 +143,32 @@ class ActorLoss(LossModule):
         """Refuse what is not finite, see `losses.guards.refuse`."""
         present = tensordict.get(("collector", "mask"), None)  # which contexts are no padding
         refuse(type(self).__name__, read, losses, present)
+
+
+def _unsaved(network: nn.Module) -> list[str]:
+    """Return the names of the buffers that a network does not save, such as the features of a
+    table. TorchRL saves every buffer of a functional network."""
+    return [
+        f"{path}.{name}" if path else name
+        for path, module in network.named_modules(remove_duplicate=False)
+        for name in module._non_persistent_buffers_set
+    ]
+
+
+def _leave_out(loss: ActorLoss, state: dict[str, Any], prefix: str, *others: Any) -> None:
+    for name in loss._unsaved:
+        state.pop(f"{prefix}actor_network_params.{name}", None)
+
+
+def _fill_in(loss: ActorLoss, state: dict[str, Any], prefix: str, *others: Any) -> None:
+    # what is not saved stays as it is, also where a state of an earlier version holds it
+    assert loss.actor_network_params is not None
+    kept = loss.actor_network_params.data.flatten_keys(".")
+    for name in loss._unsaved:
+        key = f"{prefix}actor_network_params.{name}"
+        state.pop(key, None)
+        if name in kept.keys():  # noqa: SIM118  (a TensorDict)
+            state[key] = kept.get(name)
 
 
 def configuration_log_probs(dist: Distribution) -> Tensor:

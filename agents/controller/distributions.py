@@ -118,6 +118,14 @@ class ConfigurationCategorical(Distribution):
 
     deterministic_sample = mode
 
+    @property
+    def mean(self) -> Tensor:
+        """There is none; torch would give NaN for choices. Raises InputError, always."""
+        raise InputError(
+            "ExplorationType.MEAN: a choice among configurations has no mean; set "
+            "ExplorationType.DETERMINISTIC, the most probable one, or RANDOM"
+        )
+
 
 class KnobCategoricals(CompositeDistribution):
     """A categorical over configurations with each of K knobs under its own key.
@@ -168,6 +176,11 @@ class KnobCategoricals(CompositeDistribution):
         return self._named(self.joint.mode)
 
     deterministic_sample = mode
+
+    @property
+    def mean(self) -> TensorDictBase:
+        """There is none. Raises InputError, always."""
+        return self._named(self.joint.mean)
 
     def log_prob(self, sample: TensorDictBase) -> Any:
         """Return log-probs of a sample, by knob; under `composite_lp_aggregate` their sum."""

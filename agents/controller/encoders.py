@@ -78,11 +78,14 @@ class TableEncoder(nn.Module):
 
     def forward(self, row: Tensor, limit: Tensor) -> Tensor:
         """Look features up by `row` [*], and compute log-probs of all configurations under limits
-        [*]: [*, C]. Raises InputError: a key is missing."""
+        [*] or [*, 1]: [*, C]. Raises InputError: a key is missing."""
         keys = {"row": row, self.controller.limit_key: limit}
         missing = [key for key, values in keys.items() if values is None]
         if missing:
             raise InputError(f"the tensordict lacks {missing[0]!r}, which the policy reads")
+        if limit.ndim > row.ndim:
+            # gymnasium's environments give limits [*, 1]
+            limit = limit.squeeze(-1)
         return self.of_controllers([self.controller], row, limit)[0]
 
     def of_controllers(

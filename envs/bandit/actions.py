@@ -106,6 +106,9 @@ class ActionForm:
         """
         try:
             if self.keys:
+                if len(self.keys) == 1 and not hasattr(actions, "keys"):
+                    # TorchRL's GymWrapper takes a Dict of one apart
+                    actions = {self.keys[0]: actions}
                 actions = torch.stack([torch.as_tensor(actions[key]) for key in self.keys], -1)
             action = torch.as_tensor(actions)
         except (IndexError, KeyError, RuntimeError, TypeError) as error:

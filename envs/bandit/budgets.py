@@ -240,6 +240,11 @@ class Strategy(ABC):
     def __call__(self, rows: Tensor, generator: torch.Generator | None) -> Tensor:
         """Draw a limit in ms for each of these samples, int64 [n] → float32 [n]."""
 
+    @property
+    def largest(self) -> float:
+        """The largest limit that is drawn, in ms, but for rounding."""
+        return float(self.numbers.max())
+
 
 class Quantiles(Strategy):
     """Evenly by rank: between two neighbours of a fine grid of the distribution."""
@@ -281,6 +286,10 @@ class Spread(Quantiles):
         even = torch.lerp(self.low - BEYOND, self.high + BEYOND, share).exp()
         return even.where(torch.rand(len(rows), generator=generator) < 0.5, by_rank)
 
+    @property
+    def largest(self) -> float:
+        return max(super().largest, float((self.high + BEYOND).exp()))
+
 
 class Fixed(Strategy):
     """One of the numbers in the settings."""
@@ -314,6 +323,10 @@ class Relative(Fixed):
         cell = torch.multinomial(self.cells.mask[rows].float(), 1, generator=generator)
         return factor * self.cells.latency_ms[rows].gather(1, cell).squeeze(1)
 
+    @property
+    def largest(self) -> float:
+        return super().largest * float(self.cells.latency_ms[self.cells.mask].max())
+
 
 class AnswerValues(Strategy):
     """Under a mean budget: values of a right answer (1/price), evenly on a log scale."""
@@ -324,6 +337,10 @@ class AnswerValues(Strategy):
     def __call__(self, rows: Tensor, generator: torch.Generator | None) -> Tensor:
         low, high = self.numbers
         return torch.lerp(low, high, torch.rand(rows.shape[0], generator=generator)).exp()
+
+    @property
+    def largest(self) -> float:
+        return math.exp(super().largest)
 
 
 STRATEGIES: dict[str, type[Strategy]] = {

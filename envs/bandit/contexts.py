@@ -142,6 +142,9 @@ class BudgetSampler:
         config: the settings.
         rows: int64 [n], the samples that ranges and quantiles are taken from; None for all.
 
+    Attributes:
+        largest: no budget that is drawn is larger, in ms, but for rounding.
+
     Raises:
         InputError: the strategy is unknown, or cannot use the numbers in the settings.
     """
@@ -152,6 +155,7 @@ class BudgetSampler:
         rows = subsample(torch.arange(len(cells.mask)) if rows is None else rows)
         latencies_ms = cells.latency_ms[rows][cells.mask[rows]]
         self._draw = rule.strategy(config)(cells, config, latencies_ms)
+        self.largest = max(self._draw.largest, MIN_LATENCY_MS)
 
     def __call__(self, rows: Tensor, generator: torch.Generator | None = None) -> Tensor:
         """Draw a positive budget in ms for each of these samples, int64 [n] → float32 [n]."""

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from knobwise.common.checks import one_of
+from knobwise.common.errors import InputError
 from knobwise.envs.bandit.gymnasium_vector_env import (
     ConfigBanditVectorEnv,
     Info,
@@ -22,6 +23,11 @@ from knobwise.envs.bandit.gymnasium_vector_env import (
 from knobwise.envs.bandit.rendering import View
 from knobwise.envs.bandit.settings import BudgetConfig, RewardConfig
 from knobwise.envs.tables.profile_table import ProfileTable
+
+ActionMask = NDArray[np.int8] | tuple[NDArray[np.int8], ...] | dict[str, NDArray[np.int8]] | None
+"""What `action_space.sample` takes to draw what was profiled; None if it cannot say that."""
+_NOTHING: dict[type, Any] = {int: -1, float: np.nan, str: "", bool: False}
+"""What stands for a value that is not there yet, by type."""
 
 
 class ConfigBanditEnv(gymnasium.Env[Observation, Any]):
@@ -36,14 +42,15 @@ class ConfigBanditEnv(gymnasium.Env[Observation, Any]):
 
     Action space:
         `MultiDiscrete(knob sizes)`: for each knob of `env.unwrapped.table.knobs` the index of its
-        value. Under `action_keys="knobs"` a `Dict` with one `Discrete` for each knob, by name.
-        Under `action="configuration"` `Discrete(C)`, the index of a configuration in
-        `env.unwrapped.table.configurations`.
+        value; `Discrete` where there is one knob. Under `action_keys="knobs"` a `Dict` with one
+        `Discrete` for each knob, by name. Under `action="configuration"` `Discrete(C)`, the index
+        of a configuration in `env.unwrapped.table.configurations`.
 
     Observation space:
         A `Dict` of one `Box` per feature block (`image_features`, `language_features`, …; a missing
-        value is the column's median), `budget_ms`, a `Box` of shape (), and `mask`,
-        `MultiBinary(C)`: the configurations that were profiled for the sample. Under a mean budget
+        value is the column's median), `budget_ms`, a `Box` of shape (1,) from 0 to the largest that
+        is drawn (which contains what `reset(options=…)` chooses beyond too), and `mask`, a `Box` of
+        int8 [C], 0 or 1: the configurations that were profiled for the sample. Under a mean budget
         there is `worth_ms` instead of `budget_ms`.
 
     Rewards:
@@ -62,8 +69,9 @@ class ConfigBanditEnv(gymnasium.Env[Observation, Any]):
         action (None if no mask of the knobs allows exactly the profiled configurations). After a
         step also `accuracy`, `latency_ms`, `violation` (only under deadlines), `configuration` (the
         knob values that were replayed, by name), and all these with the prefix `oracle_` for the
-        best configuration (its median latency, where it was measured repeatedly). With
-        `numeric_infos` numbers alone, as in `ConfigBanditVectorEnv`.
+        best configuration (its median latency, where it was measured repeatedly). Before the step
+        these are NaN, −1, False or empty. With `numeric_infos` numbers alone, and outcomes after a
+        step alone, as in `ConfigBanditVectorEnv`.
 
     Args:
         table: the profile. `gymnasium.make` takes the built-in one where none is given.
@@ -140,8 +148,7 @@ class ConfigBanditEnv(gymnasium.Env[Observation, Any]):
         self, observations: Observation, infos: Info, reward: float | None
     ) -> tuple[Observation, dict[str, Any]]:
         """Take the only observation and info out of a batch of one, and keep them for `render`."""
-        # with the dots a number stays an array, of shape ()
-        observation = {name: block[0, ...] for name, block in observations.items()}
+        observation = {name: block[0] for name, block in observations.items()}
         info = {
             name: np.array(value[0]) if value.ndim > 1 else value[0].item()
             for name, value in infos.items()
@@ -158,16 +165,50 @@ class ConfigBanditEnv(gymnasium.Env[Observation, Any]):
             key: observation[key].item(),
             "mask": mask,
         }
-        for name in info.keys() & {"configuration", "oracle_configuration"}:
-            values = zip(self.table.knobs, info[name], strict=True)
-            info[name] = {knob.name: knob.values[value] for knob, value in values}
+        if reward is None:
+            info |= self._unknown()
+        else:
+            for name in ("configuration", "oracle_configuration"):
+                values = zip(self.table.knobs, info[name], strict=True)
+                info[name] = {knob.name: knob.values[value] for knob, value in values}
         self._last = dict(info), reward  # a copy, because the caller may change theirs
         return observation, numbers if self.numeric_infos else info
 
-    def _action_mask(
-        self, mask: NDArray[np.bool_]
-    ) -> tuple[NDArray[np.int8], ...] | dict[str, NDArray[np.int8]] | None:
-        """Return for each knob the mask of its profiled values, int8 [values], for a mask bool [C].
+    def _unknown(self) -> dict[str, Any]:
+        """Return what stands for the outcomes before a decision, so that infos have the same keys
+        and types at every step: Minari refuses to record others."""
+        out: dict[str, Any] = {}
+        for who in ("", "oracle_"):
+            out |= {f"{who}accuracy": np.nan, f"{who}latency_ms": np.nan}
+            if self._batch.limit_key == "budget_ms":
+                out[f"{who}violation"] = False
+            out[f"{who}configuration"] = {
+                knob.name: _NOTHING.get(type(knob.values[0])) for knob in self.table.knobs
+            }
+        return out
+
+    def action_masks(self) -> NDArray[np.bool_]:
+        """Return what may be chosen in the context at hand, as sb3-contrib's MaskablePPO asks for
+        it: bool [C] of configurations, or of all values of all knobs, one knob after the other.
+
+        Raises:
+            InputError: no mask of the knobs allows exactly the profiled configurations.
+        """
+        if self._last is None:
+            raise gymnasium.error.ResetNeeded("call reset() before action_masks()")
+        masks = self._last[0]["action_mask"]
+        if masks is None:
+            raise InputError(
+                "action_masks: the profiled configurations of this sample are not all "
+                "combinations of some values of each knob; take action='configuration'"
+            )
+        if isinstance(masks, dict):
+            masks = tuple(masks.values())
+        return np.concatenate(masks if isinstance(masks, tuple) else (masks,)).astype(bool)
+
+    def _action_mask(self, mask: NDArray[np.bool_]) -> ActionMask:
+        """Return for each knob the mask of its profiled values, int8 [values], for a mask bool [C];
+        of a single knob the mask alone.
 
         None if not all combinations of these values were profiled, because masks of single knobs
         would then allow too much.
@@ -186,4 +227,6 @@ class ConfigBanditEnv(gymnasium.Env[Observation, Any]):
             return None
         copies = tuple(knob.copy() for knob in known)
         names = self._batch.knob_keys
-        return dict(zip(names, copies, strict=True)) if names else copies
+        if names:
+            return dict(zip(names, copies, strict=True))
+        return copies if len(copies) > 1 else copies[0]

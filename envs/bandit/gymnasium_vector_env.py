@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from operator import setitem
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -42,6 +42,20 @@ def work_alone_if_forked() -> None:
     left behind."""
     if os.getpid() != _PROCESS:
         torch.set_num_threads(1)
+
+
+class LimitBox(spaces.Box):
+    """The space of a limit, in ms: its bounds are 0 and the largest limit that is drawn, so that
+    wrappers can scale by them. It also contains what `reset(options=…)` may choose beyond."""
+
+    def __init__(self, largest: float) -> None:
+        # a bit more, for rounding
+        high = min(1.0001 * largest, float(np.finfo(np.float32).max))
+        super().__init__(0.0, high, (1,), np.float32)
+
+    def contains(self, x: Any) -> bool:
+        # cut down to the bounds, it must be in the box
+        return super().contains(np.minimum(x, self.high) if isinstance(x, np.ndarray) else x)
 
 
 class _Contexts(NamedTuple):
@@ -109,8 +123,9 @@ class ConfigBanditVectorEnv(VectorEnv[Observation, NDArray[Any], NDArray[Any]]):
         blocks: dict[str, spaces.Space[Any]] = {
             name: _box(block) for name, block in self._features.items()
         }
-        blocks[self.limit_key] = spaces.Box(0.0, float(np.finfo(np.float32).max), ())
-        blocks["mask"] = spaces.MultiBinary(table.num_configurations)
+        blocks[self.limit_key] = LimitBox(self._contexts.budgets.largest)
+        # skrl knows no MultiBinary
+        blocks["mask"] = spaces.Box(0, 1, (table.num_configurations,), np.int8)
         self.single_observation_space: Any = spaces.Dict(blocks)
         self.single_action_space: Any = self._actions()
         self.observation_space = batch_space(self.single_observation_space, num_envs)
@@ -122,12 +137,14 @@ class ConfigBanditVectorEnv(VectorEnv[Observation, NDArray[Any], NDArray[Any]]):
     def _actions(self) -> spaces.Space[Any]:
         """Describe the action of one environment: a knob index each (MultiDiscrete, or a Dict by
         knob), or one of C configurations."""
+        sizes = self.table.knob_sizes
         if self.knob_keys:
-            knobs = zip(self.knob_keys, self.table.knob_sizes, strict=True)
+            knobs = zip(self.knob_keys, sizes, strict=True)
             return spaces.Dict({name: spaces.Discrete(size) for name, size in knobs})
         if not self._replay.actions.by_knobs:
-            return spaces.Discrete(self.table.num_configurations)
-        return spaces.MultiDiscrete(self.table.knob_sizes)
+            sizes = [self.table.num_configurations]
+        # TorchRL's GymWrapper cannot step a MultiDiscrete of one number
+        return spaces.Discrete(sizes[0]) if len(sizes) == 1 else spaces.MultiDiscrete(sizes)
 
     def reset(
         self,
@@ -238,7 +255,7 @@ class ConfigBanditVectorEnv(VectorEnv[Observation, NDArray[Any], NDArray[Any]]):
             name: block.index_select(0, rows).numpy() for name, block in self._features.items()
         }
         mask = self.table.mask.index_select(0, rows).numpy().view(np.int8)
-        observations |= {self.limit_key: limits.numpy().copy(), "mask": mask}
+        observations |= {self.limit_key: limits.numpy()[:, None].copy(), "mask": mask}
         infos = {"row": rows.numpy().copy()}
         if not self._replay.actions.by_knobs:
             infos["action_mask"] = mask.copy()
@@ -309,12 +326,8 @@ def _separate(observations: Observation) -> list[Observation]:
     empty = dict.fromkeys(observations)
     separate: list[Any] = [empty.copy() for _ in observations["mask"]]
     for name, values in observations.items():
-        parts: Iterable[Any] = values
-        if values.ndim == 1:
-            # a number stays an array, of shape (), as its Box has it
-            parts = np.nditer(values, op_flags=["readwrite"])
         # a loop that runs in C
-        deque(map(setitem, separate, itertools.repeat(name), parts), maxlen=0)
+        deque(map(setitem, separate, itertools.repeat(name), values), maxlen=0)
     return separate
 
 

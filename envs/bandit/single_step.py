@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -125,5 +126,12 @@ class SingleStepEnv(EnvBase):
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> Any:
         """As in `nn.Module`; an empty state, which a collector saves of an environment without
-        transforms, fits too."""
+        transforms, fits too, but then other contexts are drawn, of which it warns."""
+        if strict and not state_dict:  # an EnvCreator, which is not strict, begins so
+            warnings.warn(
+                f"{type(self).__name__}: TorchRL saved nothing of an environment without "
+                "transforms, so other contexts are drawn than where it was saved; use "
+                "TransformedEnv(env, ContextState()) there and here",
+                stacklevel=2,
+            )
         return super().load_state_dict(state_dict, strict and bool(state_dict), assign)

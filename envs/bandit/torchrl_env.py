@@ -29,6 +29,23 @@ OUTCOMES = ("accuracy", "latency_ms")
 """What is observed of a decision."""
 
 
+class ConfigurationSpec(Categorical):
+    """An index of a configuration. It equals another of its size and shape whatever is masked.
+
+    TorchRL's `ActionMask` masks the copy of a wrapper for the contexts at hand. The action that the
+    environment takes stays what it was, so `TransformedEnv.rand_action`, which compares the two,
+    may draw by the environment's own.
+    """
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, ConfigurationSpec):
+            return bool(super().__eq__(other))
+        specs = self.clone(), other.clone()
+        for spec in specs:
+            spec.update_mask(None)
+        return bool(Categorical.__eq__(*specs))
+
+
 class ConfigBandit(SingleStepEnv):
     """Decide for P contexts at once: one decision for each, or a group of G.
 
@@ -136,7 +153,7 @@ class ConfigBandit(SingleStepEnv):
             return Composite(specs, shape=self.batch_size)
         if form.by_knobs:
             return MultiCategorical(sizes, (*shape, len(sizes)), remove_singleton=False)
-        return Categorical(self.table.num_configurations, shape)
+        return ConfigurationSpec(self.table.num_configurations, shape)
 
     def _observations(self) -> dict[str, TensorSpec]:
         """Describe each key that a reset writes, by its shape for P contexts."""
@@ -262,11 +279,6 @@ class ConfigBandit(SingleStepEnv):
         blocks = {**self.table.features, "mask": self.cells.mask}
         rows = self.current["row"].cpu()
         out = {name: block.index_select(0, rows).to(self.device) for name, block in blocks.items()}
-        if not self.replay.actions.by_knobs:
-            # TransformedEnv.rand_action wants this spec to equal the one that ActionMask masks
-            mask = out["mask"]
-            mask = mask.unsqueeze(1) if len(self.outcome_shape) > 1 else mask
-            self.action_spec.update_mask(mask.reshape((*self.batch_size, *mask.shape[1:])))
         return out | {name: torch.zeros(self.outcome_shape).to(self.device) for name in OUTCOMES}
 
 

@@ -29,7 +29,7 @@ class DemonstrationBanditEnv(gymnasium.Env[Observation, NDArray[Any]]):
     `info["action_mask"]` masks exactly.
 
     Observation space: `Dict` of `query` (`Box` [d], its embedding), `pool` (`Box` [N, d], the
-    candidates' embeddings, 0 where there is none) and `mask` (`MultiBinary` N, 1 where there is
+    candidates' embeddings, 0 where there is none) and `mask` (`Box` of int8 [N], 1 where there is
     one).
 
     Rewards: see `knobwise.envs.demonstrations.reward`; 0 for no demonstration at all.
@@ -70,7 +70,7 @@ class DemonstrationBanditEnv(gymnasium.Env[Observation, NDArray[Any]]):
         self.observation_space: Any = spaces.Dict(
             query=spaces.Box(-bound, bound, (d,)),
             pool=spaces.Box(-bound, bound, (n, d)),
-            mask=spaces.MultiBinary(n),
+            mask=spaces.Box(0, 1, (n,), np.int8),
         )
         self.action_space: Any = spaces.MultiDiscrete([n] * self._bandit.shots)
         if self._bandit.by_index:

@@ -103,6 +103,44 @@ def test_every_key_can_be_renamed(kind, functional):
         loss.set_keys(unknown="key")
 
 
+class Rows(nn.Module):
+    """A network with a table of its own, which it does not save."""
+
+    def __init__(self, rows):
+        super().__init__()
+        self.layer = nn.Linear(3, len(GRID))
+        self.register_buffer("table", torch.arange(float(rows)), persistent=False)
+        self.register_buffer("scale", torch.tensor(2.0))
+
+    def forward(self, x):
+        return self.layer(x) * self.scale
+
+
+@pytest.mark.parametrize("before", [True, False], ids=["saved before", "saved now"])
+def test_a_state_holds_nothing_of_a_table_and_fits_with_another(before):
+    first, other = (GRPOLoss(actor_of(Rows(rows), GRID, 4)) for rows in (50, 7))
+    state = first.state_dict()
+    assert all(values.numel() < 50 for values in state.values())
+    assert not [key for key in state if "table" in key]
+    assert [key for key in state if "scale" in key]
+    if before:
+        # earlier versions saved the table too
+        place = next(key for key in state if "scale" in key).replace("scale", "table")
+        state[place] = torch.zeros(50)
+    keys = list(state)
+    assert not any(other.load_state_dict(state))
+    assert list(state) == keys
+    assert torch.equal(
+        nn.utils.parameters_to_vector(first.parameters()),
+        nn.utils.parameters_to_vector(other.parameters()),
+    )
+    (table,) = (value for key, value in other.named_buffers() if key.endswith("table"))
+    assert torch.equal(table, torch.arange(7.0))
+    both = nn.ModuleDict({"inner": first})
+    assert not [key for key in both.state_dict() if "table" in key]
+    both.load_state_dict(both.state_dict())
+
+
 @every_kind
 def test_functional_or_not_gives_the_same_loss_and_gradients(kind):
     module = make_loss(kind, functional=False)

@@ -181,6 +181,27 @@ def test_other_axes_and_types_change_nothing(kind, limit, blocks, mask, batch, t
     close(out["log_probs"], wanted["log_probs"])
 
 
+@pytest.mark.parametrize("separate", [True, False])
+def test_a_choice_has_no_mean(separate):
+    table, agent = agent_of("controller")
+    policy, data = make_actor(agent, separate=separate), requests(table, agent)
+    with set_exploration_type(ExplorationType.MEAN), input_error("MEAN"):
+        policy(data)
+
+
+def test_a_policy_that_reads_rows_takes_limits_of_either_shape():
+    table, agent = agent_of("controller")
+    policy = make_actor(agent, table)
+    rows = torch.arange(5)
+    limit = torch.linspace(2.0, 30.0, 5)
+    key = policy.in_keys[1]
+    wanted, out = (
+        policy(TensorDict({"row": rows, key: limits}, [5]))["log_probs"]
+        for limits in (limit, limit.unsqueeze(1))
+    )
+    assert torch.equal(out, wanted)
+
+
 def test_without_a_mask_every_configuration_is_possible_and_collectors_do_not_lose_it():
     table, agent = agent_of("controller")
     policy, data = make_actor(agent), requests(table, agent)

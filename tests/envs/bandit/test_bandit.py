@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from tensordict import TensorDict
 from tensordict.nn import TensorDictModule
 from torchrl.collectors import Collector
+from torchrl.data import Categorical
 from torchrl.envs import (
     ActionMask,
     CatTensors,
@@ -22,15 +23,17 @@ from torchrl.envs import (
     EnvCreator,
     ExcludeTransform,
     ObservationNorm,
+    ParallelEnv,
     RewardSum,
     SerialEnv,
     StepCounter,
     TransformedEnv,
     UnsqueezeTransform,
+    VecNormV2,
     check_env_specs,
 )
 
-from knobwise.envs import ConfigBandit, RewardConfig
+from knobwise.envs import ConfigBandit, ContextState, RewardConfig
 from knobwise.envs.bandit.replay import Replay
 from knobwise.envs.bandit.reward import RewardTable
 from knobwise.envs.bandit.settings import TRAINING_REWARD
@@ -195,12 +198,42 @@ def test_the_state_carries_the_generator():
         assert contexts(env.reset()) != contexts(other.reset())
         other.load_state_dict(env.state_dict())
         assert contexts(other.reset()) == contexts(env.reset())
+
+
+def kept():
+    """Picklable, with a transform that saves the contexts."""
+    return TransformedEnv(make(), Compose(StepCounter(), ContextState()))
+
+
+PLACES = {
+    "in one": kept,
+    "in workers": partial(SerialEnv, 2, kept),
+    "workers": partial(SerialEnv, 2, make),
+    "around workers": lambda: TransformedEnv(SerialEnv(2, make), ContextState()),
+    "around processes": lambda: TransformedEnv(
+        ParallelEnv(2, make, mp_start_method="forkserver"), ContextState()
+    ),
+}
+
+
+@pytest.mark.usefixtures("_forked")
+@pytest.mark.parametrize("place", PLACES)
+def test_a_collector_goes_on_with_the_contexts_that_it_saved(place):
     policy = TensorDictModule(slowest, ["row"], ["action"])
-    plain = collector(make(), policy)  # of an environment without workers TorchRL saves nothing
-    plain.load_state_dict(plain.state_dict())
-    first, second = (collector(SerialEnv(2, make), policy) for _ in range(2))
+    first, second = (collector(PLACES[place](), policy) for _ in range(2))
+    next(iter(first))
     second.load_state_dict(first.state_dict())
     assert contexts(next(iter(second))) == contexts(next(iter(first)))
+    for each in (first, second):
+        each.shutdown()
+
+
+def test_of_an_environment_alone_a_collector_saves_nothing_and_it_is_said():
+    plain = collector(make(), TensorDictModule(slowest, ["row"], ["action"]))
+    with pytest.warns(UserWarning, match="ContextState"):
+        plain.load_state_dict(plain.state_dict())
+    with pytest.raises(RuntimeError, match="ContextState"):
+        ContextState().state_dict()
 
 
 # -- the contexts that a step decides for ----------------------------------------------------------
@@ -384,6 +417,33 @@ def test_the_mask_keeps_random_policies_to_profiled_configurations():
     assert SPARSE.mask[out["row"], out["action"]].all()
     drawn = env.reset().set("action", env.action_spec.rand())
     assert env.step(drawn)["next", "reward"].isfinite().all()
+
+
+@pytest.mark.filterwarnings("ignore:Support of VecNormV2 .* experimental:UserWarning")
+@pytest.mark.parametrize("table", [FULL, SPARSE], ids=["full", "holes"])
+@pytest.mark.parametrize("group", [None, 3])
+@pytest.mark.parametrize("action", ["knobs", "configuration"])
+@pytest.mark.parametrize("name", [*TRANSFORMS, "VecNormV2"])
+def test_under_any_transform_random_actions_are_profiled_ones(name, action, group, table):
+    options = {"action": action, "group_size": group, "unprofiled": "error"}
+    transform = TRANSFORMS.get(name, lambda: VecNormV2(in_keys=["budget_ms"]))()
+    env = TransformedEnv(make(table, **options), transform)
+    check_env_specs(env)
+    env.rollout(5)  # an action that was not profiled would be an error
+
+
+def test_the_spec_of_an_action_is_that_of_every_context():
+    env = make(action="configuration")
+    before = env.action_spec.clone()
+    env.rollout(2)
+    assert env.action_spec.mask is None
+    assert env.action_spec == before
+    masked = before.clone()
+    masked.update_mask(SPARSE.mask[:4])
+    assert masked == before
+    fewer = type(before)(11, before.shape)
+    other = Categorical(12, before.shape)
+    assert before not in (fewer, other)
 
 
 @pytest.mark.parametrize("unprofiled", ["nearest", "penalty", "error"])

@@ -92,11 +92,11 @@ def test_many_at_once_take_a_single_value_or_each_their_own():
     env = ConfigBanditVectorEnv(3, TWO_SETS, autoreset_mode="Disabled")
     observations, infos = env.reset(options={"row": np.array([4, 5, 6]), "budget_ms": 2.0})
     assert infos["row"].tolist() == [4, 5, 6]
-    assert observations["budget_ms"].tolist() == [2.0, 2.0, 2.0]
+    assert observations["budget_ms"].tolist() == [[2.0], [2.0], [2.0]]
     sample = {"sample_id": "7", "dataset": "b", "budget_ms": [1.0, 2.5, 3.0]}
     observations, infos = env.reset(options=sample)
     assert infos["row"].tolist() == [37, 37, 37]
-    assert observations["budget_ms"].tolist() == [1.0, 2.5, 3.0]
+    assert observations["budget_ms"].tolist() == [[1.0], [2.5], [3.0]]
     with input_error("row="):
         env.reset(options={"row": [1, 2]})
     _, infos = env.reset(options={"row": [7, 8, 9], "reset_mask": np.array([True, False, True])})

@@ -1,0 +1,2 @@
+"""Libraries of reinforcement learning that are too heavy for the tests, with the environments as
+they are."""
