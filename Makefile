@@ -2,6 +2,7 @@
 # make quick a first result in a minute: no experts, one seed, no baselines
 # make test  lint, types and the whole test suite; make lint and make suite are its halves
 # make campaign  the slowest tests, and an hour of kills, torn files and changed inputs (docs/trust.md); repeat it to go on
+# make clients real clients and gateways in front of knobwise serve, real servers behind it (docs/routing.md); installs them
 # make docs  the documentation site, in build/site
 # make bench every benchmark, in docs/speed.md
 # make size  files, lines and tokens by folder, and the longest functions
@@ -16,7 +17,7 @@ INSTALLED := $(VENV)/.knobwise
 # keep bytecode whatever the environment says: tests start hundreds of processes, each of which would compile torch
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: run quick test suite lint docs bench size campaign clean
+.PHONY: run quick test suite lint docs bench size campaign clients clean
 
 run: $(INSTALLED)
 	$(BIN)/python -m knobwise train experiment=controller seeds=[0,1,2,3,4]
@@ -55,6 +56,9 @@ campaign: $(INSTALLED)-test
 	$(BIN)/python -m campaign.rl_libraries
 	$(BIN)/python -m campaign.server
 	$(BIN)/python -m campaign $(CAMPAIGN)
+
+clients: $(INSTALLED)-test
+	$(BIN)/python -m campaign.clients $(CLIENTS)
 
 $(INSTALLED): setup.cfg constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)

@@ -465,13 +465,17 @@ class SimulatedEndpoint:
         with SimulatedEndpoint(delay=0) as endpoint:
             openai.OpenAI(base_url=endpoint.url, api_key="none")
 
+    Args:
+        delay: multiplies all times.
+        state: routes of your own, with a delay of their own; None for those of this module.
+
     Attributes:
         url: what clients take as their `base_url`.
         state: the `EndpointState`.
     """
 
-    def __init__(self, delay: float = 0.0) -> None:
-        self.state = EndpointState(delay)
+    def __init__(self, delay: float = 0.0, state: EndpointState | None = None) -> None:
+        self.state = EndpointState(delay) if state is None else state
         self._socket = socket.create_server(("127.0.0.1", 0), backlog=1024)
         # asyncio does so only for sockets that it made itself; else each chunk waits 40 ms for
         # the one before to be acknowledged

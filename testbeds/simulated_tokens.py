@@ -32,7 +32,8 @@ def text_of(message: Message) -> str:
     content = message["content"]
     if isinstance(content, str):
         return content
-    return "\n".join(part["text"] for part in content if part["type"] == "text")
+    # a call of a tool has none
+    return "\n".join(part["text"] for part in content or () if part["type"] == "text")
 
 
 def render_messages(messages: Sequence[Message], generation_prompt: bool, goes_on: bool) -> str:
