@@ -188,7 +188,8 @@ class Attempt:
                 chat = fields.set(request.chat, self._choice.knobs, with_messages=False)
         self._chat = chat
         if path == RESPONSES:
-            body = with_changes(request.body, request.chat, chat)
+            # some servers stream unless they are told not to
+            body = {"stream": False, **with_changes(request.body, request.chat, chat)}
         elif self._path == RESPONSES and chat.get("stream"):
             # an answer to /v1/responses always says the tokens
             body = {**chat, "stream_options": {"include_usage": True}}

@@ -30,6 +30,10 @@ FIELDS = frozenset((
 """Knobs of these names are fields of a request, as the protocol has them."""
 
 
+LARGEST = 2**63
+"""A limit of tokens that no server counts to."""
+
+
 class Freedom(NamedTuple):
     """What a client leaves open."""
 
@@ -77,7 +81,9 @@ class KnobFields:
 
     def freedom(self, body: Mapping[str, object]) -> Freedom | None:
         """Return which configurations are within what a client has set itself; None if it gave a
-        knob a value that no configuration has, so that nothing can be expected of any."""
+        knob a value that no configuration has, so that nothing can be expected of any. Raises
+        InputError for a length that nobody can count with."""
+        self._cap(body)
         if self._override:
             return Freedom(None)
         allowed = np.ones(len(self._configurations), bool)
@@ -176,10 +182,14 @@ class KnobFields:
         )
 
     def _cap(self, body: Mapping[str, Any]) -> int | None:
-        """Return the client's own limit of tokens; None for none, or for what is no number."""
+        """Return the client's own limit of tokens; None for none, or for what is no number. Raises
+        InputError for a number that nobody can count with."""
+        caps = {name: body[name] for name in LENGTHS if type(body.get(name)) is int}
+        for name, cap in caps.items():
+            if not abs(cap) < LARGEST:
+                raise InputError(f"{name}: is too large")
         # of both names, the smaller counts
-        caps = [body[name] for name in LENGTHS if type(body.get(name)) is int]
-        return min(caps, default=None)
+        return min(caps.values(), default=None)
 
 
 def _with_parts(messages: list[Message], content: object) -> list[Message]:

@@ -37,8 +37,9 @@ PASSED = {
     "audio/translations": (FORM,),
 }
 """What a POST passes to the endpoint, and the kinds of content that it may have."""
-NO_LIST = (404, 405, 501)
-"""Statuses of an endpoint that does not list models."""
+MISSING = (404, 405, 501)
+"""Statuses of an endpoint that lacks a route, or a model. Of a route that passes, they go on as
+400: a gateway takes a 404 for a server that is dead for chats too."""
 OURS = "knobwise"
 """The model that leaves the choice to the controller."""
 
@@ -74,7 +75,7 @@ class Passing:
         self._guards.check(request.headers)
         status, content, response = await self._get(request, "/models")
         listing = parsed(content)
-        if status in NO_LIST:
+        if status in MISSING:
             listing = {"object": "list", "data": [_model(name) for name in self._models]}
         elif status >= 300 or not isinstance(listing, dict):
             return response
@@ -92,7 +93,7 @@ class Passing:
             raise HTTPException(404, f"{name}: is no model")
         # a name is one segment, whatever is in it
         status, _, response = await self._get(request, f"/models/{quote(name, safe='')}")
-        if status in NO_LIST and name in self._models:
+        if status in MISSING and name in self._models:
             return JSONResponse(_model(name))
         return response
 
@@ -135,10 +136,21 @@ class Passing:
             answer = await self._upstream.send(
                 request.method, f"/{quoted}", request.scope["headers"], content, query
             )
+            missing = route in PASSED and answer.status in MISSING
+            message = b""
+            if missing:
+                async with answer:
+                    message = await content_of(answer)
         except FAULTS as error:
             self._metrics.passed.labels(route, "none").inc()
             raise no_answer(error) from error
         self._metrics.passed.labels(route, f"{answer.status // 100}xx").inc()
+        if missing:
+            raise HTTPException(
+                400,
+                f"POST /v1/{path}: the endpoint of this server answered with status "
+                f"{answer.status}: {message[:300].decode(errors='replace')}",
+            )
         response = PassedResponse(_chunks_of(answer), answer.status)
         response.raw_headers = passed_back(answer)
         return response

@@ -58,6 +58,13 @@ def test_a_clients_own_values():
     assert allowed(KnobFields(GRID, override=True), model="other", max_tokens=1) == (GRID, False)
 
 
+def test_a_length_that_nobody_can_count_with_is_refused():
+    for fields in (KnobFields(GRID), KnobFields(GRID, override=True)):
+        for name in ("max_tokens", "max_completion_tokens"):
+            with pytest.raises(InputError, match=name):
+                fields.freedom({name: 10**400})
+
+
 def test_knobs_are_set_within_the_cap():
     fields = KnobFields(GRID)
     body = {"messages": QUESTION, "max_completion_tokens": 20, "model": "auto"}
@@ -119,8 +126,6 @@ def test_fields_of_ours_are_taken_out():
     assert (plain.body, plain.is_plain, plain.budget) == ({"n": 1}, True, 7.0)
     with pytest.raises(InputError, match="x-budget-ms"):
         parse(b"{}", {"x-budget-ms": "soon"})
-    with pytest.raises(InputError, match="400 digits"):
-        parse(b'{"max_tokens": ' + b"1" * 400 + b"}", {})
     # a letter more or less, and capitals
     for name in ("budgetms", "budgetMs", "budget_m", "limit", "feature"):
         with pytest.raises(InputError, match=f"^{name}: "):

@@ -70,6 +70,15 @@ def test_other_routes_are_refused_with_a_hint_unless_opened(served, scripted):
         assert scripted.asked[-1][0] == f"/v1/{path}"
 
 
+def test_a_route_that_the_endpoint_lacks_is_a_mistake_of_the_client(served, scripted):
+    """A gateway takes a 404 for a server that is dead for chats too."""
+    scripted.answer = lambda path, body: Reply({"detail": "Not Found"}, 404)
+    answer = served.ask("/v1/embeddings", {"input": "a"})
+    assert answer.status == 400
+    assert "Not Found" in json.loads(answer.content)["error"]["message"]
+    assert served.ask("/v1/files", {}).status == 404
+
+
 def test_an_answer_that_breaks_off_does_so_for_the_client(served, scripted):
     scripted.answer = lambda path, body: Reply([b"any", None])
     connection, answer = served.send("/v1/embeddings", {"input": "a"})

@@ -203,7 +203,8 @@ def test_an_endpoint_that_has_the_route(served, scripted):
     assert knobs_of(answer) == {"model": "small", "max_tokens": 16}
     path, _, sent = scripted.asked[-1]
     assert path == "/v1/responses"
-    assert sent == {"model": "small", "input": "Why?", "max_output_tokens": 16, "extra": 1}
+    knobs = {"model": "small", "max_output_tokens": 16}
+    assert sent == {**knobs, "input": "Why?", "extra": 1, "stream": False}
     row = row_of(served.log, answer)
     assert (row["met"], row["answer"]) == (True, "resp_1")
     # one of the models fails
