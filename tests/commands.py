@@ -104,6 +104,8 @@ def mistake(words, capsys, begun=""):
         assert main(words) == 2
     printed = capsys.readouterr()
     lines = printed.err.removesuffix("\n").split("\n")
+    # what is noted of a server begins with its address
+    lines = [line for line in lines if not line.startswith("http://")]
     (line,) = [line for line in lines if "Loading weights" not in line]
     assert line.startswith("knobwise: ")
     assert printed.out.startswith(begun)

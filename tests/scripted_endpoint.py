@@ -1,6 +1,7 @@
 """A small server of chat completions on this machine that answers as a test scripts it."""
 
 import json
+import sys
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
@@ -38,8 +39,7 @@ class ScriptedEndpoint:
         class Handler(_Handler):
             server_state = endpoint
 
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self._server.daemon_threads = True
+        self._server = _Server(("127.0.0.1", 0), Handler)
         self.url = f"http://127.0.0.1:{self._server.server_port}/v1"
 
     def __enter__(self):
@@ -49,6 +49,15 @@ class ScriptedEndpoint:
     def __exit__(self, *exception):
         self._server.shutdown()
         self._server.server_close()
+
+
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+
+    def handle_error(self, request, client_address):
+        """Say nothing of clients that leave; else print what a script did wrong."""
+        if not isinstance(sys.exception(), OSError):
+            super().handle_error(request, client_address)
 
 
 class _Handler(BaseHTTPRequestHandler):

@@ -9,65 +9,40 @@ counts as time.
 from __future__ import annotations
 
 import asyncio
+import fnmatch
 import json
 import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Coroutine, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 import openai
-from openai import BaseModel
-from openai.types.chat import ChatCompletion
 
 from knobwise.common.errors import InputError
-from knobwise.common.progress import duration, say
-from knobwise.profiling.endpoint.token_counts import count_tokens
+from knobwise.common.progress import say
+from knobwise.profiling.endpoint.pauses import Pauses, backoff_s
+from knobwise.profiling.endpoint.reading import (
+    Cut,
+    EndpointReply,
+    ImpossibleTokens,
+    read_stream,
+    read_whole,
+)
 
 T = TypeVar("T")
 KEY = "OPENAI_API_KEY"
 """The environment variable of the key."""
 ATTEMPTS = 5
 """A request that the server fails so often in a row is given up."""
-FIRST_WAIT_S = 0.5
-"""The wait after a failure, twice as long after each further one."""
-LONGEST_WAIT_S = 60.0
-LONG_S = 10.0
-"""From here on a wait is told."""
+CUTS = 8
+"""So many answers that were cut beside others, and more than were not, are looked into."""
 AGAIN = (408, 409, 429)
 """Statuses below 500 that say to come again."""
-NO_ANSWER = "the answer is none of the protocol's"
 EMPTY_PURSE = "insufficient_quota"
 """The code of a 429 after which no waiting helps."""
-
-
-@dataclass
-class EndpointReply:
-    """What came of a request."""
-
-    text: str = ""
-    first_ms: float = 0.0
-    """Until the first token, or as `total_ms` if none came."""
-    total_ms: float = 0.0
-    failed: str = ""
-    """Why it counts as wrong whatever the text says: `refused` or `timed out`."""
-    tokens_in: int = 0
-    tokens_out: int = 0
-    usage: Mapping[str, Any] | None = None
-    """What the server said of the tokens; None if nothing."""
-    service_tier: str | None = None
-    """The tier that the server says it answered in."""
-    attempts: int = 1
-    content: dict[str, Any] = field(default_factory=dict)
-    """The whole answer, of a request that is not streamed."""
-
-    @property
-    def counted(self) -> bool:
-        """Whether the server told the tokens."""
-        return self.usage is not None
 
 
 class EndpointClient:
@@ -94,11 +69,23 @@ class EndpointClient:
             )
         self.url = url
         self.timeout_s = timeout_s
-        self._not_before = 0.0
+        self._pauses = Pauses(url)
+        # how many requests are under way, and were ever sent
+        self._open = 0
+        self._sent = 0
+        # of attempts beside others: how many were answered, and how many answers were cut
+        self._whole_beside = 0
+        self._cut_beside = 0
+        # whether one that was sent alone came to nothing, since the last answer
+        self._fails_alone = False
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self._thread.start()
         self._client = self._in_loop(self._connected())
+        # cleared while a request is tried alone
+        self._may_send = asyncio.Event()
+        self._may_send.set()
+        self._trial = asyncio.Lock()
 
     async def _connected(self) -> openai.AsyncOpenAI:
         # local servers want none, but the client does
@@ -112,17 +99,34 @@ class EndpointClient:
     def _in_loop(self, work: Coroutine[Any, Any, T]) -> T:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()
 
-    def check(self, connections: int = 1) -> None:
+    def check(self, connections: int = 1, models: Sequence[str] = ()) -> None:
         """Open so many connections, so that no timed request must, and see that the server answers
-        and takes the key. Raises InputError if not."""
-        self._in_loop(self._check(connections))
+        and takes the key. Raises InputError if not. Models that it does not list are told: some
+        servers answer under any name, with a model of their own."""
+        listing = self._in_loop(self._check(connections))
+        if not models:
+            return
+        names = listed_models(listing)
+        if names is None:
+            say(f"{self.url}: lists no models, so that nobody knows whether it has those asked for")
+            return
+        # gateways list what they pass on as openai/*
+        unknown = [model for model in models if not any(map(_matches(model), names))]
+        if unknown:
+            has = ", ".join(names[:8]) + ", …" * (len(names) > 8) or "none"
+            say(
+                f"{self.url}: does not list {', '.join(unknown)} among its models ({has}); some "
+                "servers answer under any name with another model, so see that this one has it"
+            )
 
-    async def _check(self, connections: int) -> None:
+    async def _check(self, connections: int) -> object:
+        """Return what the server says of its models, as JSON holds it; None if nothing."""
+        get = self._client.models.with_raw_response.list
         try:
             async with asyncio.timeout(self.timeout_s):
                 # one alone, so that nothing is under way if nobody answers
-                await self._client.models.list()
-                await asyncio.gather(*(self._client.models.list() for _ in range(connections)))
+                first = await get()
+                await asyncio.gather(*(get() for _ in range(connections)))
         except (openai.AuthenticationError, openai.PermissionDeniedError) as error:
             raise InputError(f"endpoint={self.url}: does not take the key in {KEY}") from error
         except (openai.APIConnectionError, TimeoutError) as error:
@@ -131,7 +135,11 @@ class EndpointClient:
             ) from error
         except (openai.APIError, ValueError):
             # a server may list no models
-            return
+            return None
+        try:
+            return json.loads(first.content)
+        except (ValueError, RecursionError):
+            return None
 
     def ask(
         self,
@@ -156,33 +164,43 @@ class EndpointClient:
     async def _ask(
         self, body: Mapping[str, object], lost: Callable[[], None], whole: bool
     ) -> EndpointReply:
-        read = self._whole if whole else self._streamed
         failures = 0
         attempts = 0
         while True:
             # one rate limit holds for all
-            while (wait_s := self._not_before - time.monotonic()) > 0:
-                await asyncio.sleep(wait_s)
+            while not self._may_send.is_set() or self._pauses.left_s > 0:
+                await self._may_send.wait()
+                await asyncio.sleep(max(self._pauses.left_s, 0))
             attempts += 1
             reply = EndpointReply(attempts=attempts)
+            self._open += 1
+            self._sent += 1
+            alone = self._open == 1
+            sent = self._sent
             start = time.perf_counter()
+            cut = False
             try:
                 async with asyncio.timeout(self.timeout_s):
-                    await read(body, reply, start)
+                    await self._read(body, reply, start, whole)
+                self._pauses.answered()
+                self._fails_alone = False
+                self._whole_beside += not (alone and self._sent == sent)
                 return reply
-            except InputError:
-                raise
+            except ImpossibleTokens as error:
+                raise InputError(
+                    f"endpoint={self.url}: counts tokens that cannot be ({error}), so that neither "
+                    "tokens nor prices of its answers are known"
+                ) from error
             except TimeoutError:
-                if whole:
-                    lost()
-                    problem = f"no answer within timeout_s={self.timeout_s:g}"
-                else:
+                if not whole:
                     reply.failed = "timed out"
                     # of a part of the answer
                     reply.usage = None
                     reply.total_ms = 1e3 * self.timeout_s
                     reply.first_ms = reply.first_ms or reply.total_ms
                     return reply
+                lost()
+                problem = f"no answer within timeout_s={self.timeout_s:g}"
             except openai.APIStatusError as error:
                 if _refused(error):
                     reply.failed = "refused"
@@ -193,131 +211,111 @@ class EndpointClient:
                     return reply
                 self._refuse_mistake(error)
                 if error.status_code == 429:
-                    self._wait(error, attempts)
+                    self._pauses.turned_away(error.response.headers, attempts)
                     continue
                 problem = f"status {error.status_code}"
             except (openai.APIError, ValueError) as error:
                 # a connection that broke, or an answer that is no JSON
                 lost()
-                problem = f"{type(error).__name__}: {error}"
+                cut = isinstance(error, openai.APIConnectionError | Cut)
+                problem = f"{type(error).__name__}: {_without_key(error)}"
+            finally:
+                self._open -= 1
             failures += 1
+            if cut and not (alone and self._sent == sent):
+                self._cut_beside += 1
+                await self._try_apart(body, failures, lost, whole)
             if failures == ATTEMPTS:
                 raise InputError(f"endpoint={self.url}: failed {ATTEMPTS} times ({problem})")
-            await asyncio.sleep(_wait_s(failures))
+            await asyncio.sleep(backoff_s(failures))
 
-    async def _streamed(
-        self, body: Mapping[str, object], reply: EndpointReply, start: float
+    async def _read(
+        self, body: Mapping[str, object], reply: EndpointReply, start: float, whole: bool
     ) -> None:
-        """Read a stream to its end into a reply; or an answer in one piece, of a server that does
-        not stream."""
-        usage = {"include_usage": True}
-        finish = None
-        chunks = 0
+        """Send a request, and read the answer into a reply: in one piece, if it is asked for
+        `whole` or the server does not stream, else as a stream."""
         # the fields are the knobs, which no type checker knows
-        create: Any = self._client.chat.completions.create
-        stream = await create(**body, stream=True, stream_options=usage)
-        async with stream:
-            if "json" in stream.response.headers.get("content-type", ""):
-                try:
-                    content = await stream.response.aread()
-                except Exception as error:  # of the HTTP client's own, which openai wraps elsewhere
-                    raise ValueError(f"a broken answer ({type(error).__name__})") from error
-                whole = json.loads(content)
-                if not isinstance(whole, dict):
-                    raise ValueError(NO_ANSWER)
-                self._read(ChatCompletion.construct(**whole), reply, start)
+        create: Any = self._client.chat.completions.with_streaming_response.create
+        more: dict[str, object] = {"stream": True, "stream_options": {"include_usage": True}}
+        if whole:
+            more = {}
+            if "prompt" in body:
+                create = self._client.completions.with_streaming_response.create
+        async with create(**body, **more) as response:
+            try:
+                if whole or "json" in response.headers.get("content-type", ""):
+                    read_whole(await response.read(), reply, start)
+                else:
+                    await read_stream(response.iter_lines(), reply, start)
+            except (ValueError, ImpossibleTokens):
+                raise
+            except Exception as error:  # of the HTTP client's own, which openai wraps elsewhere
+                raise Cut(f"a broken answer ({type(error).__name__})") from error
+
+    def _is_suspect(self, failures: int) -> bool:
+        """Return True if answers are cut so often that it may be for the others beside them."""
+        often = self._cut_beside >= max(CUTS, self._whole_beside + 1)
+        # the first failure of a request may be that of a server that starts again
+        return not self._fails_alone and ((often and failures > 1) or failures >= ATTEMPTS)
+
+    async def _try_apart(
+        self, body: Mapping[str, object], failures: int, lost: Callable[[], None], whole: bool
+    ) -> None:
+        """If answers are cut often, send a request while no other is under way, and then one that
+        another follows. Raise InputError if the first is answered and of the others one is cut:
+        then the server ends an answer when another request comes."""
+        if not self._is_suspect(failures):
+            return
+        async with self._trial:
+            # others may have waited for the same trial
+            if not self._is_suspect(failures):
                 return
-            async for chunk in stream:
-                self._count(chunk, reply)
-                for choice in chunk.choices:
-                    delta = choice.delta
-                    refusal = getattr(delta, "refusal", None)
-                    # some servers send thoughts by these names
-                    thought = getattr(delta, "reasoning_content", None)
-                    thought = thought or getattr(delta, "reasoning", None)
-                    if delta.content or refusal or thought:
-                        chunks += 1
-                        reply.first_ms = reply.first_ms or 1e3 * (time.perf_counter() - start)
-                    reply.text += delta.content or refusal or ""
-                    finish = choice.finish_reason or finish
-                    if refusal or choice.finish_reason == "content_filter":
-                        reply.failed = "refused"
-        reply.total_ms = 1e3 * (time.perf_counter() - start)
-        reply.first_ms = reply.first_ms or reply.total_ms
-        if finish is None and not chunks:
-            raise ValueError("neither a stream nor JSON came in answer to stream=true")
-        if finish is None:
-            raise ValueError("the stream ended before the answer did")
-        if not reply.counted:
-            reply.tokens_out = chunks
-
-    async def _whole(self, body: Mapping[str, object], reply: EndpointReply, start: float) -> None:
-        """Read an answer in one piece into a reply."""
-        create: Any = self._client.chat.completions.create
-        if "prompt" in body:
-            create = self._client.completions.create
-        answer = await create(**body)
-        self._read(answer, reply, start)
-
-    def _read(self, answer: Any, reply: EndpointReply, start: float) -> None:
-        """Read an answer that came in one piece into a reply. Raises ValueError if it is none."""
-        # what is no JSON comes as text
-        if not getattr(answer, "choices", None):
-            raise ValueError(NO_ANSWER)
-        reply.total_ms = 1e3 * (time.perf_counter() - start)
-        reply.first_ms = reply.total_ms
-        reply.content = answer.to_dict()
-        self._count(answer, reply)
-        message = getattr(answer.choices[0], "message", answer.choices[0])
-        refusal = getattr(message, "refusal", None)
-        text = getattr(message, "content", None) or getattr(message, "text", "")
-        reply.text = refusal or text or ""
-        if refusal or answer.choices[0].finish_reason == "content_filter":
-            reply.failed = "refused"
-
-    def _count(self, content: Any, reply: EndpointReply) -> None:
-        """Note the tokens that a server counted, in an answer or a chunk of one, and its tier.
-        Raises InputError for tokens that cannot be: others would come of no further attempt."""
-        reply.service_tier = getattr(content, "service_tier", None) or reply.service_tier
-        usage = getattr(content, "usage", None)
-        if isinstance(usage, BaseModel):
-            usage = usage.to_dict(warnings=False)
-        try:
-            tokens = count_tokens(usage)
-        except ValueError as error:
+            # what the three cost, whether or not they are answered
+            for _ in range(3):
+                lost()
+            self._may_send.clear()
+            try:
+                while self._open or self._pauses.left_s > 0:
+                    await asyncio.sleep(max(self._pauses.left_s, 0.01))
+                took_s = await self._seconds(body, whole)
+                if took_s is None:
+                    self._fails_alone = True
+                    return
+                both = await asyncio.gather(
+                    self._seconds(body, whole), self._seconds(body, whole, after_s=took_s / 2)
+                )
+            finally:
+                self._may_send.set()
+        cut = self._cut_beside
+        self._cut_beside = self._whole_beside = 0
+        # if both are answered, the server was broken for a while
+        if None in both:
             raise InputError(
-                f"endpoint={self.url}: counts tokens that cannot be ({error}), so neither tokens "
-                "nor prices of its answers can be known"
-            ) from error
-        if tokens is not None:
-            reply.usage = usage
-            reply.tokens_in = tokens.read
-            reply.tokens_out = tokens.written
+                f"endpoint={self.url}: ends an answer when another request comes ({cut} were cut "
+                "beside others, and one alone was answered): measure with concurrency=1, or have "
+                "the server take several at once"
+            )
+
+    async def _seconds(
+        self, body: Mapping[str, object], whole: bool, after_s: float = 0.0
+    ) -> float | None:
+        """Send a request after some time; return how long its answer takes, and None if it comes to
+        nothing."""
+        await asyncio.sleep(after_s)
+        start = time.perf_counter()
+        try:
+            async with asyncio.timeout(self.timeout_s):
+                await self._read(body, EndpointReply(), start, whole)
+        except (openai.APIError, TimeoutError, ValueError, ImpossibleTokens):
+            return None
+        return time.perf_counter() - start
 
     def _refuse_mistake(self, error: openai.APIStatusError) -> None:
         """Raise InputError for a status after which another attempt would fare no better."""
         code = error.status_code
         if (code in AGAIN and error.code != EMPTY_PURSE) or code >= 500:
             return
-        message = " ".join(str(error).split())[:200]
-        # a server may say which key it does not take
-        if key := os.environ.get(KEY):
-            message = message.replace(key, "…")
-        raise InputError(f"endpoint={self.url}: {message}") from error
-
-    def _wait(self, error: openai.APIStatusError, attempts: int) -> None:
-        """Send nothing before the time that the server gave with a 429."""
-        headers = error.response.headers
-        wait_s = _wait_s(attempts)
-        for name, unit in (("retry-after-ms", 1e-3), ("retry-after", 1.0)):
-            try:
-                wait_s = float(headers[name]) * unit
-                break
-            except (KeyError, ValueError):
-                continue
-        if wait_s >= LONG_S:
-            say(f"{self.url}: too many requests; waits for {duration(wait_s)}")
-        self._not_before = max(self._not_before, time.monotonic() + wait_s)
+        raise InputError(f"endpoint={self.url}: {_without_key(error)}") from error
 
     def close(self) -> None:
         """Give up what is being asked, and close the connections."""
@@ -339,9 +337,28 @@ class EndpointClient:
         await self._loop.shutdown_asyncgens()
 
 
-def _wait_s(failures: int) -> float:
-    """Return how long to wait after so many failures."""
-    return min(FIRST_WAIT_S * 2.0 ** min(failures - 1, 10), LONGEST_WAIT_S)
+def listed_models(listing: object) -> list[str] | None:
+    """Return the names in what /v1/models said; None if that is no whole list of models."""
+    entries = listing.get("data") if isinstance(listing, dict) else listing
+    if not isinstance(entries, list) or (isinstance(listing, dict) and listing.get("has_more")):
+        return None
+    names = [entry.get("id") for entry in entries if isinstance(entry, dict)]
+    named = [name for name in names if isinstance(name, str)]
+    return named if len(named) == len(entries) else None
+
+
+def _matches(model: str) -> Callable[[str], bool]:
+    """Return whether a name in a list of models, which may be a pattern, is that of a model."""
+    return lambda name: model == name or fnmatch.fnmatchcase(model, name.replace("[", "[[]"))
+
+
+def _without_key(error: Exception) -> str:
+    """Return what an error says, in a line, without the key: a server may say which it does not
+    take."""
+    message = " ".join(str(error).split())[:200]
+    if key := os.environ.get(KEY):
+        message = message.replace(key, "…")
+    return message
 
 
 def _refused(error: openai.APIStatusError) -> bool:

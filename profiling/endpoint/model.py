@@ -13,12 +13,15 @@ import polars as pl
 from openai.resources.chat.completions import AsyncCompletions
 
 from knobwise.common.errors import InputError
+from knobwise.common.progress import say
 from knobwise.profiling.endpoint.messages import (
     message_function,
     prompt_features,
     with_image,
 )
+from knobwise.profiling.endpoint.model_changes import measure_changes, say_costs
 from knobwise.profiling.endpoint.paid import LIMITS, PaidClient
+from knobwise.profiling.endpoint.remarks import CHANGE_MS, CHANGED, changes, ignored_knobs
 from knobwise.profiling.endpoint.settings import NAME, EndpointOptions
 from knobwise.profiling.measuring.adaptive_model import (
     Answer,
@@ -33,6 +36,7 @@ from knobwise.profiling.measuring.adaptive_model import (
 if TYPE_CHECKING:
     from knobwise.envs.tables.profile_table import KnobValue
     from knobwise.profiling.endpoint.replies import Body
+    from knobwise.profiling.measuring.measuring import MeasurementPlan
 
 OURS = {
     *("self", "messages", "stream", "stream_options", "n", "timeout", "tools", "functions"),
@@ -84,6 +88,9 @@ class EndpointModel:
         self._client = PaidClient(options, priced)
         self.measured = dict(values)
         self.concurrency = options.concurrency
+        # by model, if a change of it takes long
+        self._change_ms: dict[str, float] = {}
+        self._last: str | None = None
         self.columns: tuple[str, ...] = ("prompt", "tokens_in", "tokens_out")
         if self._client.prices:
             self.columns += ("usd",)
@@ -156,6 +163,37 @@ class EndpointModel:
             fields["extra_body"] = extra
         return fields
 
+    def blocks(
+        self, requests: Sequence[Request], configurations: Sequence[Configuration]
+    ) -> list[list[int]]:
+        """Measure what changes of the model cost, by untimed answers; a block for each model if
+        they cost something, see `measure_changes`."""
+        places: dict[str, list[int]] = {}
+        for place, configuration in enumerate(configurations):
+            places.setdefault(configuration["model"], []).append(place)
+
+        def first_ms(model: str, turn: int) -> float | None:
+            request = requests[turn % len(requests)]
+            configuration = configurations[places[model][0]]
+            if not self.affords(request, configuration):
+                return None
+            return self._client.ask(self.body(request, configuration))[0].first_ms
+
+        if len(places) > 1:
+            self._change_ms = measure_changes(first_ms, [*places])
+        if not self._change_ms:
+            return [[*range(len(configurations))]]
+        say(
+            f"{self._client.url}: after a change of the model the first token takes longer by "
+            f"{say_costs(self._change_ms)}; models are measured one after the other"
+        )
+        return [*places.values()]
+
+    def remarks(self, plan: MeasurementPlan, log: pl.DataFrame) -> list[str]:
+        """Return what the measurements say of the server: knobs that it may ignore, and what
+        changes of the model cost."""
+        return [*ignored_knobs(plan, log, self.knobs), *changes(plan.select(log))]
+
     def affords(self, request: Request, configuration: Configuration) -> bool:
         """Reserve what `answer` can cost at most; False if that is too much."""
         enough = self._client.reserve(self.body(request, configuration))
@@ -179,9 +217,15 @@ class EndpointModel:
 
     def _answer(self, body: Body) -> Answer:
         """Ask for one answer, and pay for it."""
+        changed = self._last is not None and self._last != body["model"]
+        self._last = body["model"]
         reply, usd = self._client.ask(body)
         extra = {"tokens_in": float(reply.tokens_in), "tokens_out": float(reply.tokens_out)}
         extra |= {"failed": float(bool(reply.failed)), "attempts": float(reply.attempts)}
+        if len(self.measured["model"]) > 1:
+            extra[CHANGED] = float(changed)
+        if cost_ms := self._change_ms.get(body["model"]):
+            extra[CHANGE_MS] = cost_ms
         if self._client.prices:
             extra["usd"] = usd
         return Answer(

@@ -7,9 +7,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from knobwise.common.errors import InputError
-from knobwise.profiling.endpoint.client import EndpointClient, EndpointReply
+from knobwise.profiling.endpoint.client import EndpointClient
 from knobwise.profiling.endpoint.messages import images_in, most_tokens
 from knobwise.profiling.endpoint.prices import Money, Price, answer_usd, lacking_tiers, read_prices
+from knobwise.profiling.endpoint.reading import EndpointReply
 from knobwise.profiling.endpoint.settings import EndpointOptions
 
 LIMITS = ("max_tokens", "max_completion_tokens")
@@ -46,7 +47,7 @@ class PaidClient:
         self._client = EndpointClient(options.endpoint, options.timeout_s)
         self.url = self._client.url
         try:
-            self._client.check(options.concurrency)
+            self._client.check(options.concurrency, [*dict.fromkeys(f["model"] for f in priced)])
         except InputError:
             self.close()
             raise

@@ -14,8 +14,8 @@ import orjson
 
 from knobwise.common.errors import InputError
 from knobwise.common.progress import progress
-from knobwise.profiling.endpoint.client import EndpointReply
 from knobwise.profiling.endpoint.paid import PaidClient
+from knobwise.profiling.endpoint.reading import EndpointReply
 from knobwise.profiling.measuring.measuring import as_they_end, open_log
 
 REPLIES = "replies.jsonl"

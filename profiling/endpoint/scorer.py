@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from knobwise.common.errors import InputError
-from knobwise.profiling.endpoint.client import EndpointReply
 from knobwise.profiling.endpoint.logprobs import (
     LIKELIEST,
     NEXT,
@@ -23,6 +22,7 @@ from knobwise.profiling.endpoint.logprobs import (
 )
 from knobwise.profiling.endpoint.paid import LIMITS, PaidClient
 from knobwise.profiling.endpoint.prompts import ChatForm, Fields, PlainForm, PromptForm
+from knobwise.profiling.endpoint.reading import EndpointReply
 from knobwise.profiling.endpoint.replies import Body, Read, Replies
 from knobwise.profiling.endpoint.settings import EndpointOptions
 from knobwise.profiling.measuring.questions import (

@@ -27,7 +27,8 @@ class EndpointOptions:
     exactly so long."""
     prices: str | None = None
     """With model=openai: a YAML file of US dollars for a million tokens by model, such as
-    {small: {input: 0.1, output: 0.4}}. The price of a request becomes the column usd."""
+    {small: {input: 0.1, output: 0.4}}; also by service tier, and above a length of the prompt. The
+    price of a request becomes the column usd."""
     max_usd: float | None = None
     """With `prices`: no request is sent that could bring the price of all that was measured in
     `out` above so many US dollars. The same command with more goes on."""

@@ -182,6 +182,10 @@ class AdaptiveVLM(Protocol):
       `Answer.extra`.
     - `repeats`, how often it is measured by default.
     - `concurrency`, how many requests it answers at once, each in a thread of its own.
+    - `blocks(requests, configurations)`, asked before anything is measured with some of the
+      requests: the places of the configurations in blocks, lists of which each is measured after
+      the one before, where a change takes long that belongs to no answer.
+    - `remarks(plan, log)`, lines for people on what was measured, a `MeasurementPlan` and its log.
     - `affords(request, configuration)`, asked before each request; False ends the measuring, and
       `limit` is the setting that did. `continues(log)` is told what was measured before.
     - `progress`, a text beside the progress, such as what was spent; `close`, called at the end.

@@ -33,6 +33,10 @@ from knobwise.profiling.measuring.measuring import (
 _SLACK = 1.02, 0.2
 
 
+TRIED = 8
+"""So many requests are given to a model that divides configurations into blocks."""
+
+
 class LocalRunner:
     """A `Runner` in this process.
 
@@ -63,6 +67,16 @@ class LocalRunner:
         _, i, columns = job
         request = self.plan.requests.request(self.plan.items[i].id)
         return all(self.model.affords(request, self.plan.configurations[j]) for j in columns)
+
+    def blocks(self, columns: Sequence[int]) -> list[list[int]]:
+        """Ask the model which configurations are measured one after the other, if it has a say."""
+        config = self.plan.config
+        if not (config.warm_up and len(columns) > 1 and hasattr(self.model, "blocks")):
+            return [[*columns]]
+        items = self.plan.items[:TRIED]
+        requests = [self.plan.requests.request(item.id) for item in items]
+        blocks = self.model.blocks(requests, [self.plan.configurations[j] for j in columns])
+        return [[columns[place] for place in block] for block in blocks]
 
     def warm_up(self, columns: Sequence[int]) -> None:
         """Answer untimed; the warm-up of an earlier session does not count for this one."""

@@ -209,6 +209,11 @@ class Runner(Protocol):
         """Tell whether a job may begin; False ends the measuring."""
         ...
 
+    def blocks(self, columns: Sequence[int]) -> list[list[int]]:
+        """Divide the configurations `columns` into those that are measured one after the other,
+        each after a warm-up; most models have a single block."""
+        ...
+
     def warm_up(self, columns: Sequence[int]) -> None:
         """Answer untimed with each of the configurations `columns`, `knobs.warm_up` times."""
         ...
@@ -262,19 +267,25 @@ def measure(
             lacking.discard(i)
 
     with clocked_by(plan.config.clock):
-        run.warm_up(np.flatnonzero(~done.all((0, 1))).tolist())
-        # asked right before each
-        jobs = itertools.takewhile(
-            lambda job: not out_of_time() and run.affords(job), missing(done, run.together)
-        )
-        with progress("measuring", total, count) as tick, collected_between() as collect:
-            for (_, i, columns), taken in run.as_they_end(jobs):
-                keep(i, taken)
-                log.write(b"".join(taken.lines))
-                count += len(columns)
-                tick(count, run.progress)
-                if count % COLLECT_EVERY < len(columns):
-                    collect()
+        for block in run.blocks(np.flatnonzero(~done.all((0, 1))).tolist()):
+            known = done.copy()
+            known[..., np.setdiff1d(np.arange(done.shape[-1]), block)] = True
+            wanted = count + int((~known).sum())
+            run.warm_up(block)
+            # asked right before each
+            jobs = itertools.takewhile(
+                lambda job: not out_of_time() and run.affords(job), missing(known, run.together)
+            )
+            with progress("measuring", total, count) as tick, collected_between() as collect:
+                for (_, i, columns), taken in run.as_they_end(jobs):
+                    keep(i, taken)
+                    log.write(b"".join(taken.lines))
+                    count += len(columns)
+                    tick(count, run.progress)
+                    if count % COLLECT_EVERY < len(columns):
+                        collect()
+            if count < wanted:
+                break
         rest = sorted(lacking)
         with progress("features", len(rest), quiet_s=5) as tick:
             without: Iterator[Job] = ((0, i, []) for i in rest)
@@ -290,7 +301,7 @@ def missing(done: Bools, together: bool) -> Iterator[Job]:
 
     The order is random over samples and configurations, so that drift of the machine falls on all
     alike. A change of the knobs costs the models here next to nothing, and it is not in their
-    times.
+    times; where it does, configurations are measured in blocks (`Runner.blocks`).
     """
     repeats, samples, configurations = done.shape
     for repeat in range(repeats):

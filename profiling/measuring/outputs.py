@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import shutil
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from functools import cache
 from pathlib import Path
@@ -235,7 +235,7 @@ def knob_report(
     terms = [np.ones(len(settings), bool)]
     last = []
     for column, knob in zip(settings.T, knobs, strict=True):
-        values = sorted(set(column.tolist()), key=_order_of(knob))
+        values = values_in_order(knob, column.tolist())
         terms += [column == value for value in values[1:]]
         last.append(len(terms) - 1)
         report.append(asdict(knob) | {"available": knob.available, "measured": values})
@@ -278,7 +278,7 @@ def line_of_plan(plan: MeasurementPlan, knobs: Sequence[KnobSupport]) -> str:
 
 
 def knob_lines(profile: Mapping[str, Any]) -> list[str]:
-    """Return what each knob of a profile saves, a line each, and the profile's note."""
+    """Return what each knob of a profile saves, a line each, and the profile's remarks and note."""
     lines = []
     for knob in profile["knobs"]:
         text = f"{knob['name']}: {knob['sets']}"
@@ -300,6 +300,7 @@ def knob_lines(profile: Mapping[str, Any]) -> list[str]:
             f"columns of the data that the table keeps: {', '.join(names)}; those that are known "
             "before an answer can be features (profile.features=[…])"
         )
+    lines += profile.get("remarks", ())
     if "note" in profile:
         lines.append(profile["note"])
     return lines
@@ -316,8 +317,8 @@ def _savings(slower: NDArray[np.float64]) -> dict[str, Any]:
     return {"saves": round(float(saves), 4), "saves_error": error, "saves_nothing": nothing}
 
 
-def _order_of(knob: KnobSupport) -> Callable[[Any], Any] | None:
-    """Return the key that sorts values of a knob: names as the knob has them, numbers ascending."""
-    if any(isinstance(value, str) for value in knob.values):
-        return knob.values.index
-    return None
+def values_in_order(knob: KnobSupport, values: Iterable[Any]) -> list[Any]:
+    """Return the different values of a knob from one end to the other: names as the knob has them,
+    numbers ascending."""
+    named = any(isinstance(value, str) for value in knob.values)
+    return sorted(set(values), key=knob.values.index if named else None)

@@ -136,6 +136,8 @@ def profile_vlm(
         if not whole:
             taken = plan.done(measurements)[0] & plan.design.cells
             plan = replace(plan, design=part_of(drawn.design, sure, taken, plan.parts, limit))
+        if hasattr(model, "remarks"):
+            facts["remarks"] = model.remarks(plan, measurements)
         store.write(features, plan.contents, [item.id for item in plan.items])
         further = getattr(model, "columns", ())
         profile = write_vlm_profile(out, plan, measurements, model.knobs, facts, further)

@@ -75,6 +75,9 @@ class PoolRunner:
     def affords(self, job: Job) -> bool:
         return True
 
+    def blocks(self, columns: Sequence[int]) -> list[list[int]]:
+        return [[*columns]]
+
     def warm_up(self, columns: Sequence[int]) -> None:
         """Have each worker warm up before its first job."""
         self._work = Work(

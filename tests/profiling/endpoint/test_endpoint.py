@@ -5,7 +5,6 @@ import base64
 import io
 import itertools
 import threading
-import time
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
@@ -46,7 +45,7 @@ def endpoint():
 def _in_a_folder(home, monkeypatch):
     """Questions and prices, a key in the environment, and short waits."""
     monkeypatch.setenv("OPENAI_API_KEY", KEY)
-    monkeypatch.setattr("knobwise.profiling.endpoint.client.FIRST_WAIT_S", 0.01)
+    monkeypatch.setattr("knobwise.profiling.endpoint.pauses.FIRST_WAIT_S", 0.01)
     write_questions(SUMS)
     Path("prices.yaml").write_text(
         "small: {input: 1, output: 4}\nlarge: {input: 10, output: 40, cached_input: 5}\n"
@@ -188,8 +187,9 @@ def test_what_the_server_fails_is_asked_again_and_only_the_last_counts_as_time(
     endpoint, fault, monkeypatch
 ):
     # a clock that goes on by a second whenever it is read
-    seconds = SimpleNamespace(perf_counter=itertools.count().__next__, monotonic=time.monotonic)
-    monkeypatch.setattr("knobwise.profiling.endpoint.client.time", seconds)
+    seconds = SimpleNamespace(perf_counter=itertools.count().__next__)
+    for module in ("client", "reading"):
+        monkeypatch.setattr(f"knobwise.profiling.endpoint.{module}.time", seconds)
     lost = []
     reply = ask(endpoint, model=f"large?fault={fault}&times=2", lost=lambda: lost.append(1))
     assert (reply.text, reply.failed, reply.attempts) == ("42", "", 3)

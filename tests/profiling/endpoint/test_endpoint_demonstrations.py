@@ -44,7 +44,7 @@ def endpoint():
 @pytest.fixture(autouse=True)
 def _in_a_folder(home, monkeypatch):
     """Questions and prices in this folder, and short waits."""
-    monkeypatch.setattr("knobwise.profiling.endpoint.client.FIRST_WAIT_S", 0.01)
+    monkeypatch.setattr("knobwise.profiling.endpoint.pauses.FIRST_WAIT_S", 0.01)
     write_questions(SUMS)
     Path("prices.yaml").write_text("small: {input: 10, output: 40}\n")
 
@@ -339,7 +339,7 @@ def test_a_folder_goes_on_only_with_the_same_model(endpoint, capsys):
     launch(words(endpoint))
     assert "large" in mistake(words(endpoint, "large"), capsys)
     Path("out/state/replies.jsonl").write_text("{}\n")
-    client = PaidClient(EndpointOptions(endpoint=endpoint.url), ["small"])
+    client = PaidClient(EndpointOptions(endpoint=endpoint.url), [{"model": "small"}])
     replies = Replies(client, 1)
     with input_error("replies.jsonl"):
         replies.keep(Path("out/state"))
