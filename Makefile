@@ -55,6 +55,8 @@ campaign: $(INSTALLED)-test
 	$(BIN)/python -m campaign.updates
 	$(BIN)/python -m campaign.rl_libraries
 	$(BIN)/python -m campaign.server
+	$(BIN)/python -m campaign.hostile
+	$(BIN)/python -m campaign.hostile odd
 	$(BIN)/python -m campaign $(CAMPAIGN)
 
 clients: $(INSTALLED)-test

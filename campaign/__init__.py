@@ -6,4 +6,4 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 # by hand, tests/ is not where Python looks for modules
-sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "tests/serving/proxy")]

@@ -32,6 +32,7 @@ BUDGETS_MS = (10, 25, 60)
 STEP_MS = 1e-7
 """What a request's number adds to its budget."""
 TORN = "the truncated last line of a file"
+UNANSWERED = "without an answer, since the endpoint failed"
 BROKEN = "{", "[1]", '{"budget_ms": "soon"}', '{"budget_ms": 5}', '{"accuracy": 2, "id": "x"}'
 """Bodies that must be refused."""
 WAIT_S = 60
@@ -172,17 +173,18 @@ class Clients:
 class Server:
     """The server in processes of its own, whose workers are killed and watched.
 
+    Args:
+        words: of its command line, beside its controller, log, port and workers.
+
     Attributes:
         kills: how many workers were killed.
         memory: MB of the worker that is spared, four times a second.
     """
 
-    def __init__(self, folder, workers, endpoint):
+    def __init__(self, folder, workers, words):
         self.workers, self.kills, self.memory = workers, 0, []
         self.errors = folder / "errors.txt"
-        (folder / "own.py").write_text(MESSAGES)
-        words = f"checkpoint=controller.npz log=log port=0 workers={workers} endpoint={endpoint}"
-        words += " budget_ms=60 explore=0.1 messages=own:messages"
+        words = f"checkpoint=controller.npz log=log port=0 workers={workers} {words}"
         command = [sys.executable, "-m", "knobwise", "serve", *words.split()]
         with self.errors.open("w") as errors:
             options = {"cwd": folder, "stderr": errors, "start_new_session": True}
@@ -239,7 +241,9 @@ def load(folder, seconds=60, seed=0, workers=4, clients=64):
 
 
 def _under_load(folder, endpoint, table, controller, seconds, seed, workers, clients):
-    server = Server(folder, workers, endpoint)
+    (folder / "own.py").write_text(MESSAGES)
+    words = f"endpoint={endpoint} budget_ms=60 explore=0.1 messages=own:messages"
+    server = Server(folder, workers, words)
     try:
         until = time.monotonic() + seconds
         asking = Clients(server.port, table, until)
@@ -255,9 +259,10 @@ def _under_load(folder, endpoint, table, controller, seconds, seed, workers, cli
     faults["answers with another status or content"] = len(asking.wrong)
     faults["workers that outlive the server"] = len(left)
     faults["tracebacks"] = server.errors.read_text().count("Traceback")
+    # a line that was being written when its worker was killed; a body that the endpoint refused
+    allowed = {TORN: server.kills, UNANSWERED: asking.refused[CHAT]}
     for reason, count in read.aside.items():
-        # a line that was being written when its worker was killed
-        faults[f"log: {reason}"] = max(0, count - server.kills) if reason == TORN else count
+        faults[f"log: {reason}"] = max(0, count - allowed.get(reason, 0))
     seen = {
         "requests answered": len(asking.answered),
         "labels taken": len(asking.labelled),

@@ -19,7 +19,7 @@ import re
 import threading
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,8 @@ ID = re.compile(r"([0-9a-f]{16})-[0-9]+")
 """What `RequestLog.new_id` makes: the process, and the number of the request in it."""
 LOOKED_AT = 64_000_000
 """Bytes of the newest files in which an answer's own id is looked for."""
+BLOCK = 65_536
+"""Bytes that are read at a time."""
 BOOT = Path("/proc/sys/kernel/random/boot_id")
 """On Linux, what tells one start of this machine from another."""
 
@@ -129,18 +131,12 @@ class RequestLog:
             if left <= 0:
                 break
             try:
-                content = path.read_bytes()
+                left -= path.stat().st_size
+                rows = [json.loads(line) for line in _lines_with(needle, path)]
             except FileNotFoundError:
                 # others may move files away
                 continue
-            left -= len(content)
-            if needle not in content:
-                continue
-            for line in content.splitlines():
-                if needle in line and line.endswith(b"}"):
-                    row = json.loads(line)
-                    if row.get("answer") == answer_id:
-                        ids.append(row["id"])
+            ids += [row["id"] for row in rows if row.get("answer") == answer_id]
         return ids
 
     def close(self) -> None:
@@ -192,6 +188,17 @@ class RequestLog:
                 reason,
             )
         self._lost[kind] += rows
+
+
+def _lines_with(needle: bytes, path: Path) -> Iterator[bytes]:
+    """Yield the whole lines of a file that hold some bytes. A block of it is in memory at a time,
+    since many may look at once."""
+    rest = b""
+    with path.open("rb") as file:
+        while block := file.read(BLOCK):
+            whole, _, rest = (rest + block).rpartition(b"\n")
+            if needle in whole:
+                yield from (line for line in whole.split(b"\n") if needle in line)
 
 
 def pack_floats(values: NDArray[Any]) -> str:

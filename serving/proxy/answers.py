@@ -36,7 +36,7 @@ class AnswerReader:
 
     Attributes:
         began: True once there is content; or once it says why there is none.
-        closed: True once the last event of a stream has come.
+        closed: True once the last event of a stream has come, or nothing more comes.
         fault: why this is no answer; "" for nothing.
         usage: the tokens that were counted, named as in chat completions; None if they were not.
         service_tier: that of the answer; None if it does not say.
@@ -53,6 +53,7 @@ class AnswerReader:
         self.answer_id = ""
         self.has_text = False
         self._parts: list[bytes] = []
+        self._waiting = 0
         self._data: list[bytes] = []
         self._size = 0
 
@@ -89,13 +90,17 @@ class AnswerReader:
     def _ended_by(self, chunk: bytes) -> Iterator[bytes]:
         """Yield the data of the events that end with a chunk."""
         self._parts.append(chunk)
+        # counted, since a line may come byte by byte
+        self._waiting += len(chunk)
         if b"\n" not in chunk:
             # a line without an end must not take all memory; what is left of it is a comment
-            if sum(map(len, self._parts)) > LONGEST_EVENT:
+            if self._waiting > LONGEST_EVENT:
                 self._parts = [b":"]
+                self._waiting = 0
             return
         *lines, rest = b"".join(self._parts).split(b"\n")
         self._parts = [rest]
+        self._waiting = len(rest)
         for line in lines:
             line = line.removesuffix(b"\r")
             if line.startswith(b"data:"):
@@ -110,7 +115,9 @@ class AnswerReader:
     def end(self) -> list[dict[str, Any]]:
         """Note that nothing more comes; return the last event, if it lacked the empty line after
         it."""
-        return self.feed(b"\n\n")
+        events = self.feed(b"\n\n")
+        self.closed = True
+        return events
 
     def _note(self, answer: Mapping[str, Any]) -> None:
         """Note what an answer or an event says beside its content."""
@@ -158,7 +165,8 @@ class ChatReader(AnswerReader):
                 self.fault = "a choice that is none"
             else:
                 # not every server says why an answer that is not streamed ended
-                self._read_choice({"finish_reason": "stop", **choice}, choice.get("message"))
+                finish = choice.get("finish_reason") or "stop"
+                self._read_choice({**choice, "finish_reason": finish}, choice.get("message"))
 
     def _read_event(self, event: Mapping[str, Any]) -> None:
         choices = event.get("choices")

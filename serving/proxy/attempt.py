@@ -40,7 +40,7 @@ HOLD_S = 15.0
 the connection for dead; no other setting is tried then."""
 HOLD_BYTES = 1_000_000
 """The same for bytes."""
-MALFORMED = (AttributeError, LookupError, TypeError, ValueError)
+MALFORMED = (AttributeError, LookupError, RecursionError, TypeError, ValueError)
 """What is raised where an answer has another form than the protocol's."""
 
 
@@ -130,7 +130,8 @@ class Attempt:
         is whole.
 
         Raises:
-            InputError: the endpoint lacks /v1/responses, and no chat can hold the request.
+            InputError: the endpoint lacks /v1/responses, and no chat can hold the request; or it
+                cannot be written again.
             aiohttp.ClientError, TimeoutError, ValueError: no answer came, or it broke off.
         """
         if self._path == CHAT or self._proxy.lacks_responses:
@@ -154,7 +155,11 @@ class Attempt:
         if path != self._path:
             self._turned = ResponsesAnswer(self._request.body)
         query = scope["query_string"].decode("latin-1")
-        body = self._body(path)
+        try:
+            body = self._body(path)
+        except RecursionError as error:
+            # what can just be read may be too deep to be written
+            raise InputError("the body: has too many brackets within brackets") from error
         upstream = self._proxy.upstream
         self._response = await upstream.send("POST", path, scope["headers"], body, query)
         status = self.status
@@ -223,6 +228,7 @@ class Attempt:
             return self._turned.events(events, self.reader.closed or not chunk)
         except MALFORMED:
             self._fault = "what is no event of the protocol"
+            self._turned.close()
             return b""
 
     # -- the answer --------------------------------------------------------------------------------

@@ -83,8 +83,10 @@ def parse(
     others |= {name[2:].replace("-", "_") for name in headers if name.startswith("x-budget-")}
     if other := others - {field, "budget_tokens"}:
         raise InputError(f"{min(other)}: the budgets of this server are in {unit}; send {field}")
+    longest = 2 * max(map(len, (field, *OURS)))
     for name in body:
-        if meant := _meant(name, field):
+        # one that is far longer is no mistyped one, and is not kept in memory
+        if len(name) <= longest and (meant := _meant(name, field)):
             raise InputError(f"{name}: is no field; did you mean {meant}?")
     # a gateway may add headers where it cannot change bodies
     if budget is None and header in headers:

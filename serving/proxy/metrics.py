@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import struct
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,6 +19,9 @@ SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 OWN_SECONDS = (0.0005, 0.001, 0.002, 0.003, 0.005, 0.01, 0.015, 0.03, 0.1, 1)
 """Bounds of the time that this server adds."""
 
+EMPTY = bytes(8)
+"""The beginning of a file of the library that counts nothing."""
+
 
 class ServerMetrics:
     """Counters and histograms, each process its own, which are read together.
@@ -29,6 +33,7 @@ class ServerMetrics:
     """
 
     def __init__(self, folder: Path) -> None:
+        self._folder = folder
         # read by the library when it opens a file
         os.environ["PROMETHEUS_MULTIPROC_DIR"] = str(folder)
         import prometheus_client as library
@@ -108,7 +113,16 @@ class ServerMetrics:
 
     def text(self) -> bytes:
         """Return everything in Prometheus' text format."""
-        return self._generate(self._registry)
+        try:
+            return self._generate(self._registry)
+        except struct.error:
+            # of a process that was killed, or has only come so far, before its file had a size;
+            # what is appended is safe beside a process that goes on
+            for path in self._folder.glob("*.db"):
+                if not path.stat().st_size:
+                    with path.open("ab") as file:
+                        file.write(EMPTY)
+            return self._generate(self._registry)
 
 
 def label_of(knobs: Mapping[str, object]) -> str:

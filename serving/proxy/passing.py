@@ -6,6 +6,7 @@ its chats for it.
 
 from __future__ import annotations
 
+import json
 from collections.abc import AsyncIterator, Collection, Sequence
 from contextlib import suppress
 from typing import Any
@@ -81,7 +82,12 @@ class Passing:
             return response
         if not isinstance(listing.get("data"), list):
             return response
-        return JSONResponse({**listing, "data": [*listing["data"], _model(OURS)]})
+        try:
+            # as it came, NaN and half a character included
+            content = json.dumps({**listing, "data": [*listing["data"], _model(OURS)]}).encode()
+        except RecursionError:
+            return response
+        return Response(content, media_type=JSON)
 
     async def model(self, request: Request) -> Response:
         """Tell of a model."""

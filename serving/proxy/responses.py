@@ -88,7 +88,7 @@ def _messages(items: object, lost: list[str]) -> list[dict[str, Any]]:
     messages: list[dict[str, Any]] = []
     for item in items if isinstance(items, list) else []:
         kind = item.get("type", "message") if isinstance(item, dict) else None
-        if kind not in ITEMS:
+        if not isinstance(kind, str) or kind not in ITEMS:
             lost.append(f"input of the type {kind}")
         elif kind == "message":
             # few servers know developers

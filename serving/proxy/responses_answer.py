@@ -7,6 +7,8 @@ import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from knobwise.profiling.endpoint.token_counts import count_tokens
+
 FINISHED = {"length": "max_output_tokens", "content_filter": "content_filter"}
 """Why an answer is incomplete, by the finish_reason of a chat."""
 PARTS = {"content": ("output_text", "text"), "refusal": ("refusal", "refusal")}
@@ -27,7 +29,7 @@ class ResponsesAnswer:
         self._output: list[dict[str, Any]] = []
         self._calls: dict[int, int] = {}
         self._finish: str | None = None
-        self._usage: dict[str, Any] | None = None
+        self._usage: object = None
         self._closed = False
 
     # a whole answer
@@ -94,11 +96,18 @@ class ResponsesAnswer:
         Args:
             closed: True after the last one.
         """
-        lines = [line for event in events for line in self._of_event(event)]
+        lines: list[bytes] = []
+        for event in events:
+            if not self._closed:
+                lines += self._of_event(event)
         if closed and not self._closed:
-            self._closed = True
+            self.close()
             lines += self._last_events()
         return b"".join(lines)
+
+    def close(self) -> None:
+        """Say nothing more: neither after the end, nor after an error."""
+        self._closed = True
 
     def _of_event(self, event: Mapping[str, Any]) -> Iterator[bytes]:
         if not self._head:
@@ -111,6 +120,8 @@ class ResponsesAnswer:
             error = event["error"] if isinstance(event["error"], dict) else {}
             error = {"code": "server_error", "message": str(error.get("message", ""))}
             yield self._event("response.failed", response=self._response("failed", error))
+            self.close()
+            return
         choices = event.get("choices")
         for choice in choices if isinstance(choices, list) else []:
             # one request has one answer here
@@ -216,18 +227,20 @@ def _call(name: str, call: Mapping[str, Any], status: str = "completed") -> dict
     return {**item, "name": function.get("name"), "arguments": function.get("arguments") or ""}
 
 
-def _usage(usage: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    """Return the tokens that were counted for a chat."""
-    if usage is None:
+def _usage(usage: object) -> dict[str, Any] | None:
+    """Return the tokens that were counted for a chat; None where nobody can know them."""
+    try:
+        tokens = count_tokens(usage)
+    except ValueError:
         return None
-    read = usage.get("prompt_tokens") or 0
-    wrote = usage.get("completion_tokens") or 0
-    cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
-    thought = (usage.get("completion_tokens_details") or {}).get("reasoning_tokens") or 0
+    if tokens is None:
+        return None
+    details = usage.get("completion_tokens_details") if isinstance(usage, dict) else None
+    thought = details.get("reasoning_tokens") if isinstance(details, dict) else None
     return {
-        "input_tokens": read,
-        "input_tokens_details": {"cached_tokens": cached},
-        "output_tokens": wrote,
-        "output_tokens_details": {"reasoning_tokens": thought},
-        "total_tokens": usage.get("total_tokens") or read + wrote,
+        "input_tokens": tokens.read,
+        "input_tokens_details": {"cached_tokens": tokens.cached},
+        "output_tokens": tokens.written,
+        "output_tokens_details": {"reasoning_tokens": thought if type(thought) is int else 0},
+        "total_tokens": tokens.read + tokens.written,
     }

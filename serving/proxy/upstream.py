@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import ipaddress
+import re
 from collections.abc import AsyncIterator, Iterable, Mapping
 from contextlib import asynccontextmanager
 from urllib.parse import urlsplit
@@ -29,7 +30,15 @@ HOP_BY_HOP = frozenset((
 ))  # fmt: skip
 """Headers that end at each connection (RFC 9110, section 7.6.1)."""
 NOT_SENT = HOP_BY_HOP | {"host", "content-length", "accept-encoding", "expect", "origin", "cookie"}
+SENDABLE = re.compile(rb"([^\x00\s]+([ \t]+[^\x00\s]+)*)?")
+"""The value of a header as it may be sent (RFC 9110, section 5.5)."""
+STATUSES = range(200, 600)
+"""Statuses of an answer (RFC 9110, section 15)."""
 Pairs = list[tuple[bytes, bytes]]
+
+
+class UnknownStatus(aiohttp.ClientError):
+    """An answer whose status is none of HTTP's."""
 
 
 FAULTS = (aiohttp.ClientError, TimeoutError, ValueError)
@@ -94,15 +103,20 @@ class Upstream:
 
         Raises:
             aiohttp.ClientError, TimeoutError: it cannot be reached, or breaks off.
+            UnknownStatus: it answers with what is no status.
         """
         assert self._session is not None
-        return await self._session.request(
+        response = await self._session.request(
             method,
             self._url(path, query),
             headers=self._headers(headers),
             data=content or None,
             allow_redirects=False,
         )
+        if response.status not in STATUSES:
+            response.close()
+            raise UnknownStatus(f"status {response.status}")
+        return response
 
     def _url(self, path: str, query: str = "") -> URL:
         query = "&".join(filter(None, (self._query, query)))
@@ -169,7 +183,8 @@ def passed_back(response: aiohttp.ClientResponse, rewritten: bool = False) -> Pa
         lower = name.lower()
         text = lower.decode("latin-1")
         # another knobwise behind this one has headers of the same names
-        if text not in left_out and not text.startswith("x-knobwise-"):
+        ours = text.startswith("x-knobwise-")
+        if text not in left_out and not ours and SENDABLE.fullmatch(value):
             pairs.append((lower, value))
     return pairs
 

@@ -6,6 +6,7 @@ from random import Random
 
 import pytest
 
+from campaign import hostile
 from campaign.formats import FORMATS, trials
 from campaign.kills import BY_NAME, kill_trial, reference_of
 from campaign.limits import limit_trial
@@ -50,3 +51,14 @@ def test_no_answer_is_lost_and_no_label_mixed_up_when_workers_are_killed(tmp_pat
     assert not faults, wrong
     assert seen["workers killed"] > 1
     assert seen["labels taken"] > 0
+
+
+def test_no_answer_of_a_hostile_endpoint_is_lost_or_taken_for_what_it_is_not(tmp_path):
+    seen, faults, examples, _ = hostile.load(tmp_path, 6, SEED, workers=2, clients=8)
+    assert not faults, examples
+    assert seen["workers killed"] > 1
+
+
+def test_odd_names_leave_nothing_in_a_server(tmp_path):
+    seen, faults = hostile.odd(tmp_path, 500)
+    assert not faults, seen

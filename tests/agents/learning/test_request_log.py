@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import tracemalloc
 from unittest.mock import Mock
 
 import numpy as np
@@ -32,6 +33,30 @@ def served(folder, count, label=True, falls_back=False, **options):
     agent, table = small_stack(falls_back=falls_back)
     model = logging_model(folder, agent, table, **options)
     return model, serve_requests(model, table, count, label)
+
+
+def test_an_answers_id_is_looked_for_a_block_at_a_time(tmp_path):
+    log = RequestLog(tmp_path)
+    # rows that end where blocks do, and across
+    for number in range(6_000):
+        log.add({"answer": f"a{number % 5_000}", "padding": "x" * (number % 2_000)})
+    (path,) = tmp_path.glob("requests-*")
+    with path.open("ab") as file:
+        # torn
+        file.write(b'{"answer":"a4321","id":"x')
+    rows = list(map(json.loads, path.read_bytes().splitlines()[:-1]))
+    tracemalloc.start()
+    for number in (0, 999, 4_321, 4_999):
+        name = f"a{number}"
+        expected = [row["id"] for row in rows if row["answer"] == name]
+        assert log.ids_of_answer(name) == expected
+        assert len(expected) == (2 if number < 1_000 else 1)
+    assert log.ids_of_answer("a5000") == []
+    assert log.ids_of_answer("padding") == []
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 1_000_000 < path.stat().st_size
+    log.close()
 
 
 @pytest.fixture(scope="module")

@@ -66,6 +66,15 @@ def test_what_an_answer_says_of_itself():
     assert reader.usage["completion_tokens"] == 5
 
 
+def test_a_long_line_may_come_byte_by_byte():
+    reader = ChatReader()
+    for _ in range(200_000):
+        reader.feed(b"x")
+    for piece in (b"\n\n", WORD, STOP):
+        reader.feed(piece)
+    assert reader.is_whole
+
+
 @pytest.mark.parametrize(
     "content",
     [

@@ -1,6 +1,7 @@
 """What a client leaves open, and decisions among a part of the configurations."""
 
 import itertools
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -132,6 +133,15 @@ def test_fields_of_ours_are_taken_out():
             parse(f'{{"{name}": 5}}'.encode(), {})
     for name in (*FIELDS, *request_fields(), "budget_tokens"):
         assert parse(f'{{"{name}": 5}}'.encode(), {}).body == {name: 5}
+
+
+def test_long_names_of_clients_stay_in_no_memory():
+    tracemalloc.start()
+    for number in range(50):
+        parse(f'{{"{number}{"x" * 100_000}": 5}}'.encode(), {})
+    kept, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert kept < 1_000_000
 
 
 @pytest.mark.parametrize("budget_ms", [120.0, 160.0, 300.0, 370.0, 1000.0])

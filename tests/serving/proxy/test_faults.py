@@ -56,6 +56,8 @@ def of_model(code):
         (Reply(chat(choices=[])), False),
         (Reply(chat(), kind="text/plain", status=302, location="/elsewhere"), False),
         (Reply(b"", 204), False),
+        (Reply(b"", 101), False),
+        (Reply(chat(), 600), False),
         (Reply(b"<html>", kind="text/html"), False),
         (Reply(b"[" * 100_000), False),
         (Reply(b"not gzip", content_encoding="gzip"), False),
@@ -172,14 +174,38 @@ def test_what_an_answer_cost(served, scripted):
         assert served.metric("usd_total") == pytest.approx(before + (usd or 0))
 
 
+def test_a_whole_answer_need_not_say_why_it_ended(served, scripted):
+    choice = {"index": 0, "message": {"content": "yes"}, "finish_reason": None}
+    scripted.answer = lambda path, body: Reply(chat(choices=[choice]))
+    assert "fault" not in row_of(served.log, served.chat(**FREE))
+
+
+@pytest.mark.parametrize("path", ["chat/completions", "responses"])
+def test_brackets_that_can_be_read_and_not_written(served, scripted, path):
+    scripted.answer = lambda path, body: Reply(chat())
+    statuses = set()
+    # which depths these are depends on the calls around them
+    for depth in range(920, 1000):
+        body = {**FREE, "messages": [], "input": [], "metadata": "DEPTH"}
+        content = json.dumps(body).encode().replace(b'"DEPTH"', b"[" * depth + b"]" * depth)
+        statuses.add(served.ask(f"/v1/{path}", content).status)
+    assert statuses <= {200, 400}
+
+
 def test_headers_and_query(served, scripted):
     scripted.answer = lambda path, body: Reply(
-        chat(), x_knobwise_request_id="inner", x_knobwise_knobs="{}", x_other="kept"
+        chat(),
+        x_knobwise_request_id="inner",
+        x_knobwise_knobs="{}",
+        x_other="kept",
+        # no header may hold this
+        x_odd="a\x0bb",
     )
     body = {"messages": [], **FREE}
     path = "/v1/chat/completions?api-version=2026-01-01&a=%2Fb"
     answer = served.ask(path, body, x_budget_ms="300", x_limits="{}", x_own="kept")
     assert answer.headers["x-other"] == "kept"
+    assert "x-odd" not in answer.headers
     assert row_of(served.log, answer)["id"] == answer.headers["x-knobwise-request-id"] != "inner"
     path, headers, _ = scripted.asked[-1]
     assert path == "/v1/chat/completions?api-version=2026-01-01&a=%2Fb"

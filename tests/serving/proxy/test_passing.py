@@ -113,6 +113,18 @@ def test_models(served, scripted):
     assert served.ask("/v1/models/other").status == 404
 
 
+def test_listings_that_json_has_not(served, scripted):
+    for odd in (b"NaN", rb'"\ud800"'):
+        scripted.answer = lambda path, body, odd=odd: Reply(b'{"data": [{"id": ' + odd + b"}]}")
+        answer = served.ask("/v1/models")
+        assert odd in answer.content
+        assert json.loads(answer.content)["data"][1]["id"] == "knobwise"
+    # too deep to be written again, it goes on as it came
+    deep = b'{"data": [' + b"[" * 1000 + b"]" * 1000 + b"]}"
+    scripted.answer = lambda path, body: Reply(deep)
+    assert served.ask("/v1/models").content == deep
+
+
 def test_strangers_learn_nothing_of_the_controller(exported, scripted, tmp_path):
     scripted.answer = lambda path, body: Reply(chat())
     words = f"checkpoint={exported}", f"endpoint={scripted.url}"

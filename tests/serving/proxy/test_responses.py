@@ -7,7 +7,7 @@ import pytest
 from proxied import SAFE, knobs_of, serving
 from scripted import DONE, ROLE, STOP, USAGE, WORD, Reply, ScriptedEndpoint, chat, chunk, event
 from test_faults import ERROR, FREE, of_model
-from test_serve import row_of
+from test_serve import row_of, rows_in
 
 from knobwise.serving.proxy.responses import as_chat, with_changes
 
@@ -148,6 +148,8 @@ def test_a_request_as_a_chat(body, expected):
         ({"background": True}, "background"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "item_reference"),
         ({"input": [3]}, "None"),
+        ({"input": [{"type": ["message"]}]}, "message"),
+        ({"input": [{"type": {}}]}, "type"),
         ({"input": [{"role": "user", "content": [{"type": "input_file"}]}]}, "input_file"),
         ({"tools": [{"type": "web_search"}]}, "web_search"),
     ],
@@ -313,12 +315,52 @@ def test_a_stream_of_chats_in_the_words_of_the_route(served, scripted):
     assert b"event: response.failed" in answer.content
     assert b"response.completed" not in answer.content
     assert row_of(served.log, answer)["failed"]
+    # what has failed is not completed by what comes later
+    broken = chunk({"tool_calls": [5]})
+    for odd in (event(ERROR), broken):
+        scripted.answer = lambda path, body, odd=odd: Reply(
+            [ROLE, WORD, 0.1, odd, WORD, STOP, DONE]
+        )
+        answer = served.ask("/v1/responses", {"input": "a", "stream": True, **OURS})
+        assert b"response.completed" not in answer.content
+        assert answer.content.count(b"output_text.delta") == 2
+        assert row_of(served.log, answer)["failed"]
+
+
+def test_what_says_that_it_is_complete_is_in_the_log(served, scripted):
+    # an endpoint need not send a last event
+    scripted.answer = lambda path, body: NO_ROUTE if "resp" in path else Reply([ROLE, WORD, STOP])
+    for _ in range(5):
+        connection, answer = served.send("/v1/responses", {"input": "a", "stream": True, **OURS})
+        while b"response.completed" not in answer.readline():
+            pass
+        names = [row["id"] for row in rows_in(served.log)]
+        assert answer.headers["x-knobwise-request-id"] in names
+        connection.close()
+
+
+def test_tokens_that_cannot_be_are_left_out(served, scripted):
+    def said(usage, stream=False):
+        events = [ROLE, WORD, STOP, event({"choices": [], "usage": usage}), DONE]
+        reply = Reply(events if stream else chat(usage=usage))
+        scripted.answer = lambda path, body: NO_ROUTE if "resp" in path else reply
+        answer = served.ask("/v1/responses", {"input": "a", "stream": stream, **OURS})
+        assert "fault" not in row_of(served.log, answer)
+        content = answer.content.split(b"response.completed\ndata: ")[-1]
+        return json.loads(content).get("response", json.loads(content))["usage"]
+
+    for stream in (False, True):
+        for usage in ([1], {}, {**USAGE, "prompt_tokens": -1}, {"prompt_tokens": "10"}):
+            assert said(usage, stream) is None
+        odd = {**USAGE, "prompt_tokens_details": [1], "completion_tokens_details": "x"}
+        assert said(odd, stream)["total_tokens"] == 15
 
 
 def test_answers_of_another_form_are_faults(served, scripted):
     wrong = [
         chat(choices=[{"message": {"content": 3, "tool_calls": [5]}}]),
         chat(choices=[{"message": {"tool_calls": {"a": 1}}}]),
+        json.dumps(chat(text="DEPTH")).encode().replace(b'"DEPTH"', b"[" * 1000 + b"]" * 1000),
     ]
     for content in wrong:
         scripted.answer = lambda path, body, content=content: (
