@@ -32,7 +32,7 @@ BUDGETS_MS = (10, 25, 60)
 STEP_MS = 1e-7
 """What a request's number adds to its budget."""
 TORN = "the truncated last line of a file"
-UNANSWERED = "without an answer, since the endpoint failed"
+UNANSWERED = "without an answer"
 BROKEN = "{", "[1]", '{"budget_ms": "soon"}', '{"budget_ms": 5}', '{"accuracy": 2, "id": "x"}'
 """Bodies that must be refused."""
 WAIT_S = 60

@@ -1,39 +1,68 @@
-"""A small server of chat completions on this machine that answers as a test scripts it."""
+"""An endpoint on this machine that answers as a test says."""
 
 import json
 import sys
 import threading
+from collections import deque
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 USAGE = {"prompt_tokens": 10, "completion_tokens": 5, "total_tokens": 15}
+HEAD = {"id": "chatcmpl-7", "created": 1, "model": "m"}
 
 
-class Broken(Exception):
-    """Raised by a script: the connection ends here."""
+def event(content):
+    """An event of a stream."""
+    return b"data: " + json.dumps(content).encode() + b"\n\n"
 
 
-class Turned(Exception):
-    """Raised by a script: a status and headers instead of an answer."""
+def chunk(delta, finish=None, **fields):
+    """An event of a chat."""
+    choice = {"index": 0, "delta": delta, "finish_reason": finish}
+    return event({**HEAD, "object": "chat.completion.chunk", "choices": [choice], **fields})
 
-    def __init__(self, status, headers=None, error=None):
-        self.status, self.headers, self.error = status, headers or {}, error or {"message": "no"}
+
+def chat(text="yes", **fields):
+    """A whole answer to a chat."""
+    message = {"role": "assistant", "content": text}
+    choice = {"index": 0, "message": message, "finish_reason": "stop"}
+    return {**HEAD, "object": "chat.completion", "choices": [choice], "usage": USAGE, **fields}
+
+
+ROLE = chunk({"role": "assistant", "content": ""})
+WORD = chunk({"content": "yes"})
+STOP = chunk({}, "stop")
+DONE = b"data: [DONE]\n\n"
+
+
+class Reply:
+    """An answer: a status, headers, and content; or the chunks of a stream.
+
+    A chunk that is a float is a wait in s; None breaks the connection, also as all there is.
+    """
+
+    def __init__(self, content=b"", status=200, kind="application/json", **headers):
+        self.status = status
+        self.is_stream = isinstance(content, list) or hasattr(content, "__next__")
+        if self.is_stream:
+            kind = "text/event-stream"
+        elif content is not None and not isinstance(content, bytes):
+            content = json.dumps(content).encode()
+        self.content = content
+        self.headers = {"content-type": kind}
+        self.headers |= {name.replace("_", "-"): value for name, value in headers.items()}
 
 
 class ScriptedEndpoint:
-    """A server; use it as a context.
-
-    Args:
-        script: takes the body of a request, and yields its answer: texts, the chunks of the
-            stream, and at the end, if it does, a dictionary of further fields, such as `usage`
-            (`USAGE` if there is none). It may raise `Broken` or `Turned`.
-        models: what /v1/models says, as JSON holds it; None for status 404.
+    """Answers with `answer(path, body)`, a `Reply`, which a test sets; use it as a context.
 
     Attributes:
-        bodies: of the requests so far.
+        asked: path, headers and body of the last requests.
     """
 
-    def __init__(self, script, models=None):
-        self.script, self.models, self.bodies = script, models, []
+    def __init__(self):
+        self.answer = lambda path, body: Reply(chat())
+        self.asked = deque(maxlen=1000)
+        self.pause = threading.Event()
         endpoint = self
 
         class Handler(_Handler):
@@ -49,6 +78,67 @@ class ScriptedEndpoint:
     def __exit__(self, *exception):
         self._server.shutdown()
         self._server.server_close()
+
+
+class Broken(Exception):
+    """Raised by a script: the connection ends here."""
+
+
+class Turned(Exception):
+    """Raised by a script: a status and headers instead of an answer."""
+
+    def __init__(self, status, headers=None, error=None):
+        self.status, self.headers, self.error = status, headers or {}, error or {"message": "no"}
+
+
+class ScriptedChats(ScriptedEndpoint):
+    """Answers chats with streams.
+
+    Args:
+        script: takes the body of a request, and yields its answer: texts, the chunks of the
+            stream, and at the end, if it does, a dictionary of further fields, such as `usage`
+            (`USAGE` if there is none). It may raise `Broken` or `Turned`.
+        models: what /v1/models says, as JSON holds it; None for status 404.
+
+    Attributes:
+        bodies: of the requests so far.
+    """
+
+    def __init__(self, script, models=None):
+        super().__init__()
+        self.script, self.models, self.bodies = script, models, []
+        self.answer = self._answer
+
+    def _answer(self, path, body):
+        if path.endswith("/models"):
+            if self.models is None:
+                return Reply({"error": {"message": "no list"}}, 404)
+            return Reply(json.dumps(self.models).encode())
+        self.bodies.append(body)
+        pieces = self.script(body)
+        try:
+            # what a script does before its first text comes before the head
+            first = next(pieces)
+        except Turned as turned:
+            return Reply({"error": turned.error}, turned.status, **turned.headers)
+        except Broken:
+            return Reply(None)
+        return Reply(_stream(body["model"], first, pieces))
+
+
+def _stream(model, piece, pieces):
+    """The events of the pieces of a script."""
+    last = {"usage": USAGE}
+    try:
+        while not isinstance(piece, dict):
+            yield chunk({"content": piece}, model=model)
+            piece = next(pieces, {})
+    except Broken:
+        yield None
+        return
+    yield chunk({}, "stop", model=model)
+    yield event({**HEAD, "model": model, "choices": [], **last, **piece})
+    yield DONE
 
 
 class _Server(ThreadingHTTPServer):
@@ -68,53 +158,37 @@ class _Handler(BaseHTTPRequestHandler):
         """Say nothing."""
 
     def do_GET(self):
-        models = self.server_state.models
-        self._say(404 if models is None else 200, models or {"error": {"message": "no list"}})
-
-    def do_POST(self):
-        body = json.loads(self.rfile.read(int(self.headers["content-length"])))
-        self.server_state.bodies.append(body)
-        pieces = self.server_state.script(body)
+        content = self.rfile.read(int(self.headers.get("content-length") or 0))
         try:
-            # what a script does before its first text comes before the head
-            piece = next(pieces)
-        except Turned as turned:
-            return self._say(turned.status, {"error": turned.error}, turned.headers)
-        except Broken:
-            self.close_connection = True
-            return None
-        return self._stream(body, piece, pieces)
+            body = json.loads(content)
+        except ValueError:
+            body = content
+        headers = {name.lower(): value for name, value in self.headers.items()}
+        self.server_state.asked.append((self.path, headers, body))
+        self._say(self.server_state.answer(self.path, body))
 
-    def _stream(self, body, piece, pieces):
-        self.send_response(200)
-        self.send_header("content-type", "text/event-stream")
-        self.send_header("transfer-encoding", "chunked")
-        self.end_headers()
-        head = {"id": "x", "object": "chat.completion.chunk", "created": 1, "model": body["model"]}
-        last = {"usage": USAGE}
-        try:
-            while not isinstance(piece, dict):
-                delta = {"index": 0, "delta": {"content": piece}, "finish_reason": None}
-                self._event({**head, "choices": [delta]})
-                piece = next(pieces, {})
-            last |= piece
-        except Broken:
+    do_POST = do_DELETE = do_GET
+
+    def _say(self, reply):
+        if reply.content is None:
             self.close_connection = True
             return
-        end = {"index": 0, "delta": {}, "finish_reason": "stop"}
-        self._event({**head, "choices": [end]})
-        self._event({**head, "choices": [], **last})
-        self.wfile.write(b"e\r\ndata: [DONE]\n\n\r\n0\r\n\r\n")
-
-    def _event(self, content):
-        event = b"data: " + json.dumps(content).encode() + b"\n\n"
-        self.wfile.write(b"%x\r\n%s\r\n" % (len(event), event))
-
-    def _say(self, status, content, headers=None):
-        text = json.dumps(content).encode()
-        self.send_response(status)
-        for name, value in {**(headers or {}), "content-length": str(len(text))}.items():
+        self.send_response(reply.status)
+        for name, value in reply.headers.items():
             self.send_header(name, value)
-        self.send_header("content-type", "application/json")
+        if not reply.is_stream:
+            self.send_header("content-length", str(len(reply.content)))
+            self.end_headers()
+            self.wfile.write(reply.content)
+            return
+        self.send_header("transfer-encoding", "chunked")
         self.end_headers()
-        self.wfile.write(text)
+        for part in reply.content:
+            if part is None:
+                self.close_connection = True
+                return
+            if isinstance(part, float):
+                self.server_state.pause.wait(part)
+            else:
+                self.wfile.write(b"%x\r\n%s\r\n" % (len(part), part))
+        self.wfile.write(b"0\r\n\r\n")

@@ -303,7 +303,7 @@ def _faults(
     if controller and row["controller"] not in (controller.digest, *versions):
         yield "of another controller"
     if row.get("fault"):
-        yield "without an answer, since the endpoint failed"
+        yield "without an answer"
     # by static, where another policy would have read features
     if row.get("failed"):
         yield "decided without its features, which failed"

@@ -12,7 +12,7 @@ import polars as pl
 import pytest
 from commands import launch, mistake, read_json, refused
 from helpers import input_error
-from scripted_endpoint import USAGE, Broken, ScriptedEndpoint, Turned
+from scripted_endpoint import USAGE, Broken, ScriptedChats, Turned
 
 from knobwise.profiling.endpoint.client import EndpointClient, listed_models
 from knobwise.profiling.endpoint.model_changes import measure_changes
@@ -58,7 +58,7 @@ def test_tokens_that_cannot_be_are_refused_at_the_first_answer(name, count, caps
         yield "1"
         yield {"usage": {**USAGE, name: count}}
 
-    with ScriptedEndpoint(script) as server:
+    with ScriptedChats(script) as server:
         for options in ({"prices": "prices.yaml", "max_usd": 1}, {}):
             line = mistake(words(server, **options), capsys, "measures ")
             assert name in line
@@ -71,7 +71,7 @@ def test_a_text_of_no_tokens_has_no_price(capsys):
         yield "1"
         yield {"usage": {"prompt_tokens": 0, "completion_tokens": 0, "total_tokens": 0}}
 
-    with ScriptedEndpoint(script) as server:
+    with ScriptedChats(script) as server:
         assert "prices" in mistake(words(server, prices="prices.yaml"), capsys, "measures ")
         assert len(server.bodies) == 1
         launch(words(server))
@@ -82,7 +82,7 @@ def test_thinking_in_the_total_alone_is_paid_for():
         yield "1"
         yield {"usage": {**USAGE, "total_tokens": 110}}
 
-    with ScriptedEndpoint(script) as server:
+    with ScriptedChats(script) as server:
         launch(words(server, prices="prices.yaml"))
     table = pl.read_parquet("out/table.parquet")
     assert {*table["tokens_out"]} == {100}
@@ -97,7 +97,7 @@ def test_an_answer_costs_what_its_tier_does(capsys):
         yield {"service_tier": tier}
 
     values = "{model: [large], service_tier: [default, flex]}"
-    with ScriptedEndpoint(script) as server:
+    with ScriptedChats(script) as server:
         launch(words(server, values, prices="prices.yaml"))
         table = pl.read_parquet("out/table.parquet")
         prices = table.group_by("service_tier").agg(pl.mean("usd")).rows()
@@ -121,7 +121,7 @@ def test_an_answer_in_a_tier_without_a_price_is_refused(capsys):
         yield "1"
         yield {"service_tier": "priority"}
 
-    with ScriptedEndpoint(script) as server:
+    with ScriptedChats(script) as server:
         line = mistake(words(server, prices="prices.yaml"), capsys, "measures ")
         assert "service_tier=priority" in line
         assert len(server.bodies) == 1
@@ -163,7 +163,7 @@ def test_models_that_are_not_listed_are_named_before_anything_is_asked(models, u
         yield "1"
 
     # a server may have an alias, so that it is asked all the same
-    with ScriptedEndpoint(script, models) as server:
+    with ScriptedChats(script, models) as server:
         launch(words(server, "{model: [large, small], max_tokens: [8]}"))
         assert len(server.bodies) == 12
     assert len(order[0]) == bool(unlisted)
@@ -178,7 +178,7 @@ def test_models_that_are_not_listed_are_named_before_anything_is_asked(models, u
 )  # fmt: skip
 def test_a_server_without_a_list_of_models_is_measured(models, capsys):
     assert listed_models(models) is None
-    with ScriptedEndpoint(answers, models) as server:
+    with ScriptedChats(answers, models) as server:
         launch(words(server))
         (line,) = lines_about(server, capsys)
     assert "lists no models" in line
@@ -209,7 +209,7 @@ class OneAtATime:
 
 @pytest.mark.parametrize("concurrency", [2, 8])
 def test_a_server_that_ends_answers_when_others_come_is_told_from_a_broken_one(concurrency, capsys):
-    with ScriptedEndpoint(OneAtATime(0.1)) as server:
+    with ScriptedChats(OneAtATime(0.1)) as server:
         line = mistake(words(server, concurrency=concurrency), capsys, "measures ")
         assert "concurrency=1" in line
         # what was answered stays
@@ -223,7 +223,7 @@ def test_a_server_that_is_broken_alone_too_is_said_to_be(concurrency, capsys):
         yield "1"
         raise Broken
 
-    with ScriptedEndpoint(script) as server:
+    with ScriptedChats(script) as server:
         line = mistake(words(server, concurrency=concurrency), capsys, "measures ")
         # each is sent five times, and one of them once more, alone
         assert len(server.bodies) <= 5 * concurrency + (concurrency > 1)
@@ -252,7 +252,7 @@ def test_a_server_that_was_broken_for_a_while_is_measured():
         if next(numbers) <= 24:
             raise Broken
 
-    with ScriptedEndpoint(script) as server:
+    with ScriptedChats(script) as server:
         launch(words(server, "{model: [large], max_tokens: [8, 9, 10]}", concurrency=8))
     assert len(pl.read_parquet("out/table.parquet")) == 18
 
@@ -265,7 +265,7 @@ def test_a_server_that_breaks_now_and_then_is_measured(capsys):
         if next(numbers) % 4 == 0:
             raise Broken
 
-    with ScriptedEndpoint(script) as server:
+    with ScriptedChats(script) as server:
         launch(words(server, "{model: [large], max_tokens: [8, 9, 10, 11, 12, 13]}", concurrency=4))
     assert len(pl.read_parquet("out/table.parquet")) == 36
 
@@ -310,7 +310,7 @@ def test_no_time_to_wait_is_a_licence_for_thousands_of_requests(after):
             raise Turned(429, {"retry-after": after})
         yield "1"
 
-    with ScriptedEndpoint(script) as server:
+    with ScriptedChats(script) as server:
         client = EndpointClient(server.url, 20.0)
         start = time.monotonic()
         reply = client.ask({"model": "m", "messages": [{"role": "user", "content": "hi"}]})
@@ -420,7 +420,7 @@ def test_models_that_are_loaded_at_each_change_are_measured_one_after_the_other(
     script = HoldsOne(0.15)
     values = "{model: [small, large], max_tokens: [8, 16, 24]}"
     more = {"knobs.warm_up": 1, "concurrency": concurrency}
-    with ScriptedEndpoint(script) as server:
+    with ScriptedChats(script) as server:
         launch(words(server, values, **more))
         # those that measure a change, and then one for each model: a warm-up of three, and 18 cells
         assert script.loads <= 16
@@ -443,7 +443,7 @@ def test_models_that_are_loaded_at_each_change_are_measured_one_after_the_other(
 @pytest.mark.usefixtures("_loads_count")
 def test_loads_that_are_in_the_times_are_said():
     values = "{model: [small, large], max_tokens: [8, 16, 24]}"
-    with ScriptedEndpoint(HoldsOne(0.1)) as server:
+    with ScriptedChats(HoldsOne(0.1)) as server:
         launch(words(server, values))
     (remark,) = read_json("out/profile.json")["remarks"]
     assert "in the times" in remark
@@ -456,7 +456,7 @@ def test_a_server_that_holds_its_models_is_measured_in_random_order():
         yield f"{body['messages'][-1]['content']} {body['model']}"
 
     values = "{model: [small, large], max_tokens: [8, 16, 24]}"
-    with ScriptedEndpoint(script) as server:
+    with ScriptedChats(script) as server:
         launch(words(server, values, **{"knobs.warm_up": 1}))
         models = [body["model"] for body in server.bodies[-36:]]
     assert sum(a != b for a, b in itertools.pairwise(models)) > 8
@@ -465,7 +465,7 @@ def test_a_server_that_holds_its_models_is_measured_in_random_order():
 
 @pytest.mark.usefixtures("_loads_count")
 def test_the_limit_of_money_ends_blocks_too(capsys):
-    with ScriptedEndpoint(HoldsOne(0.1)) as server:
+    with ScriptedChats(HoldsOne(0.1)) as server:
         # a request costs 30 millionths, and at most some 200
         more = {"prices": "prices.yaml", "max_usd": 0.0008, "knobs.warm_up": 1}
         mistake(
@@ -481,7 +481,7 @@ def test_the_limit_of_money_ends_blocks_too(capsys):
 
 
 def remarks_of(script, values, **options):
-    with ScriptedEndpoint(script) as server:
+    with ScriptedChats(script) as server:
         launch(words(server, values, **options))
     return read_json("out/profile.json")["remarks"]
 

@@ -5,7 +5,7 @@ import json
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from scripted import DONE, ROLE, STOP, USAGE, WORD, chat, chunk, event
+from scripted_endpoint import DONE, ROLE, STOP, USAGE, WORD, chat, chunk, event
 
 from knobwise.serving.proxy.answers import ChatReader, ResponsesReader, is_about_model
 

@@ -4,7 +4,7 @@ import json
 
 import pytest
 from proxied import SAFE, serving
-from scripted import Reply, ScriptedEndpoint, chat
+from scripted_endpoint import Reply, ScriptedEndpoint, chat
 from test_faults import FREE
 
 FORM = "multipart/form-data; boundary=x"

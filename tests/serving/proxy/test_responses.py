@@ -5,7 +5,18 @@ import json
 import openai
 import pytest
 from proxied import SAFE, knobs_of, serving
-from scripted import DONE, ROLE, STOP, USAGE, WORD, Reply, ScriptedEndpoint, chat, chunk, event
+from scripted_endpoint import (
+    DONE,
+    ROLE,
+    STOP,
+    USAGE,
+    WORD,
+    Reply,
+    ScriptedEndpoint,
+    chat,
+    chunk,
+    event,
+)
 from test_faults import ERROR, FREE, of_model
 from test_serve import row_of, rows_in
 
