@@ -487,8 +487,8 @@ def remarks_of(script, values, **options):
 
 
 def deterministic(body):
-    # so long that no noise is a tenth of it
-    time.sleep(0.03)
+    # so long that the noise of a machine with much to do is no tenth of it
+    time.sleep(0.2)
     yield f"An answer to {body['messages'][-1]['content']}"
 
 
@@ -523,7 +523,7 @@ def test_a_knob_that_changes_tokens_prices_or_times_alone_is_heeded(change):
 
 def test_a_knob_that_one_model_ignores_is_said_of_that_one():
     def script(body):
-        time.sleep(0.03)
+        time.sleep(0.2)
         hot = body["temperature"] and body["model"] == "large"
         yield f"An answer to {body['messages'][-1]['content']} by {body['model']}" + "!" * hot
 
