@@ -25,7 +25,7 @@ def main():
         install = [python, "-m", "pip", "install", "--quiet", "--no-deps", "--requirement"]
         subprocess.run([*install, HERE / "requirements.txt"], check=True)
         wrong = 0
-        for trial in sorted(HERE.glob("try_*.py")):
+        for trial in sorted((HERE / "trials").glob("try_*.py")):
             environment = os.environ | {
                 "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}",
                 "MINARI_DATASETS_PATH": str(Path(folder, "datasets")),

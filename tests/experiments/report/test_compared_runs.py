@@ -388,7 +388,9 @@ def test_results_and_decisions_that_are_not_as_written_are_refused(tmp_path):
         read_results(folder)
 
 
-def test_results_without_a_checksum_are_refused(tmp_path, capsys):
+def test_results_without_a_checksum_are_refused(tmp_path, monkeypatch, capsys):
+    # where nothing else writes
+    monkeypatch.chdir(tmp_path)
     folder = write_run(tmp_path / "a")
     write_run(tmp_path / "b")
     whole = read_json(folder / "results.json")

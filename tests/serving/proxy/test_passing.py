@@ -5,7 +5,7 @@ import json
 import pytest
 from proxied import SAFE, serving
 from scripted_endpoint import Reply, ScriptedEndpoint, chat
-from test_faults import FREE
+from test_endpoint_faults import FREE
 
 FORM = "multipart/form-data; boundary=x"
 

@@ -17,7 +17,7 @@ from scripted_endpoint import (
     chunk,
     event,
 )
-from test_faults import ERROR, FREE, of_model
+from test_endpoint_faults import ERROR, FREE, of_model
 from test_serve import row_of, rows_in
 
 from knobwise.serving.proxy.responses import as_chat, with_changes
