@@ -2,6 +2,7 @@
 
 import pytest
 from proxied import export, serving
+from scripted_endpoint import ScriptedEndpoint
 
 from knobwise.agents import NumpyController
 from knobwise.testbeds.simulated_endpoint import SimulatedEndpoint
@@ -24,6 +25,12 @@ def controller(exported):
 def endpoint():
     with SimulatedEndpoint(delay=0) as running:
         yield running
+
+
+@pytest.fixture(scope="module")
+def scripted():
+    with ScriptedEndpoint() as endpoint:
+        yield endpoint
 
 
 @pytest.fixture(scope="module")

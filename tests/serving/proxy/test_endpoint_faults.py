@@ -13,7 +13,6 @@ from scripted_endpoint import (
     USAGE,
     WORD,
     Reply,
-    ScriptedEndpoint,
     chat,
     chunk,
     event,
@@ -25,12 +24,6 @@ ERROR = {"error": {"message": "overloaded", "code": 503}}
 GOOD = [ROLE, WORD, STOP, DONE]
 FREE = {"features": {"kind": "a"}, "model": "auto", "budget_ms": 5000}
 """The small model is asked first."""
-
-
-@pytest.fixture(scope="module")
-def scripted():
-    with ScriptedEndpoint() as endpoint:
-        yield endpoint
 
 
 @pytest.fixture(scope="module")

@@ -4,16 +4,10 @@ import json
 
 import pytest
 from proxied import SAFE, serving
-from scripted_endpoint import Reply, ScriptedEndpoint, chat
+from scripted_endpoint import Reply, chat
 from test_endpoint_faults import FREE
 
 FORM = "multipart/form-data; boundary=x"
-
-
-@pytest.fixture(scope="module")
-def scripted():
-    with ScriptedEndpoint() as endpoint:
-        yield endpoint
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,6 @@ from scripted_endpoint import (
     USAGE,
     WORD,
     Reply,
-    ScriptedEndpoint,
     chat,
     chunk,
     event,
@@ -186,12 +185,6 @@ def test_knobs_under_the_names_of_the_route():
     del after["max_completion_tokens"]
     assert "max_output_tokens" not in with_changes(body, chat_body, after)
     assert body["reasoning"] == {"summary": "auto"}
-
-
-@pytest.fixture(scope="module")
-def scripted():
-    with ScriptedEndpoint() as endpoint:
-        yield endpoint
 
 
 @pytest.fixture
