@@ -34,6 +34,8 @@ from torch import Tensor
 
 from knobwise.agents.calibration.training import distillation_trainer
 from knobwise.agents.controller.encoders import TableEncoder
+from knobwise.agents.controller.features import FeatureNormaliser
+from knobwise.agents.controller.settings import regularised
 from knobwise.agents.evaluation.baselines import Oracle, fit_static
 from knobwise.agents.evaluation.evaluation import evaluate_policy
 from knobwise.agents.problem import Problem
@@ -67,12 +69,36 @@ PARTS: dict[str, dict[str, Any]] = {
     "budgets by quantiles": {"budget": BudgetConfig(strategy="quantiles")},
     "exact, no draws": {"loss": replace(SAMPLED, objective="exact")},
     "half as long": {"optimiser": replace(COLD_OPTIMISER, iterations=500)},
+    "with features in 8 bins": {"bins": 8},
+    "with features in 16 bins": {"bins": 16},
 }
-"""What differs, by its name."""
+"""What differs, by its name; `bins` is the number for `in_bins`."""
+
+
+def in_bins(problem: Problem, bins: int) -> Problem:
+    """Return the problem with a further block of features: each feature in piecewise-linear bins
+    between its quantiles (Gorishniy et al. 2022, “On Embeddings for Numerical Features in Tabular
+    Deep Learning”), 0 below a bin, 1 above it and linear within; quantiles are of fitted samples.
+    """
+    table, fitted = problem.facts, problem.split.fitted
+    normaliser = FeatureNormaliser({name: block[fitted] for name, block in table.features.items()})
+    values = normaliser(dict(table.features))
+    edges = values[fitted].quantile(torch.linspace(0, 1, bins + 1), dim=0)  # [bins + 1, d]
+    low, width = edges[:-1], edges[1:] - edges[:-1]
+    shares = ((values.unsqueeze(1) - low) / width.clamp_min(1e-9)).clamp(0, 1)
+    block = shares.flatten(1)[:, (width > 1e-6).flatten()]
+    facts = replace(table, features={**table.features, "bins": block})
+    return replace(problem, facts=facts)
 
 
 def utilities(problem: Problem, budgets_ms: Tensor, settings: Mapping[str, Any]) -> Array:
     """Train on all but the test samples, and return the utility of each of these, [n]."""
+    bins, settings = settings.get("bins"), {k: v for k, v in settings.items() if k != "bins"}
+    if bins:
+        # regularised as without them: what is compared is the encoding
+        width = sum(block.shape[-1] for block in problem.facts.features.values())
+        settings = {"policy": regularised(SINGLE, width), **settings}
+        problem = in_bins(problem, bins)
     # what it is validated on is fitted too: nothing is chosen by it
     split = Split(problem.split.fitted, problem.split.validation, problem.split.test)
     trainer = controller_trainer(
