@@ -6,6 +6,7 @@ import itertools
 import re
 import shlex
 from dataclasses import asdict, replace
+from importlib.util import find_spec
 from pathlib import Path
 from types import UnionType
 from typing import get_args, get_origin, get_type_hints, is_typeddict
@@ -20,6 +21,7 @@ from tiny_models import tiny_model
 from wandb_stub import forget_wandb, offline_runs
 
 import knobwise
+from campaign.clients.__main__ import CLIENTS
 from knobwise.__main__ import main
 from knobwise.agents.calibration.guard import GuardRow
 from knobwise.envs.demonstrations.beam_files import write_rl_data
@@ -356,7 +358,7 @@ def test_the_run_of_the_results_holds_the_validation_score(runs):
 
 
 # pages of figures and of words, without anything to type
-RESULTS = {"results.md", "speed.md"}
+RESULTS = {"results.md", "speed.md", "compatibility.md"}
 GUIDES = [
     "README.md",
     *(f"docs/{p.name}" for p in sorted((ROOT / "docs").glob("*.md")) if p.name not in RESULTS),
@@ -376,6 +378,38 @@ SHORTER_VARIANTS = words_of("""
     variants.grpo_rounds.rounds=2 variants.grpo_rounds.epochs=1 variants.grpo_live.epochs=1
     variants.shuffled_live=null variants.hidden_live=null
 """)
+
+
+SHOWS = re.compile(
+    r"findings/(?P<script>\w+)\.sh|tests/(?P<file>[\w/]+)\.py::(?P<test>test_\w+)"
+    r"|python -m campaign\.(?P<module>[\w.]+)(?P<clients>( \w+)*)"
+)
+"""What shows a row of docs/compatibility.md."""
+
+
+def test_what_shows_each_behaviour_of_another_tool_exists_in_the_version_that_is_named():
+    page = (ROOT / "docs/compatibility.md").read_text()
+    rows = [line.strip("| ").split(" | ") for line in page.splitlines() if line.startswith("| ")]
+    rows = [row for row in rows if row[0] != "tool, version"]
+    assert len(rows) > 30
+    pins = [ROOT / "constraints.txt", ROOT / "tests/data/README.md"]
+    pins += [path for path in (ROOT / "campaign").rglob("requirements*/*") if path.is_file()]
+    pins += [*(ROOT / "campaign").rglob("requirements.txt"), *(ROOT / "findings").glob("*.sh")]
+    pinned = "\n".join(path.read_text() for path in pins)
+    for tool, _, _, shown in rows:
+        for version in re.findall(r"\d+(?:\.\d+)+", tool):
+            assert re.search(rf"(?<![\d.]){re.escape(version)}(?![\d.])", pinned), tool
+        for words in re.findall("`([^`]+)`", shown):
+            match = SHOWS.fullmatch(words)
+            assert match, words
+            if match["script"]:
+                assert (ROOT / f"findings/{match['script']}.sh").exists(), words
+            elif match["test"]:
+                source = (ROOT / f"tests/{match['file']}.py").read_text()
+                assert f"\ndef {match['test']}(" in source, words
+            else:
+                assert find_spec(f"campaign.{match['module']}"), words
+                assert set(match["clients"].split()) <= CLIENTS.keys(), words
 
 
 @pytest.fixture
