@@ -10,23 +10,17 @@ from __future__ import annotations
 
 import functools
 import os
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
-from timing import Bench
+from timing import Bench, run
 
 from knobwise.__main__ import main as knobwise
 from knobwise.experiments.report.report import write_report
 
 TINY = "policy.teacher=false baselines=false seeds=[0] tracking.mode=disabled"
 TINY += " optimiser.iterations=2 optimiser.pretrain_iterations=2"
-
-
-def run(*words: str) -> None:
-    """Run Python in a process of its own."""
-    subprocess.run([sys.executable, *words], check=True, stdout=subprocess.DEVNULL)
 
 
 def main() -> None:

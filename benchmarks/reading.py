@@ -2,7 +2,8 @@
 
 The plain ways check nothing: no ids that occur twice, no values out of range, no cells that are
 missing. They return arrays samples × configurations of accuracy and latency, as the table holds
-them.
+them. `knobwise.read` of a small file, as a whole process, stands beside the import of PyTorch, in
+whose tensors a table is.
 
     python benchmarks/reading.py
 """
@@ -17,7 +18,7 @@ from pathlib import Path
 import numpy as np
 import orjson
 import polars as pl
-from timing import Bench
+from timing import Bench, peak_mb, run
 
 from knobwise.envs.readers.exp_files import read_exp5_exp6, write_exp5_exp6
 from knobwise.envs.readers.long_table import read_long_table
@@ -71,11 +72,25 @@ def plain_files(folder: Path) -> Arrays:
     return dense(sides[0].join(sides[1], on=["sample_id", *KNOBS]))
 
 
+def small_file(bench: Bench, path: Path) -> None:
+    """Time `knobwise.read` of a CSV of 3 MB, and measure its memory."""
+    measurements(90_000).write_csv(path)
+    ours = "-c", f"import knobwise; knobwise.read({str(path)!r})"
+    torch = "-c", "import torch"
+    what = "a process with `knobwise.read` of 3 MB of CSV"
+    peers = {"import torch": functools.partial(run, *torch)}
+    bench.line(what, "s", functools.partial(run, *ours), peers.copy, target="≤ 1.25 ×")
+    mine = peak_mb(*ours)
+    ratio = "" if bench.ours else f"{mine / peak_mb(*torch):.3g} × import torch"
+    bench.tell("its peak memory", "MB", mine, ratio, target="≤ 1.15 ×")
+
+
 def main() -> None:
-    """Time both formats."""
+    """Time small files, then the formats of large ones."""
     bench = Bench()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
+        small_file(bench, folder / "small.csv")
         rows = 800_000
         write_exp5_exp6(measurements(rows), folder / "exp5", folder / "exp6", "text_vqa")
         bench.line(

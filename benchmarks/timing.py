@@ -18,6 +18,8 @@ import argparse
 import os
 import resource
 import statistics
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Mapping
 
@@ -71,6 +73,21 @@ def _after(before: Way, way: Way) -> float:
     start = time.process_time()
     way()
     return time.process_time() - start
+
+
+def run(*words: str) -> None:
+    """Run Python in a process of its own."""
+    subprocess.run([sys.executable, *words], check=True, stdout=subprocess.DEVNULL)
+
+
+def peak_mb(*words: str) -> float:
+    """Run Python in a process of its own, and return how much memory it had at most."""
+    process = subprocess.Popen([sys.executable, *words], stdout=subprocess.DEVNULL)
+    _, status, used = os.wait4(process.pid, 0)
+    process.returncode = os.waitstatus_to_exitcode(status)
+    if process.returncode:
+        raise subprocess.CalledProcessError(process.returncode, process.args)
+    return used.ru_maxrss / 1024  # of KiB, as Linux counts it
 
 
 class Bench:

@@ -9,7 +9,7 @@ all rows; trees are not, because their mean over the folds is better.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,7 +20,14 @@ from torch import Tensor, nn
 
 from knobwise.agents.controller.features import FeatureNormaliser
 from knobwise.agents.teacher.outcomes import Prediction, pick
-from knobwise.agents.teacher.regressors import FAMILIES, KINDS, Regressor, Trees, constant
+from knobwise.agents.teacher.regressors import (
+    FAMILIES,
+    KINDS,
+    Family,
+    Regressor,
+    Trees,
+    constant,
+)
 from knobwise.agents.teacher.targets import Targets
 from knobwise.common.progress import progress, say
 from knobwise.envs.bandit.budgets import log_measured, subsample
@@ -166,14 +173,20 @@ class FittedExpert(NamedTuple):
     """An expert of all rows, and the experts of the folds.
 
     Attributes:
-        expert: fitted on all rows.
+        of_all: fitted on all rows; None if it was not asked for.
         out_of_fold: predictions for these rows by the experts of the folds.
         of_folds: for each fold the expert that was fitted without it.
     """
 
-    expert: Expert
+    of_all: Expert | None
     out_of_fold: Prediction
     of_folds: list[Expert]
+
+    @property
+    def expert(self) -> Expert:
+        """The expert of all rows."""
+        assert self.of_all is not None
+        return self.of_all
 
 
 class Experts(NamedTuple):
@@ -198,6 +211,8 @@ class Experts(NamedTuple):
         normaliser: FeatureNormaliser | None = None,
         folds: int = FOLDS,
         rule: Rule = DEADLINES,
+        ways: Mapping[str, Family] = FAMILIES,
+        on_all: bool = True,
     ) -> Experts:
         """Fit an expert of each family.
 
@@ -210,11 +225,13 @@ class Experts(NamedTuple):
         Args:
             rows: int64 [n].
             budgets_ms: deadlines [B] that the spreads are chosen for; empty at a price.
-            families: names in `FAMILIES`.
+            families: names in `ways`.
             seed: of folds and trees.
             normaliser: None fits one on the same rows.
             folds: how many the rows are cut into.
             rule: what decisions are worth under these budgets.
+            ways: of fitting each family.
+            on_all: whether to fit on all rows too, not in the folds alone.
         """
         division = folds_of(table, rows, seed, folds)
         normaliser = normaliser or FeatureNormaliser.fit(table, rows)
@@ -237,15 +254,17 @@ class Experts(NamedTuple):
         fitted = []
         with progress("fitting experts", len(families), quiet_s=2) as tick:
             for done, name in enumerate(families, 1):
+                family = ways[name]
                 # without features there is only padding to learn from
-                settings = FAMILIES[name].settings if normaliser.width else ()
-                fitted.append(_fit(name, measured, targets, by_fold, settings, seed))
+                if not normaliser.width:
+                    family = family._replace(settings=())
+                fitted.append(_fit(name, family, measured, targets, by_fold, seed, on_all))
                 tick(done, name.replace("_", " "))
         return cls(measured, normaliser, fitted)
 
     def of_families(self, families: Sequence[str]) -> list[FittedExpert]:
         """Return the experts of these families, in their order."""
-        named = {fitted.expert.name: fitted for fitted in self.fitted}
+        named = {fitted.of_folds[0].name: fitted for fitted in self.fitted}
         return [named[family] for family in families]
 
 
@@ -269,30 +288,31 @@ def pad_features(x: Tensor) -> Tensor:
 
 
 def _models(
-    name: str, targets: Targets, settings: Sequence[Any], seed: int, columns: slice = slice(None)
+    family: Family, targets: Targets, seed: int, columns: slice = slice(None)
 ) -> list[Regressor]:
     """Fit a constant and each setting of a family to some columns of targets."""
     values = targets.values[:, columns]
     models: list[Regressor] = [constant(values, targets.x.shape[1])]
-    if settings:
-        models += FAMILIES[name].fit(targets.x, values, settings, seed)
+    if family.settings:
+        models += family.fit(targets.x, values, family.settings, seed)
     scale, offset = (unit[columns] for unit in targets.units)
     return [model.rescaled(scale, offset) for model in models]
 
 
 def _fit(
     name: str,
+    family: Family,
     measured: MeasuredRows,
     targets: Targets,
     by_fold: Sequence[tuple[Rows, Targets]],
-    settings: Sequence[Any],
     seed: int,
+    on_all: bool,
 ) -> FittedExpert:
-    """Fit a family, with these settings and a constant to choose from.
+    """Fit a family, with its settings and a constant to choose from.
 
     `by_fold` are of each fold the positions that are held out, and the targets of the others.
     """
-    of_folds, held_out = _fitted_out_of_fold(name, targets, by_fold, settings, seed)
+    of_folds, held_out = _fitted_out_of_fold(family, targets, by_fold, seed)
     # the first C columns are accuracies, the others log-latencies
     count = measured.mask.shape[1]
     log_latency = log_measured(measured.latency_ms)
@@ -309,31 +329,32 @@ def _fit(
         best = int(squares.sum((1, 2)).argmin())
         # a copy, which does not keep the predictions of the other settings
         unseen.append(held_out[best, :, columns].clone())
-        words.append(f"{part} {('constant', *settings)[best]}")
+        words.append(f"{part} {('constant', *family.settings)[best]}")
         in_folds = [models[best].outputs(columns) for models in of_folds]
+        of_all: Regressor | None = None
         # trees are not refitted: their mean over the folds is better
-        if isinstance(in_folds[0], Trees):
-            of_all: Regressor = Trees.averaged(in_folds)
-        else:
+        if on_all and isinstance(in_folds[0], Trees):
+            of_all = Trees.averaged(in_folds)
+        elif on_all:
             # on all rows; where the first is best there is no setting but the constant
-            of_all = _models(name, targets, settings[best - 1 : best], seed, columns)[-1]
-        regressors.append([of_all, *in_folds])
+            chosen = family._replace(settings=family.settings[best - 1 : best])
+            of_all = _models(chosen, targets, seed, columns)[-1]
+        regressors.append(in_folds if of_all is None else [*in_folds, of_all])
     unseen_accuracy, unseen_latency = unseen
     spread = _spread(measured, unseen_accuracy, unseen_latency)
-    # an expert of all rows, and of each fold
+    # an expert of each fold, and perhaps of all rows
     of_accuracy, of_latency = regressors
     experts = []
     for right, fast in zip(of_accuracy, of_latency, strict=True):
         experts.append(Expert(name, right, fast, spread, ", ".join(words)))
     out_of_fold = Prediction(unseen_accuracy, unseen_latency, spread)
-    return FittedExpert(experts[0], out_of_fold, experts[1:])
+    return FittedExpert(experts.pop() if on_all else None, out_of_fold, experts)
 
 
 def _fitted_out_of_fold(
-    name: str,
+    family: Family,
     targets: Targets,
     by_fold: Sequence[tuple[Rows, Targets]],
-    settings: Sequence[Any],
     seed: int,
 ) -> tuple[list[list[Regressor]], Tensor]:
     """Fit the constant and each setting of a family on each fold; arguments as in `_fit`.
@@ -348,9 +369,9 @@ def _fitted_out_of_fold(
     def fitted(_: Rows, known: Targets) -> list[Regressor]:
         # a limit on the caller's thread does not hold in this one
         with threadpool_limits(1, user_api="openmp"):
-            return _models(name, known, settings, seed)
+            return _models(family, known, seed)
 
-    held_out = torch.zeros(len(settings) + 1, *targets.values.shape)
+    held_out = torch.zeros(len(family.settings) + 1, *targets.values.shape)
     of_folds: list[list[Regressor]] = []
     fitting = Parallel(n_jobs=-1, prefer="threads", return_as="generator")
     results = fitting(itertools.starmap(delayed(fitted), by_fold))

@@ -206,14 +206,17 @@ def kernel_ridge(
     so at most `MAX_POINTS` samples are drawn.
     """
     points = _Points.drawn(x, y, seed)
+    residual = points.y - points.bias
     models: list[Kernel] = []
-    for multiple, alpha in settings:
-        # Cholesky for each setting takes less than one decomposition into eigenvectors for all
-        system = points.kernel(multiple)
-        system.flat[:: len(system) + 1] += alpha
-        factor = cho_factor(system, overwrite_a=True, check_finite=False)
-        coefficients = cho_solve(factor, points.y - points.bias, check_finite=False)
-        models.append(points.model(multiple, coefficients))
+    for multiple, settings_of_width in itertools.groupby(settings, key=lambda pair: pair[0]):
+        kernel = points.kernel(multiple)
+        for _, alpha in settings_of_width:
+            # Cholesky for each setting takes less than one decomposition into eigenvectors for all
+            system = kernel.copy()
+            system.flat[:: len(system) + 1] += alpha
+            factor = cho_factor(system, overwrite_a=True, check_finite=False)
+            coefficients = cho_solve(factor, residual, check_finite=False)
+            models.append(points.model(multiple, coefficients))
     return models
 
 
@@ -333,18 +336,22 @@ def forest(x: Array, y: Array, settings: Sequence[int], seed: int) -> list[Trees
     return models
 
 
-def boosting(x: Array, y: Array, settings: Sequence[int], seed: int) -> list[Trees]:
+def boosting(
+    x: Array, y: Array, settings: Sequence[int], seed: int, rate: float = 0.05
+) -> list[Trees]:
     """Fit stochastic gradient boosting for squared loss (Friedman 2002).
 
-    Each tree predicts all outputs. A setting is the number of trees.
+    Each tree predicts all outputs. A setting is the number of trees; the learning rate shrinks
+    each.
     """
     from sklearn.tree import DecisionTreeRegressor
 
-    rate = 0.05
     draws = np.random.default_rng(seed)
     features_per_split = min(x.shape[1], max(8, x.shape[1] // 10))
     bias, components, residual = _principal(y)
     trees = []
+    # as scikit-learn has them, which need not check them for each tree
+    inputs = np.ascontiguousarray(x, np.float32)
     # a fit of 50 trees is the first 50 of a fit of 300: one fit serves all settings
     for _ in range(max(settings)):
         # each tree sees 60 % of the samples
@@ -354,8 +361,9 @@ def boosting(x: Array, y: Array, settings: Sequence[int], seed: int) -> list[Tre
             min_samples_leaf=8,
             max_features=features_per_split,
             random_state=int(draws.integers(1 << 31)),
-        ).fit(x[part], residual[part])
-        residual = residual - rate * tree.predict(x).reshape(residual.shape)
+        ).fit(inputs[part], residual[part], check_input=False)
+        predicted = tree.predict(inputs, check_input=False)
+        residual = residual - rate * predicted.reshape(residual.shape)
         trees.append(tree.tree_)
     return [_trees(trees[:rounds], rate, components, bias) for rounds in settings]
 

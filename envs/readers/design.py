@@ -12,7 +12,7 @@ import polars as pl
 
 from knobwise.envs.readers.column_names import INDEX, named_like
 from knobwise.envs.readers.column_values import glimpse, holds_no_text
-from knobwise.envs.tables.splits import joint_codes
+from knobwise.envs.tables.splits import first_rows, joint_codes
 
 SECONDS = np.array([1.42e9, 2.2e9])
 """The years 2015 to 2039, in seconds since 1970."""
@@ -184,7 +184,7 @@ class Design:
         setting = joint_codes(self._dataset, *(self._values[knob] for knob in knobs))
         both = joint_codes(setting, *(self._values[column] for column in columns))
         # a setting that was measured again counts once
-        rows = np.unique(joint_codes(self._sample, both), return_index=True)[1]
+        rows = first_rows(joint_codes(self._sample, both))
         sample = self._sample[rows]
         setting = setting[rows]
         both = both[rows]
@@ -192,8 +192,10 @@ class Design:
 
         def pairs(*codes: np.ndarray) -> np.ndarray:
             """Return how many pairs of rows of each data set are equal in these."""
-            _, first, count = np.unique(joint_codes(*codes), return_index=True, return_counts=True)
-            return np.bincount(dataset[first], count * (count - 1) / 2, self._dataset.max() + 1)
+            joined = joint_codes(*codes)
+            count = np.bincount(joined)
+            of_pairs = dataset[first_rows(joined)]
+            return np.bincount(of_pairs, count * (count - 1) / 2, self._dataset.max() + 1)
 
         met = pairs(sample, setting)
         in_sample = pairs(sample)
@@ -229,17 +231,16 @@ class Design:
     def _is_shared(self, column: str) -> bool:
         """Return whether a value of a column occurs in two samples."""
         values = self._values[column]
-        return len(np.unique(joint_codes(self._sample, values))) > values.max() + 1
+        return int(joint_codes(self._sample, values).max()) > values.max()
 
     def is_complete(self, column: str, knobs: Sequence[str]) -> bool:
         """Return whether samples have several values of a column where these knobs are equal, and
         nearly all that there are."""
         setting = joint_codes(self._dataset, *(self._values[knob] for knob in knobs))
         both = joint_codes(setting, self._values[column])
-        _, first = np.unique(both, return_index=True)
-        values = np.bincount(setting[first])
-        _, cells = np.unique(joint_codes(self._sample, setting), return_index=True)
-        measured = len(np.unique(joint_codes(self._sample, both)))
+        values = np.bincount(setting[first_rows(both)])
+        cells = first_rows(joint_codes(self._sample, setting))
+        measured = int(joint_codes(self._sample, both).max()) + 1
         return measured > max(len(cells), COMPLETE * values[setting[cells]].sum())
 
     def knobs_among(self, columns: Sequence[str]) -> list[str]:
@@ -280,8 +281,14 @@ def _rank_within(group: np.ndarray, number: np.ndarray) -> np.ndarray:
 
 def _codes(columns: pl.DataFrame) -> np.ndarray:
     """Return a number for each row, int64 [n]; rows with equal values have the same."""
-    codes = [
-        column.cast(pl.String).fill_null("").rank("dense").to_numpy().astype(np.int64) - 1
-        for column in columns
-    ]
-    return joint_codes(*codes)
+    return joint_codes(*map(_ranks, columns))
+
+
+def _ranks(column: pl.Series) -> np.ndarray:
+    """Return the rank of each value of a column among those that there are, as text, int64 [n]."""
+    text = column.cast(pl.String).fill_null("")
+    values = text.unique()
+    # a few values are sorted faster than all rows
+    if len(values) < len(text) / 2:
+        return text.cast(pl.Enum(values.sort())).to_physical().to_numpy().astype(np.int64)
+    return text.rank("dense").to_numpy().astype(np.int64) - 1

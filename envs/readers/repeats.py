@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import polars as pl
-from scipy.stats import t as student
 
 from knobwise.common.errors import InputError
 from knobwise.envs.readers.column_names import REPEATS, list_columns, named_like
@@ -101,8 +100,13 @@ def _note_setting(
         times=beyond.mean().abs() / (beyond.std() / pl.len().sqrt()).clip(1e-9),
     )
     of_numbers = of_numbers.filter(pl.col("differ") >= FEWEST_SAMPLES)
-    chance = 2 * student.sf(of_numbers["times"].to_numpy(), of_numbers["count"].to_numpy() - 1)
-    if len(chance) and chance.min() * number.n_unique() < BY_CHANCE:
+    if of_numbers.is_empty():
+        return
+    # here, since few tables have such columns and SciPy takes long to import
+    from scipy.special import stdtr
+
+    chance = 2 * stdtr(of_numbers["count"].to_numpy() - 1, -of_numbers["times"].to_numpy())
+    if chance.min() * number.n_unique() < BY_CHANCE:
         means = cells.group_by("number").agg(pl.col("accuracy").mean()).sort("number").rows()
         levels = ", ".join(f"{mean:.2f} at {value}" for value, mean in means)
         notes.append(

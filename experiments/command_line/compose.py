@@ -34,7 +34,7 @@ from knobwise.experiments.command_line.registry import (
     settings_of_verb,
 )
 from knobwise.experiments.settings.choices import BY_USER, CONF, choice_of
-from knobwise.experiments.settings.profiles import group_of_run, of_run, refuse_code
+from knobwise.experiments.settings.settings_of_run import group_of_run, of_run, refuse_code
 from knobwise.experiments.settings.tracking import Training
 from knobwise.experiments.settings.unread import refuse_unread, unread_options
 

@@ -269,14 +269,16 @@ def inspect(config: InspectRun) -> None:
     """Print what a profile or a log holds, and write it where the settings say."""
     from rich.console import Console
 
-    from knobwise.experiments.inspection.facts import inspect_table
-    from knobwise.experiments.inspection.logs import inspect_log
     from knobwise.experiments.report import inspection
 
     if config.log is not None:
+        from knobwise.experiments.inspection.logs import inspect_log
+
         facts = inspect_log(config.log)
         inspection.print_log(facts, Console())
     else:
+        from knobwise.experiments.inspection.facts import inspect_table
+
         workers = workers_of(getattr(config.profile, "path", None))
         table = read_profile(config.profile)
         facts = inspect_table(table, config.learning_curve, workers)

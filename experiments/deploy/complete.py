@@ -28,9 +28,9 @@ from knobwise.experiments.settings.measuring_options import ProfileRun
 from knobwise.experiments.settings.profiles import (
     PROFILES,
     TableProfile,
-    group_of_run,
     read_profile,
 )
+from knobwise.experiments.settings.settings_of_run import group_of_run
 from knobwise.experiments.settings.words import shell_word
 from knobwise.profiling.measuring.settings import VLMProfileConfig
 

@@ -3,7 +3,7 @@ and of `decisions.parquet`."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar, cast
 
 import polars as pl
@@ -17,20 +17,14 @@ from knobwise.agents.evaluation.policy import Baseline
 from knobwise.agents.problem import Problem
 from knobwise.agents.training.checkpoint import Loaded
 from knobwise.envs.bandit.reward import RewardTable
-from knobwise.envs.bandit.rules import DEADLINES, Rule
-from knobwise.envs.tables.cells import Cells
-from knobwise.envs.tables.profile_table import ProfileTable
-from knobwise.envs.tables.units import unit_in
 from knobwise.experiments.evidence.decisions import BEFORE, IF_FREE, SAMPLE
 from knobwise.experiments.evidence.evaluate import Deadlines, Policies, alone, evaluate
 from knobwise.experiments.evidence.mean_budgets import MeanBudgets
-from knobwise.experiments.evidence.profile_facts import profile_of
+from knobwise.experiments.evidence.profile_facts import configuration_rows, costs_of, profile_of
 from knobwise.experiments.evidence.promises import promises_on_test
 from knobwise.experiments.evidence.results import value_of
 from knobwise.experiments.evidence.schema import (
     Chosen,
-    ConfigurationRow,
-    CostFacts,
     DatasetRow,
     GrpoGain,
     PolicyRow,
@@ -206,57 +200,6 @@ def _most_important(task: Task, means: list[PolicyRow]) -> list[PolicyRow]:
     others = sorted(rows.keys() - {*first, last})
     best = sorted(others, key=lambda policy: -value_of(rows[policy], task.ranked_by))[:1]
     return [rows[policy] for policy in (*first, *best, last) if policy in rows]
-
-
-def costs_of(
-    table: ProfileTable, limits: Mapping[str, float] | None = None
-) -> dict[str, CostFacts]:
-    """Return what is known of a table's further costs, and limits on them, by name."""
-    costs: dict[str, CostFacts] = {}
-    for name in table.costs:
-        costs[name] = {}
-        if unit := unit_in(name):
-            costs[name]["unit"] = unit
-        if limits and name in limits:
-            costs[name]["limit"] = limits[name]
-    return costs
-
-
-def configuration_rows(
-    table: ProfileTable,
-    rows: Tensor,
-    budgets: Sequence[float] = (),
-    cells: Cells | None = None,
-    rule: Rule = DEADLINES,
-) -> list[ConfigurationRow]:
-    """Return the means of every configuration that some of these samples (int64 [n]) may have, with
-    the mean utility over the budgets if there are any.
-
-    Args:
-        cells: what counts of the table; None for all that it has.
-        rule: what decisions are worth.
-    """
-    counted: Cells = table if cells is None else cells
-    # how right an answer is does not depend on what it costs
-    accuracy = table.accuracy[rows].where(counted.mask[rows], torch.nan)
-    columns = {"accuracy": accuracy, "latency_ms": counted.latency_ms[rows]}
-    if budgets:
-        # [n, C, B]; what was not profiled has no utility
-        utility = rule.mean_utility(
-            counted.accuracy[rows][..., None],
-            counted.measurements_ms[rows][..., None, :],
-            torch.tensor(budgets),
-        ).mean(-1)
-        columns["utility"] = utility.where(counted.mask[rows], torch.nan)
-    means = {name: values.nanmean(0).tolist() for name, values in columns.items()}
-    # the rest was never measured
-    configurations: list[ConfigurationRow] = []
-    for c, label in enumerate(map(table.label, range(table.num_configurations))):
-        if counted.mask[rows, c].any():
-            row: ConfigurationRow = {"label": label, "knobs": table.configuration(c)}
-            known = {name: values[c] for name, values in means.items()}
-            configurations.append(cast("ConfigurationRow", row | known))
-    return configurations
 
 
 # -- from training ---------------------------------------------------------------------------------

@@ -19,6 +19,7 @@ from knobwise.agents.problem import Problem
 from knobwise.envs.tables.cells import averages
 from knobwise.envs.tables.profile_table import ProfileTable
 from knobwise.envs.tables.splits import folds_of
+from knobwise.experiments.evidence.profile_facts import difficulty_of
 from knobwise.experiments.evidence.schema import (
     BestAndWorst,
     Difficulty,
@@ -43,8 +44,6 @@ MAX_SAMPLES = 1000
 """At most this many samples are explained, a random choice of a larger test part."""
 SEED = 0
 """The seed of all random numbers of this module."""
-RIGHT = 0.5
-"""A configuration is right for a sample from this accuracy on."""
 REPEATS = 3
 """How often a feature block is shuffled."""
 NARROW = 64
@@ -147,14 +146,6 @@ def explain_policy(explained: Explained, questions: Mapping[str, str]) -> WhyExp
 
 
 # -- easy → cheap, hard → costly -------------------------------------------------------------------
-
-
-def difficulty_of(accuracy: Tensor, latency_ms: Tensor) -> Tensor:
-    """Return the latency of the cheapest right configuration of each sample, [n].
-
-    Accuracy and latency are [n, C]. Where no configuration is right the result is infinite.
-    """
-    return latency_ms.where(accuracy >= RIGHT, torch.inf).amin(1)  # NaN is not right
 
 
 def rank_correlation(x: ArrayLike, y: ArrayLike) -> tuple[float | None, list[float] | None]:

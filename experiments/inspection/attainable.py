@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -33,6 +34,7 @@ from knobwise.agents.problem import Problem
 from knobwise.agents.teacher.beliefs import fit_beliefs
 from knobwise.agents.teacher.experts import Experts
 from knobwise.agents.teacher.outcomes import Prediction, pick
+from knobwise.agents.teacher.regressors import FAMILIES, Family, boosting
 from knobwise.agents.teacher.weights import HeldOutScores, weights_of_folds
 from knobwise.common.progress import progress
 from knobwise.envs.bandit.budgets import MIN_LATENCY_MS, SPARSE
@@ -50,6 +52,15 @@ MAX_ONCE = 0.5
 """Where more of the cells were measured once, most of the luck cannot be told."""
 QUICK = ("ridge", "kernel_ridge", "gradient_boosting")
 """The families of the quick predictors."""
+WAYS = {
+    "ridge": FAMILIES["ridge"],
+    "kernel_ridge": FAMILIES["kernel_ridge"]._replace(
+        settings=tuple((1.0, alpha) for alpha in (0.1, 0.3, 1.0))
+    ),
+    "gradient_boosting": Family(partial(boosting, rate=0.2), (40,)),
+}
+"""How they are fitted before any training, with fewer settings and trees than a teacher's, which
+take most of its time."""
 MAX_SAMPLES = 4000
 """Of larger profiles a random part of this size is used, so that inspection takes seconds."""
 MAX_CELLS = 250_000
@@ -153,7 +164,16 @@ def _quick_experts(table: ProfileTable, known: ProfileTable, budgets_ms: Tensor)
     rows = rows[:most].sort().values
     # without budgets no spread is chosen by its utility, which would flatter
     normaliser = _narrowed(table, rows)
-    return Experts.fit(known, rows, budgets_ms[:0], QUICK, 0, normaliser=normaliser)
+    return Experts.fit(
+        known,
+        rows,
+        budgets_ms[:0],
+        QUICK,
+        0,
+        normaliser=normaliser,
+        ways=WAYS,
+        on_all=False,
+    )
 
 
 def _narrowed(table: ProfileTable, rows: Tensor) -> FeatureNormaliser:

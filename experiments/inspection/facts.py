@@ -25,8 +25,7 @@ from knobwise.envs.bandit.budgets import default_budgets, log_moments
 from knobwise.envs.tables.cells import unread
 from knobwise.envs.tables.cost_words import in_words
 from knobwise.envs.tables.profile_table import ProfileTable, median_of
-from knobwise.experiments.evidence.controllers import configuration_rows, costs_of
-from knobwise.experiments.evidence.explanation import difficulty_of
+from knobwise.experiments.evidence.profile_facts import configuration_rows, costs_of, difficulty_of
 from knobwise.experiments.evidence.statistics import pareto_front
 from knobwise.experiments.inspection.attainable import (
     attainable,

@@ -7,7 +7,11 @@ import re
 import shlex
 from collections.abc import Iterable
 from difflib import get_close_matches
+from typing import Any
 
+MISSING: Any = "???"
+"""What OmegaConf takes for an option that must be given. Its own name for it would cost readers of
+profiles an import of OmegaConf."""
 NULL = re.compile("null", re.IGNORECASE)
 """How Hydra writes that an option has no value."""
 CALL = re.compile(r"(choice|range|interval|glob|sort|shuffle|tag|str|int|float|bool)\(.*\)", re.S)

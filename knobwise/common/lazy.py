@@ -32,11 +32,18 @@ def lazy(package: str, module_of: Mapping[str, str]) -> Callable[[str], Any]:
 @contextmanager
 def uncollected() -> Iterator[None]:
     """A block without collections, since what it makes stays: imports of PyTorch take a fourth
-    longer if the modules are searched for cycles again and again."""
+    longer if the modules are searched for cycles again and again.
+
+    What it made counts as old afterwards, or the next collection would search all of it at once.
+    """
     collecting = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
+        # what others froze stays frozen
+        if collecting and not gc.get_freeze_count():
+            gc.freeze()
+            gc.unfreeze()
         if collecting:
             gc.enable()

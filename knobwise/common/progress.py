@@ -12,18 +12,9 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from typing import Any
-
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
-from rich.table import Column
 
 Tick = Callable[..., None]
 """Takes the number of steps done, and optionally a note."""
-REDRAW_S = 0.1
-"""Seconds between two drawings of a bar."""
-NUMBERS = 40
-"""Columns of a terminal for title, bar and numbers; the note has the others."""
 
 
 @contextmanager
@@ -46,7 +37,11 @@ def progress(
     """
     start = latest = time.monotonic()
     ended = False
-    bar = _Bar() if has_terminal() else None
+    bar = None
+    if has_terminal():
+        from knobwise.common.bars import Bar
+
+        bar = Bar()
     first = done
 
     def tick(done: int, note: str = "") -> None:
@@ -100,8 +95,12 @@ def has_terminal() -> bool:
         return False
     # stderr may be None, closed, or anything with `write`
     with suppress(AttributeError, OSError, ValueError):
-        console = Console(stderr=True)
-        return sys.stderr.isatty() and console.is_terminal and not console.is_dumb_terminal
+        if sys.stderr.isatty():
+            # nothing else needs Rich
+            from rich.console import Console
+
+            console = Console(stderr=True)
+            return console.is_terminal and not console.is_dumb_terminal
     return False
 
 
@@ -113,55 +112,4 @@ def _left(seconds: float, steps: int, remaining: int) -> str:
         return "time left unknown"
     return (
         f"{duration(max(1.0, seconds / steps * remaining))} left"  # 0 s would mean that it is done
-    )
-
-
-class _Bar:
-    """A bar in the terminal; nested ones stand below each other, in one display."""
-
-    display: Progress | None = None
-    drawn = 0.0
-    task: TaskID | None = None
-
-    def show(self, now: float, title: str, **values: Any) -> None:
-        with suppress(OSError, ValueError):  # the terminal may be gone
-            display = _Bar.display = _Bar.display or _display()
-            # the first time
-            if self.task is None:
-                self.task = display.add_task(title, **values)
-                _Bar.drawn = 0.0
-                display.start()
-            display.update(self.task, **values)
-            if now - self.drawn >= REDRAW_S:
-                _Bar.drawn = now
-                display.refresh()
-
-    def remove(self) -> None:
-        """Take the bar away; the last one stays as it is, in the scrollback."""
-        display = self.display
-        with suppress(OSError, ValueError):
-            if display is None or self.task is None:
-                return
-            if len(display.tasks) > 1:
-                display.remove_task(self.task)
-                return
-            _Bar.display = None
-            display.stop()
-
-
-def _display() -> Progress:
-    console = Console(stderr=True)
-    # a long note must not break the line
-    room = Column(no_wrap=True, max_width=max(8, console.width - NUMBERS))
-    return Progress(
-        TextColumn("{task.description}", markup=False),
-        BarColumn(bar_width=None),
-        MofNCompleteColumn(),
-        TextColumn("{task.fields[left]}"),
-        TextColumn("{task.fields[note]}", markup=False, table_column=room),
-        console=console,
-        auto_refresh=False,
-        expand=True,
-        # output that goes into a file must not appear in the terminal instead
-        redirect_stdout=sys.stdout is not None and sys.stdout.isatty(),
     )

@@ -29,7 +29,7 @@ from helpers import (
 from replayed import untrained
 
 import knobwise
-from knobwise import agents, api, envs, losses, testbeds
+from knobwise import agents, api, envs, losses, reading, testbeds
 from knobwise.agents import DeployedController, PolicyConfig, Selector, SelectorConfig
 from knobwise.agents.training.checkpoint import Loaded, save_checkpoint
 from knobwise.envs.readers.feature_files import write_features
@@ -328,6 +328,47 @@ def test_what_cannot_be_trained_is_refused(message, options):
         knobwise.fit(small_table(20), **options)
 
 
+AFTER_READ = """
+import json, sys
+import knobwise
+
+assert knobwise.read(sys.argv[1]).num_samples == 60
+print(json.dumps(sorted(sys.modules)))
+"""
+AFTER_INSPECT = """
+import json, sys
+from knobwise.__main__ import main
+
+assert main(["inspect", *sys.argv[1:]]) == 0
+print(json.dumps(sorted(sys.modules)))
+"""
+LEARNS = {"torchrl", "tensordict", "wandb", "tensorboard", "transformers", "ray"}
+"""Libraries of what learns, tracks and measures."""
+
+
+def test_read_loads_nothing_of_what_learns_and_judges(tmp_path):
+    path = tmp_path / "t.csv"
+    long_frame(small_table(60)).write_csv(path)
+    loaded = modules_after(AFTER_READ, str(path))
+    assert "torch" in loaded
+    unused = {"scipy", "sklearn", "hydra", "omegaconf", "pandas", "altair", "rich", "joblib"}
+    assert libraries_of(loaded).isdisjoint(LEARNS | unused)
+    rooms = {".".join(name.split(".")[:3]) for name in loaded if name.startswith("knobwise.")}
+    assert not {name for name in rooms if name.startswith(("knobwise.agents", "knobwise.losses"))}
+    settings = {"knobwise.experiments", "knobwise.experiments.settings"}
+    assert {name for name in rooms if name.startswith("knobwise.experiments")} == settings
+
+
+def test_inspect_loads_no_training_no_charts_and_no_tracking(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write_table()
+    loaded = modules_after(AFTER_INSPECT, *TABLE)
+    assert "knobwise.experiments.inspection.facts" in loaded
+    assert libraries_of(loaded).isdisjoint(LEARNS | {"altair", "jinja2", "pandas"})
+    for part in ("agents.training.trainer", "agents.calibration", "experiments.train"):
+        assert f"knobwise.{part}" not in loaded
+
+
 AFTER_FIT = """
 import json, sys
 import knobwise
@@ -339,14 +380,23 @@ print(json.dumps(sorted(sys.modules)))
 """
 
 
-def test_fit_loads_no_command_line_no_charts_and_no_report():
-    words = [sys.executable, "-c", AFTER_FIT, json.dumps(QUICK)]
+def modules_after(script, *words):
+    """Return the modules that Python has loaded after a script which prints them last."""
+    command = [sys.executable, "-c", script, *words]
     folders = {"PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run(words, check=True, capture_output=True, env=os.environ | folders)
-    loaded = json.loads(done.stdout)
+    done = subprocess.run(command, check=True, capture_output=True, env=os.environ | folders)
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def libraries_of(loaded):
+    return {name.partition(".")[0] for name in loaded}
+
+
+def test_fit_loads_no_command_line_no_charts_and_no_report():
+    loaded = modules_after(AFTER_FIT, json.dumps(QUICK))
     assert "knobwise.experiments.train.controller" in loaded
-    tops = {name.partition(".")[0] for name in loaded}
-    assert tops.isdisjoint({"hydra", "altair", "wandb", "jinja2", "tensorboard"})
+    unused = {"hydra", "altair", "wandb", "jinja2", "tensorboard"}
+    assert libraries_of(loaded).isdisjoint(unused)
     rooms = {".".join(name.split(".")[:3]) for name in loaded if name.startswith("knobwise.")}
     assert rooms.isdisjoint({f"knobwise.experiments.{room}" for room in ("command_line", "deploy")})
     # of the report the sentence of the outcome alone
@@ -403,9 +453,9 @@ def test_importing_knobwise_stays_light():
 
 def test_the_examples_run():
     names = {"knobwise": knobwise, "polars": polars, "builtin_profile": builtin_profile}
-    result = doctest.testmod(api, extraglobs=names)
-    assert result.failed == 0
-    assert result.attempted == 9
+    results = [doctest.testmod(module, extraglobs=names) for module in (api, reading)]
+    assert [result.failed for result in results] == [0, 0]
+    assert [result.attempted for result in results] == [5, 4]
 
 
 PUBLIC = {

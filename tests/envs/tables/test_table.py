@@ -7,6 +7,7 @@ import random
 import statistics
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from helpers import identical, input_error, small_beams, small_table, table_of
@@ -19,6 +20,7 @@ from knobwise.envs import ProfileTable
 from knobwise.envs.readers.joint import join_tables
 from knobwise.envs.tables.divisions import budget_rows, divide
 from knobwise.envs.tables.profile_table import Knob, Split, median_of
+from knobwise.envs.tables.splits import first_rows, joint_codes
 
 NAN = float("nan")
 
@@ -240,6 +242,17 @@ def images_of(kind, rows, images):
     if kind == "samples":
         return small_table(rows, image_ids=names), names
     return replace(small_beams(rows)[0], query_images=names or ("",) * rows), names
+
+
+@given(st.lists(st.tuples(*[st.sampled_from([0, 1, 2, 5, 10**6])] * 3), min_size=1))
+def test_joint_codes_number_different_rows_in_their_order(rows):
+    # counted where codes are small, sorted where they are not
+    for width in (1, 2, 3):
+        columns = np.array(rows)[:, :width]
+        codes = joint_codes(*columns.T)
+        _, first, number = np.unique(columns, axis=0, return_index=True, return_inverse=True)
+        assert codes.tolist() == number.reshape(-1).tolist()
+        assert first_rows(codes).tolist() == first.tolist()
 
 
 @given(

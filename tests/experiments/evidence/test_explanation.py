@@ -18,7 +18,7 @@ from knobwise.envs.bandit.rule_choice import RULES
 from knobwise.envs.bandit.rules import Deadline
 from knobwise.envs.tables.profile_table import Split
 from knobwise.experiments.evidence import explanation
-from knobwise.experiments.evidence.controllers import configuration_rows, evaluator_of
+from knobwise.experiments.evidence.controllers import evaluator_of
 from knobwise.experiments.evidence.explanation import (
     Explained,
     best_and_worst,
@@ -29,6 +29,7 @@ from knobwise.experiments.evidence.explanation import (
     rank_correlation,
     with_more_time,
 )
+from knobwise.experiments.evidence.profile_facts import configuration_rows
 
 NAN = float("nan")
 BUDGETS = torch.tensor([5.0, 20.0])

@@ -10,11 +10,11 @@ from helpers import small_table, table_of, two_kinds
 
 from knobwise.agents.problem import Problem
 from knobwise.agents.teacher.experts import Experts
-from knobwise.agents.teacher.regressors import FAMILIES
 from knobwise.envs.bandit.budgets import default_budgets
 from knobwise.experiments.inspection import attainable as module
 from knobwise.experiments.inspection.attainable import (
     QUICK,
+    WAYS,
     add_shares,
     attainable,
     attainable_by,
@@ -168,8 +168,8 @@ def test_without_features_or_folds_there_is_no_learning_curve():
 
 def test_a_gain_that_very_many_features_show_together_is_found(monkeypatch):
     # few trees, so that 256 components take a second
-    few = FAMILIES["gradient_boosting"]._replace(settings=(20,))
-    monkeypatch.setitem(FAMILIES, "gradient_boosting", few)
+    few = WAYS["gradient_boosting"]._replace(settings=(20,))
+    monkeypatch.setitem(WAYS, "gradient_boosting", few)
     generator = torch.Generator().manual_seed(1)
     width = module.WIDEST + 8
     for shown, least, most in ((True, 0.35, 0.5), (False, -0.1, 0)):

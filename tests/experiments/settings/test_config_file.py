@@ -18,7 +18,7 @@ from knobwise.experiments.settings.config_file import (
     settings_text,
     to_yaml,
 )
-from knobwise.experiments.settings.profiles import of_run
+from knobwise.experiments.settings.settings_of_run import of_run
 
 LEVELS = []
 for last, name in itertools.pairwise("abcdefghi"):

@@ -1,0 +1,92 @@
+"""What a run was set to, from the `config.yaml` in its folder, for commands that take the run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Set
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from knobwise.common.errors import InputError
+from knobwise.experiments.settings.config_file import read_settings_file
+from knobwise.experiments.settings.words import plain_values, shell_word
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+
+def group_of_run(
+    checkpoint: str, group: str, choices: Mapping[str, type[DataclassInstance]]
+) -> DictConfig | None:
+    """Return what a run was trained on, from its `config.yaml`: its profile, beams or encoder, as a
+    config of its dataclass; None where that names none.
+
+    Args:
+        checkpoint: the folder of the run, or a file in it.
+        group: the section of the file, which names its reader as `format`.
+        choices: the dataclass of each reader.
+
+    Raises:
+        InputError: this version cannot read it.
+    """
+    section = of_run(checkpoint, group)
+    if section is None:
+        return None
+    try:
+        schema = OmegaConf.structured(choices[section["format"]])
+        config = OmegaConf.merge(schema, plain_values(section))
+        assert isinstance(config, DictConfig)
+        # the dataclass may refuse values
+        OmegaConf.to_object(config)
+        return config
+    except Exception as error:  # whatever another version or a damaged file makes of it
+        reader = of_run(checkpoint, f"{group}.format")
+        raise InputError(
+            f"{_config_of(checkpoint)}: {group}={reader} cannot be read; give {group}=…"
+        ) from error
+
+
+def refuse_code(config: DictConfig, group: str, chosen: Set[str]) -> None:
+    """Refuse a config of a run that names code, unless the command names it too: a run from
+    elsewhere must not choose what is executed.
+
+    Args:
+        config: see `group_of_run`.
+        chosen: the keys that the command sets.
+    """
+    for name in ("model", "features_from"):
+        code = config.get(name) or ""
+        key = f"{group}.{name}"
+        if ":" in code and key not in chosen:
+            raise InputError(
+                f"{key}: the run names {code}, whose code would be executed; if you trust it, give "
+                f"{shell_word(key, code)}"
+            )
+
+
+def of_run(checkpoint: str, key: str) -> Any:
+    """Read a setting from the `config.yaml` of the run that a folder or a file in it belongs to;
+    None without one.
+
+    Raises:
+        InputError: see `read_settings_file`.
+    """
+    path = _config_of(checkpoint)
+    if not path.is_file():
+        return None
+    value: Any = read_settings_file(path)
+    for name in key.split("."):
+        value = value.get(name) if isinstance(value, dict) else None
+    return value
+
+
+def _config_of(checkpoint: str) -> Path:
+    path = Path(checkpoint)
+    # a checkpoint lies some levels below its run, and a copy may lie beside its settings; further
+    # up, a config.yaml may be that of another program
+    for folder in (path, *path.parents):
+        known = folder in (path, path.parent) or (folder / "checkpoints").is_dir()
+        if known and (folder / "config.yaml").is_file():
+            return folder / "config.yaml"
+    return path / "config.yaml"
