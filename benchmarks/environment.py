@@ -108,9 +108,12 @@ def episode(env: gymnasium.Env[Any, Any], action: Any) -> None:
     env.step(action)
 
 
-def time_steps(bench: Bench, contexts: int, group_size: int | None, repeats: str) -> None:
+def time_steps(
+    bench: Bench, contexts: int, group_size: int | None, repeats: str, observed: bool = False
+) -> None:
     """Time steps of many contexts: one draw for each, or a group of draws.
 
+    Where features are observed, an outcome has those of its contexts, which nobody changes.
     Without drawn measurements (`repeats="median"`), raw indexing must give the same rewards.
     """
     options: dict[str, Any] = {"repeats": repeats} if DRAWN else {}
@@ -120,7 +123,7 @@ def time_steps(bench: Bench, contexts: int, group_size: int | None, repeats: str
         batch_size=contexts,
         group_size=group_size,
         reward=RewardConfig(kind="utility"),
-        observe_features=False,
+        observe_features=observed,
         seed=0,
         **options,
     )
@@ -136,7 +139,7 @@ def time_steps(bench: Bench, contexts: int, group_size: int | None, repeats: str
 
     size = f"{contexts:,}" if group_size is None else f"{contexts:,} × {group_size}"
     bench.line(
-        f"ConfigBandit.step, {size}, {repeats}",
+        f"ConfigBandit.step, {size}, {repeats}" + ", features observed" * observed,
         "ns a draw",
         functools.partial(step, env, drawn),
         peers,
@@ -187,6 +190,8 @@ if __name__ == "__main__":
     time_steps(BENCH, 2_048, 8, "median")
     if DRAWN:
         time_steps(BENCH, 16_384, None, "draw")
+        time_steps(BENCH, 16_384, None, "draw", observed=True)
+        time_steps(BENCH, 2_048, 8, "draw", observed=True)
     time_vector(BENCH, 4096)
     time_vector(BENCH, 64)
     time_single(BENCH)

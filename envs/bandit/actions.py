@@ -74,9 +74,9 @@ class ActionForm:
         """
         configuration = self._find(action) if self.by_knobs else action
         # values that no knob has are found as −1 too, so that most steps need this one number;
-        # it takes long to compare tensors with numbers, and aminmax is slower than both
-        lowest = int(configuration.amin())
-        highest = 0 if self.by_knobs else int(configuration.amax())
+        # it takes long to compare tensors with numbers, and amin and aminmax are slower than both
+        lowest = int(configuration.min())
+        highest = 0 if self.by_knobs else int(configuration.max())
         if lowest >= 0 and highest < len(self.configurations):
             return configuration, None
         self._refuse_outside(action if self.by_knobs else action.unsqueeze(-1))
@@ -118,6 +118,8 @@ class ActionForm:
         shape = [contexts, group]
         if self.by_knobs:
             shape.append(len(self.sizes))
+        if action.dtype == torch.long and [*action.shape] == shape:
+            return action
         wanted = [size for size in shape if size != 1]
         other = wanted != [*action.squeeze().shape]
         if other or action.dtype == torch.bool or action.is_floating_point():

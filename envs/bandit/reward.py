@@ -14,7 +14,7 @@ from torch import Tensor
 from knobwise.common.errors import InputError
 from knobwise.common.imports import import_callable, in_a_line
 from knobwise.envs.bandit.budgets import MIN_LATENCY_MS
-from knobwise.envs.bandit.faster import count_true, flat_index, take
+from knobwise.envs.bandit.faster import count_true, flat_index, remainder, take
 from knobwise.envs.bandit.reward_kinds import KINDS
 from knobwise.envs.bandit.settings import RewardConfig
 from knobwise.envs.tables.cells import Cells
@@ -219,7 +219,7 @@ class RewardTable:
         # cells may differ in how many measurements they have: a large number modulo that
         drawn = torch.randint(1 << 62, configurations.shape, generator=generator)
         if not isinstance(self.count, Tensor):
-            drawn.fmod_(self.count)
+            drawn = remainder(drawn, self.count)
         return drawn.to(configurations.device)
 
     def outcome(

@@ -100,11 +100,11 @@ def _faster_utility(
 ) -> Tensor:
     """Compute `utility` by products with 0 and 1, since a mask without a pattern is slow to choose
     by."""
-    relative = latency_ms / budget_ms
-    nothing = relative.clamp(0.0, 0.0)  # 0, or NaN where there is no latency
-    late = relative.gt_(1)  # as numbers, which is faster than a conversion
-    kept = (1 - late) * _weighted(accuracy, config.alpha)
-    return kept.sub_(late, alpha=config.miss).add_(nothing)
+    # 1 where late, however little, else 0; NaN where there is no latency
+    late = (latency_ms - budget_ms).clamp_(0, 1).ceil_()
+    weighted = _weighted(accuracy, config.alpha)
+    reward = weighted.addcmul(weighted, late, value=-1)
+    return reward.sub_(late, alpha=config.miss) if config.miss else reward
 
 
 def _faster_shaped(

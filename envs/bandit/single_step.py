@@ -93,11 +93,16 @@ class SingleStepEnv(EnvBase):
     def step(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Look up the outcome and reward of the actions in the tensordict."""
         self._take_contexts(tensordict)
-        # TorchRL steps some of the contexts alone, or keeps parts of an outcome that are there
-        if "_step" in tensordict or "next" in tensordict:
+        # TorchRL steps some of the contexts alone
+        if "_step" in tensordict:
             return super().step(tensordict)
         self._assert_tensordict_shape(tensordict)
-        return tensordict.set("next", self._decide(tensordict))
+        outcome = self._decide(tensordict)
+        before = tensordict.get("next", None)
+        if before is not None:
+            # as in TorchRL, what an outcome lacks stays
+            outcome.update(before.exclude(*outcome.keys()))
+        return tensordict.set("next", outcome)
 
     def step_and_maybe_reset(
         self, tensordict: TensorDictBase

@@ -18,6 +18,7 @@ from torchrl.data import Binary, Categorical, Composite, MultiCategorical, Tenso
 from knobwise.common.errors import InputError
 from knobwise.envs.bandit.budgets import DRAWN_BY
 from knobwise.envs.bandit.contexts import ContextSampler
+from knobwise.envs.bandit.faster import copy_when_changed
 from knobwise.envs.bandit.replay import Replay
 from knobwise.envs.bandit.rule_choice import rule_of
 from knobwise.envs.bandit.settings import BudgetConfig, RewardConfig
@@ -63,6 +64,11 @@ class ConfigBandit(SingleStepEnv):
 
     With `group_size=None` actions and outcomes have no axis G, and the reward is [P, 1]. Where a
     context has one decision, actions may have that axis or lack it.
+
+    The features and the mask that `reset` and `step` return are the caller's: to change them in
+    place changes nothing else, neither those of another step nor what the next one returns. Tensors
+    of equal content share their memory until then. Only `resize_` is not for them, which torch
+    refuses.
 
     `step` uses `row` and the limit in the tensordict. If they are missing it uses those of the last
     reset, or draws new ones if there was none. Inside TorchRL's wrappers
@@ -129,6 +135,9 @@ class ConfigBandit(SingleStepEnv):
         self.replay = Replay(table, budget, reward, device=device, cells=cells, **options)
         self.rewards = self.replay.rewards
         self.current: dict[str, Tensor] = {}  # the contexts to decide for
+        # the rows that features were last looked up for, and what was there
+        self._rows: Tensor | None = None
+        self._blocks: dict[str, Tensor] = {}
         self.limits_change = False  # True once a transform changed or removed the limits
         self.decisions = (self.batch_size.numel(), group_size or 1)
         self.outcome_shape = self.decisions if group_size else self.decisions[:1]
@@ -205,7 +214,10 @@ class ConfigBandit(SingleStepEnv):
             rows = rows.where(wanted, self.current["row"])
             limits = limits.where(wanted, self.current[self.limit_key])
         self._set_contexts(rows, limits)
-        return self._with_end(self.current | self._described(), ended=False)
+        content = self.current | self._described()
+        if self.observe_features:
+            content |= {name: torch.zeros(self.outcome_shape).to(self.device) for name in OUTCOMES}
+        return self._with_end(content, ended=False)
 
     def _set_seed(self, seed: int | None) -> None:
         if seed is not None:
@@ -269,17 +281,24 @@ class ConfigBandit(SingleStepEnv):
         return self._with_end(content, ended=True)
 
     def _described(self) -> dict[str, Tensor]:
-        """Return the features, masks and outcomes (still 0) of the current contexts.
+        """Return the features and masks of the current contexts; nothing without
+        `observe_features`.
 
-        Nothing without `observe_features`. The tensors are new, because transforms and policies may
-        change in place what they get.
+        All that is returned is new, because transforms and policies may change in place what they
+        get; those who do not pay for no copy.
         """
         if not self.observe_features:
             return {}
-        blocks = {**self.table.features, "mask": self.cells.mask}
-        rows = self.current["row"].cpu()
-        out = {name: block.index_select(0, rows).to(self.device) for name, block in blocks.items()}
-        return out | {name: torch.zeros(self.outcome_shape).to(self.device) for name in OUTCOMES}
+        # not those that were returned, which may have been changed too
+        rows = self.current["row"]
+        if not _same(rows, self._rows):
+            self._rows = rows.clone()
+            at = rows.cpu()
+            blocks = {**self.table.features, "mask": self.cells.mask}
+            self._blocks = {
+                name: block.index_select(0, at).to(self.device) for name, block in blocks.items()
+            }
+        return {name: copy_when_changed(block) for name, block in self._blocks.items()}
 
 
 def _same(first: Tensor, second: Tensor | None) -> bool:

@@ -39,10 +39,13 @@ class ActionIndex(nn.Module):
 
     def _code(self, actions: Tensor) -> Tensor:
         first, *others = actions.clamp(-1, self.most).unbind(-1)
-        code = first + self.raised  # the first stride is 1
-        for digit, stride in zip(others, self.strides[1:], strict=True):
+        # the first stride is 1; sums of all but the raised digits are written in place
+        if not others:
+            return first + self.raised
+        code = torch.add(first, others[0], alpha=self.strides[1])
+        for digit, stride in zip(others[1:], self.strides[2:], strict=True):
             code.add_(digit, alpha=stride)
-        return code
+        return code.add_(self.raised)
 
     def forward(self, actions: Tensor) -> Tensor:
         code = self._code(actions)

@@ -273,6 +273,47 @@ def test_what_a_person_changes_in_a_context_holds():
     assert out["next", "mask"].all()
 
 
+CHANGES = {
+    "in place": lambda values: values.fill_(7),
+    "through a view": lambda values: values[1:].zero_(),
+    "in NumPy": lambda values: values.numpy().fill(7),
+    "from the memory": lambda values: values.untyped_storage().fill_(1),
+}
+
+
+@pytest.mark.parametrize("when", ["before the step", "after it"])
+@pytest.mark.parametrize("changed", CHANGES)
+def test_what_was_returned_may_be_changed_and_changes_nothing_else(changed, when):
+    env = make(FULL)
+    context = env.rand_action(env.reset())
+    untouched = context.clone()
+    names = ["image_features", "mask"]
+    if when == "before the step":
+        for name in names:
+            CHANGES[changed](context[name])
+    following = env.step(context)["next"]
+    again = env.step(untouched.clone())["next"]
+    if when == "after it":
+        for name in names:
+            CHANGES[changed](following[name])
+            identical(context[name], untouched[name])
+        following = env.step(untouched.clone())["next"]
+    for name in names:
+        identical(following[name], untouched[name])
+        identical(again[name], untouched[name])
+
+
+def test_an_outcome_that_is_there_is_replaced_and_what_a_person_added_stays():
+    env = make(FULL)
+    context = env.rand_action(env.reset())
+    wanted = env.step(context.clone())["next"]
+    added = torch.arange(4)
+    old = wanted.clone().set("reward", torch.full_like(wanted["reward"], 9.0)).set("mine", added)
+    following = env.step(context.set("next", old))["next"]
+    identical(following["mine"], added)
+    identical(following.exclude("mine"), wanted)
+
+
 @every_form
 def test_what_is_missing_is_as_in_the_last_reset(form):
     env = make(unprofiled="error", **form)

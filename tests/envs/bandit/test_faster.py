@@ -10,7 +10,15 @@ from hypothesis import strategies as st
 
 from knobwise.envs import RewardConfig
 from knobwise.envs.bandit.actions import ActionForm
-from knobwise.envs.bandit.faster import FEW, any_nan, count_true, flat_index, take
+from knobwise.envs.bandit.faster import (
+    FEW,
+    any_nan,
+    copy_when_changed,
+    count_true,
+    flat_index,
+    remainder,
+    take,
+)
 from knobwise.envs.bandit.reward import RewardTable, share_on_time
 from knobwise.envs.bandit.reward_kinds import KINDS
 
@@ -87,6 +95,31 @@ def test_indexing(seed, shape, contexts, group):
 @given(st.lists(st.sampled_from([0.0, 1.0, -2.0, math.nan]), max_size=5))
 def test_whether_anything_is_nan(numbers):
     assert any_nan(torch.tensor(numbers)) == any(map(math.isnan, numbers))
+
+
+WHOLE = st.integers(0, 2**63 - 1)
+
+
+@given(st.lists(st.lists(WHOLE, min_size=2, max_size=2), max_size=5), st.integers(1, 2**31))
+def test_remainders(numbers, divisor):
+    values = torch.tensor(numbers, dtype=torch.long).reshape(-1, 2)
+    before = values.clone()
+    assert remainder(values, divisor).tolist() == [[n % divisor for n in row] for row in numbers]
+    identical(values, before)
+
+
+@pytest.mark.parametrize("inferred", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bool])
+def test_copies_are_apart(dtype, inferred):
+    with torch.inference_mode(inferred):
+        values = torch.ones(3, 2, dtype=dtype)
+        first, second = copy_when_changed(values), copy_when_changed(values)
+        third = copy_when_changed(first)
+        first.zero_()
+        third.numpy()[0] = 0
+        assert [*map(int, (values.sum(), first.sum(), second.sum(), third.sum()))] == [6, 0, 6, 4]
+        values.zero_()
+        assert second.all()
 
 
 @settings(max_examples=40, deadline=None)
