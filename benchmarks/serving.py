@@ -232,10 +232,8 @@ def cpu_s(process: int) -> float:
     return total
 
 
-def export(path: Path) -> None:
-    """Write a controller for two models, which reads the number of words of a prompt."""
-    import knobwise
-
+def measured() -> pl.DataFrame:
+    """Return a table of two models, with the number of words of each prompt."""
     draw = np.random.default_rng(0)
     rows = []
     for sample in range(60):
@@ -244,10 +242,17 @@ def export(path: Path) -> None:
             known = {"sample_id": f"q{sample}", "prompt_words": words, "model": model}
             latency = slow * draw.uniform(0.9, 1.1)
             rows.append({**known, "accuracy": draw.random() < skill, "latency_ms": latency})
+    return pl.DataFrame(rows)
+
+
+def export(path: Path) -> None:
+    """Write a controller for two models, which reads the number of words of a prompt."""
+    import knobwise
+
     # names with a dot are no keywords
     small = {"policy.hidden": 16, "policy.fold_networks": 2}
     policy = knobwise.fit(
-        pl.DataFrame(rows),
+        measured(),
         ["prompt_words"],
         policy="utility",
         optimiser={"teacher_iterations": 5, "pretrain_iterations": 5, "iterations": 5},
@@ -257,9 +262,11 @@ def export(path: Path) -> None:
 
 
 @contextlib.contextmanager
-def served(folder: Path, endpoint: str) -> Iterator[tuple[int, int]]:
-    """Yield the port and the process of a server in front of an endpoint."""
-    words = ["checkpoint=controller.npz", f"endpoint={endpoint}", "port=0"]
+def served(
+    folder: Path, endpoint: str, checkpoint: str = "controller.npz"
+) -> Iterator[tuple[int, int]]:
+    """Yield the port and the process of a server in front of an endpoint, started in a folder."""
+    words = [f"checkpoint={checkpoint}", f"endpoint={endpoint}", "port=0"]
     command = [sys.executable, "-m", "knobwise", "serve", *words]
     pipe = subprocess.PIPE
     process = subprocess.Popen(command, cwd=folder, stderr=pipe, text=True)

@@ -18,7 +18,7 @@ from mkdocs.structure.files import File, Files
 
 from knobwise.experiments.command_line import registry
 from knobwise.experiments.command_line.help import help_lines
-from knobwise.experiments.command_line.registry import VERBS, settings_of_verb
+from knobwise.experiments.command_line.verbs import VERBS, settings_of_verb
 
 ROOT = Path(__file__).resolve().parents[1]
 PROJECT = {

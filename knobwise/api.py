@@ -7,23 +7,19 @@ policy.decide({"image_features": image, "language_features": question}, budget_m
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from knobwise.agents.training.checkpoint import load_checkpoint
 from knobwise.common.errors import InputError
 from knobwise.common.progress import say
-from knobwise.envs.bandit.rule_choice import take_rule
-from knobwise.envs.bandit.rules import Rule
 from knobwise.envs.readers.feature_files import attach_features
 from knobwise.envs.tables.profile_table import ProfileTable
-from knobwise.experiments.evidence.run_folder import checkpoint_at
 from knobwise.experiments.report.verdict import verdict
 from knobwise.experiments.settings.values import training_settings
 from knobwise.experiments.train.controller import ControllerExperiment
 from knobwise.experiments.train.judging import calibrate_trained, judge_controllers
+from knobwise.loading import load
 from knobwise.reading import content_of, read
 from knobwise.serving.knob_policy import Explanation, KnobPolicy
 from knobwise.serving.wrapper import wrap
@@ -32,25 +28,6 @@ if TYPE_CHECKING:
     from knobwise.reading import Features
 
 __all__ = ["Explanation", "KnobPolicy", "fit", "load", "read", "wrap"]
-
-
-def load(path: str | Path = "runs/latest", rule: str | type[Rule] | None = None) -> KnobPolicy:
-    """Load a trained policy from a checkpoint, or from the folder of a run.
-
-    Of a run's seeds it takes the one that was best on validation.
-
-    Args:
-        path: the checkpoint, or the folder.
-        rule: that of a run that was trained under a rule of your own, its class or `module:Class`.
-            A checkpoint names it, but holds no code.
-
-    Raises:
-        InputError: no such run or checkpoint, a run that is not finished, the checkpoint of a
-            selector, a rule of your own that is not given, or another one than the run's.
-    """
-    if rule is not None:
-        take_rule(rule, "rule")
-    return KnobPolicy(load_checkpoint(checkpoint_at(path), rule))
 
 
 def fit(

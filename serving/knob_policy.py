@@ -1,30 +1,34 @@
 """A trained controller as people use it: features and a budget in, knob values out, with reasons on
-request."""
+request. This file needs no torch; a policy imports it for its network alone."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Union
 
 import numpy as np
-import torch
 from numpy.typing import ArrayLike
-from torch import Tensor
 
-from knobwise.agents.calibration.guard import GuardRow
 from knobwise.agents.deployed.arrays import Array, Arrays, configurations_of
-from knobwise.agents.deployed.controller import Drift
-from knobwise.agents.training.checkpoint import Loaded
+from knobwise.agents.deployed.controller import Drift, NumpyController
 from knobwise.common.errors import InputError
-from knobwise.envs.tables.profile_table import KnobValue
+from knobwise.envs.tables.columns import columns_of
 from knobwise.serving.inputs import as_array, blocks_of
 
-Numbers = ArrayLike | Tensor
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from knobwise.agents.calibration.deployed_controller import DeployedController
+    from knobwise.agents.calibration.guard import GuardRow
+    from knobwise.agents.training.checkpoint import Loaded
+    from knobwise.envs.tables.profile_table import KnobValue
+
+Numbers = Union[ArrayLike, "Tensor"]
 Blocks = Mapping[str, Numbers] | Numbers | None
-Configuration = dict[str, KnobValue]
+Configuration = dict[str, "KnobValue"]
 EXACT = 1e-3
 """How exactly a change of the decision is located, in ln ms."""
 
@@ -57,8 +61,12 @@ class Explanation:
 class KnobPolicy:
     """Sets the knobs for each input under its budget.
 
+    Args:
+        loaded: the content of a checkpoint; or with `exported` a function that reads it, which
+            needs torch, once somebody asks for the network.
+        exported: the controller of that checkpoint, which decides until then.
+
     Attributes:
-        agent: the controller.
         unit: of budgets: ms, or that of a cost that is no time, such as USD. All that is called
             `…_ms` below is in it.
         features: the widths of the feature blocks that it reads, by name; empty if it sees the
@@ -68,27 +76,71 @@ class KnobPolicy:
         datasets: the columns of the block `dataset` if that is an input, else []. In a request 1
             marks its data set; all 0 is an unknown one.
         knobs, configurations: the values of each knob, and the knob values of each configuration.
-        judged: how it did on test samples, as in `results.json`, if `knobwise.fit` trained it.
 
     Raises:
         InputError: a checkpoint of a selector, or one from inside a training for mean budgets.
     """
 
-    def __init__(self, loaded: Loaded) -> None:
-        self.loaded = loaded
-        self.agent = loaded.controller
-        if self.agent.rule.kind == "mean" and not self.agent.calibration.mean:
+    def __init__(
+        self, loaded: Loaded | Callable[[], Loaded], exported: NumpyController | None = None
+    ) -> None:
+        self._loaded = loaded
+        self._exported = exported
+        self._agent: DeployedController | None = None
+        decider = self.decider
+        if not decider.header["limit"]:
             raise InputError(
                 "the prices of mean budgets are not calibrated yet; let the training finish"
             )
-        network = loaded.network
-        self.unit = network.unit
-        self.features = network.normaliser.sizes
-        self.columns = network.normaliser.columns
-        self.datasets = network.normaliser.datasets
-        self.knobs = {knob.name: knob.values for knob in network.knobs}
-        self.configurations = configurations_of(self.agent.decider)
-        self.judged: dict[str, Any] | None = loaded.extra.get("judged")
+        self.unit = decider.unit
+        self.features = decider.feature_sizes
+        self.columns = columns_of(decider.columns)
+        self.datasets = decider.datasets
+        self.knobs = decider.knobs
+        self.configurations = configurations_of(decider)
+
+    @property
+    def loaded(self) -> Loaded:
+        """The content of the checkpoint, whose network decides from the first use on.
+
+        Raises:
+            InputError: it cannot be read any more, or was replaced by another since.
+        """
+        if callable(self._loaded):
+            loaded = self._loaded()
+            agent = loaded.controller
+            if self._exported is not None:
+                if agent.decider.digest != self._exported.digest:
+                    raise InputError("the checkpoint was replaced since; load the policy again")
+                agent.decide_by(self._exported)
+            self._loaded, self._agent = loaded, agent
+        return self._loaded
+
+    @property
+    def agent(self) -> DeployedController:
+        """The controller with its network; raises InputError as `loaded`."""
+        loaded = self.loaded
+        if self._agent is None:
+            self._agent = loaded.controller
+        return self._agent
+
+    @property
+    def decider(self) -> NumpyController:
+        """The controller that decides, in NumPy."""
+        if self._exported is not None and callable(self._loaded):
+            return self._exported
+        # whoever has the network may train it further
+        return self.agent.decider
+
+    @property
+    def judged(self) -> dict[str, Any] | None:
+        """How it did on test samples, as in `results.json`, if `knobwise.fit` trained it; else
+        None."""
+        return self.loaded.extra.get("judged")
+
+    def __getstate__(self) -> dict[str, Any]:
+        # a copy takes the network along, and makes its own decider
+        return vars(self) | {"_loaded": self.loaded, "_agent": self._agent, "_exported": None}
 
     def __repr__(self) -> str:
         return (
@@ -145,14 +197,14 @@ class KnobPolicy:
         random = None if deterministic else _generator(seed)
         if deterministic and seed is not None:
             raise InputError("decide: seed is for draws; give deterministic=False, or leave it out")
-        arrays = blocks_of(features, self.agent.decider)
+        arrays = blocks_of(features, self.decider)
         budgets = as_array("budget_ms", budget_ms)
         count = _number_of_inputs(arrays, budgets)
         if count == 0:
             return []
         blocks, each = _for_each(arrays, budgets, 1 if count is None else count)
-        chosen = self.agent.choose(blocks, each, drift=drift, random=random, cost_limits=limits)
-        if note := self.agent.decider.limits_note(blocks, limits):
+        chosen = self._choose(blocks, each, drift=drift, random=random, cost_limits=limits)
+        if note := self.decider.limits_note(blocks, limits):
             warnings.warn(note, stacklevel=2)
         results: list[Configuration | Explanation] = [
             dict(self.configurations[choice]) for choice in chosen
@@ -172,11 +224,11 @@ class KnobPolicy:
 
     def choose(self, features: Arrays, limits: Array, mask: Array | None = None) -> Array:
         """Choose for n requests, see `knobwise.agents.evaluation.policy.Policy`."""
-        return self.agent.choose(features, limits, mask)
+        return self._choose(features, limits, mask)
 
     def reads_features(self, limits: Array) -> Array:
         """Tell under which limits [n] the policy reads features, bool [n]."""
-        return self.agent.reads_features(limits)
+        return self.decider.reads_features(limits)
 
     def save(self, path: str | Path) -> None:
         """Write a checkpoint, which `knobwise.load` reads.
@@ -185,6 +237,16 @@ class KnobPolicy:
             InputError: it cannot be written.
         """
         self.loaded.save(path)
+
+    def _choose(
+        self, features: Arrays, limits: Array, mask: Array | None = None, **options: Any
+    ) -> Array:
+        """Choose for n requests, see `NumpyController.choose`. Raises InputError where it raises a
+        ValueError, since NumPy's folder knows no errors of ours."""
+        try:
+            return self.decider.choose(features, limits, mask, **options)
+        except ValueError as error:
+            raise InputError(str(error)) from error
 
     def _explanation(
         self,
@@ -197,7 +259,7 @@ class KnobPolicy:
         between_ms: tuple[float, float] | None,
     ) -> Explanation:
         """Explain one decision: blocks [1, d], budgets [1]."""
-        numbers = self._expected(blocks, budgets, limits, drift)
+        numbers = self.agent.expected(blocks, budgets, limits, drift)
         expected: list[dict[str, Any]] = []
         for i, knobs in enumerate(self.configurations):
             row = {name: float(values[0, i]) for name, values in numbers.items()}
@@ -207,11 +269,11 @@ class KnobPolicy:
         expected.sort(key=lambda row: -row["probability"])
         without_drift = None
         if drift is not None:
-            (still,) = self.agent.choose(blocks, budgets, cost_limits=limits)
+            (still,) = self._choose(blocks, budgets, cost_limits=limits)
             without_drift = dict(self.configurations[still])
         # the row of the guard; the mean offset acts on the budget, as `NumpyController` has it
         guard: GuardRow | None = None
-        decider = self.agent.decider
+        decider = self.decider
         if self.agent.calibration.guard and decider.calibrated is not None:
             (group,) = decider.calibrated.groups(budgets * decider.factor(drift))
             guard = self.agent.calibration.guard[group].copy()
@@ -245,9 +307,9 @@ class KnobPolicy:
     ) -> str:
         """Return why a configuration was chosen for a request, blocks [d], under a budget."""
         if guard is not None and not guard["deployed"]:
-            static = self.agent.decider.budgets.static_words
+            static = self.decider.budgets.static_words
             return f"the guard lets {static} decide, which treats all inputs alike"
-        decider = self.agent.decider
+        decider = self.decider
         if decider.promise is not None:
             promised = decider.promised(budget_ms, drift)
             assert promised is not None
@@ -257,7 +319,7 @@ class KnobPolicy:
             if decider.decides_by_static(request, budget_ms, drift):
                 return f"{words}; this configuration decides for all inputs"
             return f"{words}; it has the highest probability of those that are expected in time"
-        if self.agent.decider.is_unlike(request) and self.agent.decider.static is not None:
+        if self.decider.is_unlike(request) and self.decider.static is not None:
             return "a text is unlike those of training, so budget-aware static decides"
         reason = "it has the highest probability"
         if row["probability"] < expected[0]["probability"]:
@@ -279,46 +341,13 @@ class KnobPolicy:
         high: float,
     ) -> list[tuple[float, Configuration]]:
         """Return decisions for one input [1, d], each with the budget from which on it holds."""
-        budgets = self.agent.decider.budgets.between(low, high, EXACT)
+        budgets = self.decider.budgets.between(low, high, EXACT)
         repeated = {}
         for name, block in blocks.items():
             repeated[name] = np.broadcast_to(block, (len(budgets), block.shape[1]))
-        chosen = self.agent.choose(
-            repeated, budgets.astype(np.float32), drift=drift, cost_limits=limits
-        )
+        chosen = self._choose(repeated, budgets.astype(np.float32), drift=drift, cost_limits=limits)
         starts = np.flatnonzero(np.r_[True, chosen[1:] != chosen[:-1]])
         return [(float(budgets[i]), dict(self.configurations[chosen[i]])) for i in starts]
-
-    @torch.no_grad()
-    def _expected(
-        self,
-        blocks: Arrays,
-        budgets: Array,
-        limits: Mapping[str, float] | None,
-        drift: Drift | None,
-    ) -> dict[str, Tensor]:
-        """Return the numbers of `Explanation.expected` by name, [n, C] each."""
-        agent = self.agent
-        allowed = agent.decider.allowed(blocks, len(budgets), limits)
-        log_probs = agent.decider.log_probs(blocks, budgets, allowed, drift)
-        numbers = {"probability": torch.from_numpy(np.exp(log_probs))}
-        if agent.teacher is None:
-            return numbers
-        tensors = {name: torch.tensor(block) for name, block in blocks.items()}
-        moments = agent.teacher.moments(agent.controller.normaliser(tensors, len(budgets)))
-        numbers |= {"accuracy": moments.accuracy, "latency_ms": moments.latency_ms}
-        scored = torch.tensor(agent.decider.budgets.limits(budgets))
-        if not agent.rule.late:
-            return numbers | {"utility": moments.score(scored, agent.rule)}
-        if drift is not None:
-            # the teacher expects the drifted latencies
-            slow = moments.log_latency + torch.as_tensor(drift[0]).float()
-            moved = moments._replace(log_latency=slow, spread=moments.spread * drift[1])
-            slower = moved.latency_ms / moments.latency_ms
-            numbers |= {"latency_ms": moved.latency_ms, "slower": slower}
-            moments = moved
-        utility = moments.score(scored, agent.rule)
-        return numbers | {"on_time": moments.meets(scored), "utility": utility}
 
 
 def _number_of_inputs(blocks: Arrays, budgets: Array) -> int | None:

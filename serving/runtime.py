@@ -454,8 +454,7 @@ class Runtime:
 
 def controller_of(policy: ServedPolicy) -> NumpyController:
     """Return the controller of a policy. Raises InputError for what is no policy."""
-    controller: Any = getattr(policy, "agent", policy)  # of a KnobPolicy
-    controller = getattr(controller, "decider", controller)  # exported
+    controller: Any = getattr(policy, "decider", policy)  # it may be exported
     if not hasattr(controller, "header"):
         raise InputError(
             f"runtime: {type(policy).__name__} is no policy; give one from knobwise.load, "

@@ -4,8 +4,9 @@ import numpy as np
 import polars as pl
 from omegaconf import OmegaConf
 
+from knobwise.common.files import sha256_of
 from knobwise.experiments.evidence.decisions import write_decisions
-from knobwise.experiments.evidence.results import METRICS, read_results, sha256_of, write_results
+from knobwise.experiments.evidence.results import METRICS, read_results, write_results
 from knobwise.experiments.settings.config_file import to_yaml
 
 BUDGETS = (10.0, 20.0)

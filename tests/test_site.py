@@ -16,7 +16,7 @@ from commands import words_of
 import knobwise
 from knobwise import agents, envs, losses
 from knobwise.experiments.command_line.help import help_lines
-from knobwise.experiments.command_line.registry import VERBS
+from knobwise.experiments.command_line.verbs import VERBS
 
 ROOT = Path(__file__).resolve().parents[1]
 

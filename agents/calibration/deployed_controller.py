@@ -159,11 +159,16 @@ class DeployedController(nn.Module):
         """
         made = self.__dict__.get("_made")
         if made is None or made.weights != _changes_of(made.tensors):
-            tensors = [*self.controller.parameters(), *self.controller.buffers()]
-            made = _Made(NumpyController(self.arrays()), tensors, _changes_of(tensors))
-            # no module, so it stands beside them
-            self.__dict__["_made"] = made
-        return made.decider
+            self.decide_by(NumpyController(self.arrays()))
+        decider: NumpyController = self.__dict__["_made"].decider
+        return decider
+
+    def decide_by(self, decider: NumpyController) -> None:
+        """Let a NumPy controller with the same arrays be the `decider`: one that decided before may
+        have used up turns of a static mix."""
+        tensors = [*self.controller.parameters(), *self.controller.buffers()]
+        # no module, so it stands beside them
+        self.__dict__["_made"] = _Made(decider, tensors, _changes_of(tensors))
 
     def __getstate__(self) -> dict[str, Any]:
         # a copy makes its own decider
@@ -201,6 +206,44 @@ class DeployedController(nn.Module):
         except ValueError as error:
             # NumPy's folder stands alone and knows no errors of ours
             raise InputError(str(error)) from error
+
+    @torch.no_grad()
+    def expected(
+        self,
+        blocks: Mapping[str, Array],
+        budgets: Array,
+        limits: CostLimits,
+        drift: Drift | None,
+    ) -> dict[str, Tensor]:
+        """Return what is expected of each configuration by name, [n, C] each: the numbers of
+        `Explanation.expected` (`knobwise.serving.knob_policy`).
+
+        Args:
+            blocks: [n, d] by name.
+            budgets: [n].
+            limits: on further costs, in place of those that were declared.
+            drift: how latencies differ from those predicted.
+        """
+        allowed = self.decider.allowed(blocks, len(budgets), limits)
+        log_probs = self.decider.log_probs(blocks, budgets, allowed, drift)
+        numbers = {"probability": torch.from_numpy(np.exp(log_probs))}
+        if self.teacher is None:
+            return numbers
+        tensors = {name: torch.tensor(block) for name, block in blocks.items()}
+        moments = self.teacher.moments(self.controller.normaliser(tensors, len(budgets)))
+        numbers |= {"accuracy": moments.accuracy, "latency_ms": moments.latency_ms}
+        scored = torch.tensor(self.decider.budgets.limits(budgets))
+        if not self.rule.late:
+            return numbers | {"utility": moments.score(scored, self.rule)}
+        if drift is not None:
+            # the teacher expects the drifted latencies
+            slow = moments.log_latency + torch.as_tensor(drift[0]).float()
+            moved = moments._replace(log_latency=slow, spread=moments.spread * drift[1])
+            slower = moved.latency_ms / moments.latency_ms
+            numbers |= {"latency_ms": moved.latency_ms, "slower": slower}
+            moments = moved
+        utility = moments.score(scored, self.rule)
+        return numbers | {"on_time": moments.meets(scored), "utility": utility}
 
     def reads_features(self, limits: Array) -> Array:
         """Tell under which limits [n] the features are read at all, bool [n]: False where the guard

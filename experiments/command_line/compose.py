@@ -31,10 +31,11 @@ from knobwise.experiments.command_line.registry import (
     config_groups,
     readers_of,
     register_settings,
-    settings_of_verb,
 )
+from knobwise.experiments.command_line.verbs import settings_of_verb
 from knobwise.experiments.settings.choices import BY_USER, CONF, choice_of
-from knobwise.experiments.settings.settings_of_run import group_of_run, of_run, refuse_code
+from knobwise.experiments.settings.config_file import of_run
+from knobwise.experiments.settings.settings_of_run import group_of_run, refuse_code
 from knobwise.experiments.settings.tracking import Training
 from knobwise.experiments.settings.unread import refuse_unread, unread_options
 

@@ -9,7 +9,8 @@ import shlex
 from collections.abc import Sequence
 
 from knobwise.common.errors import InputError
-from knobwise.experiments.command_line.registry import config_groups, options_in, settings_of_verb
+from knobwise.experiments.command_line.registry import config_groups, options_in
+from knobwise.experiments.command_line.verbs import settings_of_verb
 
 SWEEP = ("-m", "--multirun")
 """The flags that Hydra gets; its others read settings from elsewhere, or a pickle."""

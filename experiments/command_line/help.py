@@ -16,8 +16,8 @@ from knobwise.experiments.command_line.registry import (
     names_of_choices,
     options_in,
     question_of_experiment,
-    settings_of_verb,
 )
+from knobwise.experiments.command_line.verbs import settings_of_verb
 
 SWEEPS = """
 Sweeps: knobwise train -m key=a,b … is Hydra's multirun. It runs every combination, by default one

@@ -20,6 +20,7 @@ from knobwise.common.files import check_address_space, refused_by_system, system
 from knobwise.common.interruption import status_of, stopped_by_signals
 from knobwise.common.lazy import uncollected
 from knobwise.common.progress import say
+from knobwise.experiments.command_line.verbs import LIGHT, plain_settings
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -142,6 +143,34 @@ def _run(arguments: list[str]) -> int:
         if nearest := get_close_matches(verb, VERBS, n=1):
             hint = f"did you mean knobwise {nearest[0]}?"
         raise InputError(f"there is no verb {verb!r}; {hint}")
+    config = plain_settings(verb, arguments) if verb in LIGHT else None
+    if config is None:
+        config = _composed(verb, arguments)
+    # help and sweeps are done
+    if config is None:
+        return 0
+    check_written(config, verb)
+    if rule := getattr(config, "rule", None):
+        # a run names its rule, but only the user gives its code
+        from knobwise.envs.bandit.rule_choice import take_rule
+
+        take_rule(rule, f"rule={rule}")
+    if verb not in LIGHT:
+        check_address_space()
+    # what runs may need torch, which takes seconds to import
+    module, _, name = VERBS[verb].partition(":")
+    with uncollected():
+        run = getattr(import_module(f"knobwise.experiments.{module}"), name)
+    if verb == "train":
+        run(config, arguments, arguments)
+        return 0
+    status = run(config)
+    return status if verb == "decide" else 0
+
+
+def _composed(verb: str, arguments: list[str]) -> Any:
+    """Return the settings that Hydra composes for a verb; None once help was shown or a sweep was
+    run, which the arguments asked for instead."""
     # imported here, since Hydra takes long to import
     with uncollected():
         from knobwise.experiments.command_line import compose
@@ -153,33 +182,16 @@ def _run(arguments: list[str]) -> int:
     schema = schema_of(verb, arguments)
     if not {"-h", "--help"}.isdisjoint(arguments):
         show_help(schema)
-        return 0
+        return None
     refuse_flags(schema, arguments)
     if verb == "train" and not set(SWEEP).isdisjoint(arguments):
         from knobwise.experiments.command_line.train import train
 
         compose.run_hydra(schema, arguments, partial(train, once=True))
-        return 0
+        return None
     if verb == "compare":
         arguments = _with_runs(arguments)
-    config = compose.read_settings(schema, arguments)
-    check_written(config, verb)
-    if rule := getattr(config, "rule", None):
-        # a run names its rule, but only the user gives its code
-        from knobwise.envs.bandit.rule_choice import take_rule
-
-        take_rule(rule, f"rule={rule}")
-    if verb not in ("decide", "serve"):  # which need no torch for an exported controller
-        check_address_space()
-    # what runs may need torch, which takes seconds to import
-    module, _, name = VERBS[verb].partition(":")
-    with uncollected():
-        run = getattr(import_module(f"knobwise.experiments.{module}"), name)
-    if verb == "train":
-        run(config, arguments, arguments)
-        return 0
-    status = run(config)
-    return status if verb == "decide" else 0
+    return compose.read_settings(schema, arguments)
 
 
 def _with_runs(arguments: list[str]) -> list[str]:

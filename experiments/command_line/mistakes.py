@@ -15,12 +15,8 @@ from omegaconf.errors import OmegaConfBaseException
 from knobwise.common.errors import InputError
 from knobwise.envs.readers.folders import is_table
 from knobwise.experiments.command_line.flags import in_our_words, meaning_of
-from knobwise.experiments.command_line.registry import (
-    config_groups,
-    names_of_choices,
-    options_in,
-    settings_of_verb,
-)
+from knobwise.experiments.command_line.registry import config_groups, names_of_choices, options_in
+from knobwise.experiments.command_line.verbs import settings_of_verb
 from knobwise.experiments.settings.words import nearest_options, shell_word
 
 FILES = {"profile": "table", "trained_on": "table", "beams": "files"}

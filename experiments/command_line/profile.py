@@ -16,8 +16,9 @@ from knobwise.common.checks import a_device, at_least
 from knobwise.common.errors import InputError, Missing
 from knobwise.common.extras import install_command
 from knobwise.common.files import write_json
+from knobwise.experiments.settings.measured_with import workers_of
 from knobwise.experiments.settings.measuring_options import InspectRun, ProfileRun
-from knobwise.experiments.settings.profiles import TableProfile, read_profile, workers_of
+from knobwise.experiments.settings.profiles import TableProfile, read_profile
 from knobwise.experiments.settings.words import shell_word
 from knobwise.profiling.endpoint.settings import NAME as ENDPOINT
 from knobwise.profiling.endpoint.settings import NAMES, endpoint_options

@@ -1,4 +1,4 @@
-"""What there is to choose from: verbs, their config groups and options, and the experiments. The
+"""What there is to choose from: config groups and options of the verbs, and the experiments. The
 settings of one verb are imported alone."""
 
 from __future__ import annotations
@@ -17,27 +17,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING, OmegaConf
 
+from knobwise.experiments.command_line.verbs import settings_of_verb
 from knobwise.experiments.settings.choices import CHOICES, CONF, experiments
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
-VERBS = {
-    "train": "experiments.settings.options:TrainRun",
-    "train_selector": "experiments.settings.selector_options:SelectorRun",
-    "inspect": "experiments.settings.measuring_options:InspectRun",
-    "evaluate": "experiments.settings.deployment_options:EvaluateRun",
-    "explain": "experiments.settings.deployment_options:ExplainRun",
-    "profile": "experiments.settings.measuring_options:ProfileRun",
-    "export": "experiments.settings.deployment_options:ExportRun",
-    "decide": "experiments.settings.deployment_options:DecideRun",
-    "update": "experiments.settings.deployment_options:UpdateRun",
-    "serve": "serving.proxy.settings:ServeRun",
-    "compare": "experiments.settings.comparison_options:CompareRun",
-    "workspace": "experiments.settings.comparison_options:WorkspaceRun",
-}
-"""The dataclass of each verb, as module:name. `train` has two, for controllers and for
-selectors."""
 READERS = {
     "profile": "profiles:PROFILES",
     "trained_on": "profiles:PROFILES",
@@ -46,14 +31,6 @@ READERS = {
 }
 """The groups whose choices have options of their own: where these are, as module:name in
 `knobwise.experiments.settings`."""
-
-
-@cache
-def settings_of_verb(verb: str) -> type[DataclassInstance]:
-    """Return the dataclass of a verb's settings."""
-    module, _, name = VERBS[verb].partition(":")
-    settings: type[DataclassInstance] = getattr(import_module(f"knobwise.{module}"), name)
-    return settings
 
 
 @cache

@@ -23,6 +23,7 @@ from knobwise.agents.training.checkpoint import Loaded, load_checkpoint
 from knobwise.common.errors import InputError, naming
 from knobwise.common.json_text import decode_json
 from knobwise.envs.tables.profile_table import ProfileTable, Split
+from knobwise.experiments.evidence.exports import CONTROLLER, export_beside
 from knobwise.experiments.evidence.run_folder import checkpoint_at
 from knobwise.experiments.settings.measuring_options import ProfileRun
 from knobwise.experiments.settings.profiles import (
@@ -33,8 +34,6 @@ from knobwise.experiments.settings.profiles import (
 from knobwise.experiments.settings.settings_of_run import group_of_run
 from knobwise.experiments.settings.words import shell_word
 from knobwise.profiling.measuring.settings import VLMProfileConfig
-
-CONTROLLER = "controller.npz"
 
 
 def complete(
@@ -76,9 +75,9 @@ def complete(
     budget = budget_with(agent.rule, agent.calibration.limits)
     again = calibrated_again(agent, problem_of(table, split, budget))
     Loaded(again, loaded.profile_name, table.digest, loaded.extra).save(path)
-    exported = path.parent.parent / CONTROLLER
-    if exported.exists():
-        again.export(exported)
+    folder = path.parent.parent
+    if (folder / CONTROLLER).exists():
+        export_beside(path, again, folder)
     for row in again.calibration.guard:
         print(f"{row['budget_ms']:.4g} ms: {row['reason']}")
     print(f"next:    knobwise evaluate {shell_word('checkpoint', run)}")

@@ -20,8 +20,8 @@ from knobwise.envs.readers.frames import Lines, read_frame, with_chats
 from knobwise.envs.readers.nested import unnest
 from knobwise.envs.tables.columns import FEATURES, Column, columns_of
 from knobwise.experiments.evidence.run_folder import controller_at
+from knobwise.experiments.settings.config_file import of_run
 from knobwise.experiments.settings.deployment_options import DecideRun
-from knobwise.experiments.settings.settings_of_run import of_run
 from knobwise.serving.inputs import limit_in_request
 
 AT_ONCE = 50_000

@@ -42,9 +42,10 @@ from knobwise.experiments.evidence.schema import RunResults
 from knobwise.experiments.evidence.selectors import evaluate_selectors
 from knobwise.experiments.report.report import print_results
 from knobwise.experiments.settings.beams import check_judged, read_data
+from knobwise.experiments.settings.config_file import of_run
 from knobwise.experiments.settings.deployment_options import EvaluateRun, ExplainRun, ExportRun
-from knobwise.experiments.settings.profiles import measured_at_once, read_profile
-from knobwise.experiments.settings.settings_of_run import of_run
+from knobwise.experiments.settings.measured_with import measured_at_once
+from knobwise.experiments.settings.profiles import read_profile
 from knobwise.experiments.train.judging import evaluate_beside_baselines
 from knobwise.profiling.endpoint.settings import NAME as ENDPOINT
 from knobwise.profiling.endpoint.settings import NAMES, endpoint_options

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import shutil
 import tempfile
 from pathlib import Path
@@ -22,6 +21,7 @@ from knobwise.common.words import format_count
 from knobwise.envs.bandit.budgets import default_budgets
 from knobwise.envs.tables.profile_table import ProfileTable
 from knobwise.experiments.deploy.evaluate import fitting_profile
+from knobwise.experiments.evidence.exports import CONTROLLER, NOTE, facts_of, facts_of_file
 from knobwise.experiments.evidence.run_folder import checkpoint_at
 from knobwise.experiments.report.tables import print_lines
 from knobwise.experiments.settings.deployment_options import ExportRun
@@ -55,7 +55,7 @@ def export_controller(config: ExportRun) -> Path:
     table = fitting_profile(config, loaded)
     budgets_ms = _budgets_of(agent, table)
     summary = {
-        "checkpoint": {"path": str(checkpoint), "digest": _digest(checkpoint)},
+        **facts_of(checkpoint, agent),
         "trained_on": {"name": loaded.profile_name, "digest": loaded.profile_digest},
         "compared_on": {
             "name": table.name,
@@ -70,7 +70,7 @@ def export_controller(config: ExportRun) -> Path:
             summary |= _make(config, agent, table, budgets_ms, Path(folder))
         summary["files"] = _publish(Path(folder), out)
     copy_policy(out)
-    write_json(out / "export.json", summary)
+    write_json(out / NOTE, summary)
     _print(summary, out)
     return out
 
@@ -81,7 +81,7 @@ def _publish(made: Path, out: Path) -> dict[str, dict[str, int | str]]:
         (out / name).unlink(missing_ok=True)
     files: dict[str, dict[str, int | str]] = {}
     for path in sorted(made.iterdir()):
-        files[path.name] = {"bytes": path.stat().st_size, "digest": _digest(path)}
+        files[path.name] = facts_of_file(path)
         with written_whole(out / path.name) as temporary:
             shutil.copyfile(path, temporary)
     return files
@@ -128,7 +128,7 @@ def _make(
         write_onnx(Deployed(agent), folder / GRAPH)
     if config.int8:
         quantise(folder / GRAPH, folder / GRAPH_OF_8_BITS)
-    path = folder / "controller.npz"
+    path = folder / CONTROLLER
     controller = agent.export(path)
     graphs: dict[str, dict[str, int]] = {}
     forms: dict[str, Decider] = {path.name: controller}
@@ -141,7 +141,3 @@ def _make(
     took = decision_us(list(forms.values()), table, torch.arange(table.num_samples), budgets_ms)
     micros = {name: float(each.mean()) for name, each in zip(forms, took, strict=True)}
     return {"graphs": graphs, "decisions_us_p50": micros}
-
-
-def _digest(path: Path) -> str:
-    return f"sha256:{hashlib.sha256(path.read_bytes()).hexdigest()}"

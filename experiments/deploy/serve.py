@@ -9,8 +9,8 @@ from threadpoolctl import threadpool_limits
 from knobwise.common.errors import InputError
 from knobwise.common.extras import install_command
 from knobwise.experiments.evidence.run_folder import controller_at
-from knobwise.experiments.settings.profiles import measured_at_once
-from knobwise.experiments.settings.settings_of_run import of_run
+from knobwise.experiments.settings.config_file import of_run
+from knobwise.experiments.settings.measured_with import measured_at_once
 from knobwise.serving.proxy.settings import ServeRun
 
 

@@ -26,6 +26,7 @@ from knobwise.common.errors import InputError
 from knobwise.common.files import is_damaged, lock_folder, write_text
 from knobwise.common.progress import say
 from knobwise.common.words import format_count, points
+from knobwise.experiments.evidence.exports import export_beside
 from knobwise.experiments.evidence.run_folder import VERSION, checkpoint_at
 from knobwise.experiments.inspection.logs import facts_of_times
 from knobwise.experiments.report.inspection import said_of_times
@@ -167,7 +168,7 @@ def _added(out: Path, loaded: Loaded, facts: Mapping[str, object]) -> Path:
 
     def write(folder: Path) -> None:
         loaded.save(folder / VERSION)
-        loaded.controller.export(folder / CONTROLLER)
+        export_beside(folder / VERSION, loaded.controller, folder)
         write_text(folder / UPDATE, text)
 
     return add_version(out, write)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, get_args, get_origin, get_type_hints, is_
 import numpy as np
 
 from knobwise.common.errors import Damaged, InputError
-from knobwise.common.files import write_json
+from knobwise.common.files import sha256_of, write_json
 from knobwise.common.json_text import decode_json, is_deeper
 from knobwise.common.words import is_known
 from knobwise.experiments.evidence.decisions import FILE
@@ -52,11 +52,6 @@ def _digests(folder: Path, results: RunResults) -> list[str]:
     if (folder / FILE).exists():
         digests.append(sha256_of(folder / FILE))
     return digests
-
-
-def sha256_of(path: Path) -> str:
-    """Return the SHA-256 of a file, in hexadecimal digits."""
-    return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 def read_results(run_folder: str | Path) -> RunResults:

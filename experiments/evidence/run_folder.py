@@ -10,20 +10,26 @@ import json
 import re
 import shlex
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
 from filelock import lock_descriptor
 
+from knobwise import agents
+from knobwise.agents.deployed.controller import NumpyController
 from knobwise.common.checks import folder_name
 from knobwise.common.errors import InputError
 from knobwise.common.files import FULL, is_damaged, lock_folder, replace_link, sync, write_text
 from knobwise.common.progress import say
+from knobwise.experiments.evidence.exports import CONTROLLER, exported_of
 from knobwise.experiments.settings.config_file import NAME as CONFIG
 from knobwise.experiments.settings.config_file import read_settings_file, settings_text
+from knobwise.serving.knob_policy import KnobPolicy
 
 if TYPE_CHECKING:
-    from knobwise.agents.deployed.controller import NumpyController
+    from knobwise.agents.training.checkpoint import Loaded
+    from knobwise.envs.bandit.rules import Rule
     from knobwise.experiments.settings.tracking import Training
 
 UNFINISHED = ".unfinished"
@@ -55,19 +61,35 @@ def checkpoint_at(path: str | Path) -> Path:
     return path / "checkpoints" / "best.pt"
 
 
+def policy_at(path: str | Path, rule: str | type[Rule] | None = None) -> KnobPolicy:
+    """Load the policy of a checkpoint, a version or a run; for `rule` see `load_checkpoint`.
+
+    A folder whose controller was exported from its checkpoint needs no torch: the checkpoint is
+    read once somebody asks for the network.
+
+    Raises:
+        InputError: see `checkpoint_at`, `load_checkpoint` and `KnobPolicy`.
+    """
+    checkpoint = checkpoint_at(path)
+    if rule is None and Path(path).is_dir():
+        exported = exported_of(checkpoint, Path(path))
+        if exported is not None:
+            return KnobPolicy(partial(_content_of, checkpoint), exported)
+    return KnobPolicy(agents.load_checkpoint(checkpoint, rule))
+
+
+def _content_of(checkpoint: Path) -> Loaded:
+    return agents.load_checkpoint(checkpoint)
+
+
 def controller_at(path: str, rule: str | None = None) -> NumpyController:
-    """Load an exported `.npz` or the folder that holds it, which needs no torch; or what a
-    checkpoint or a run deploys; for `rule` see `load_checkpoint`."""
-    exported = Path(path, "controller.npz")
+    """Load an exported `.npz` or the folder that holds it; or what a checkpoint or a run deploys,
+    see `policy_at`."""
+    exported = Path(path, CONTROLLER)
     if exported.exists() and not Path(path, "checkpoints").exists():
         path = str(exported)
     if not path.endswith(".npz"):
-        from knobwise.agents.training.checkpoint import load_checkpoint
-        from knobwise.serving.knob_policy import KnobPolicy
-
-        return KnobPolicy(load_checkpoint(checkpoint_at(path), rule)).agent.decider
-    from knobwise.agents.deployed.controller import NumpyController
-
+        return policy_at(path, rule).decider
     try:
         return NumpyController.load(path)
     except (OSError, ValueError) as error:

@@ -9,8 +9,9 @@ import altair as alt
 import polars as pl
 
 from knobwise.common.errors import InputError
+from knobwise.common.files import sha256_of
 from knobwise.envs.tables.cost_words import in_words
-from knobwise.experiments.evidence.results import METRICS, grpo_begins, sha256_of
+from knobwise.experiments.evidence.results import METRICS, grpo_begins
 from knobwise.experiments.evidence.task import CONTROLS, Task
 from knobwise.experiments.report import charts
 from knobwise.experiments.report.comparison import Comparison

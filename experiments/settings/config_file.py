@@ -103,3 +103,31 @@ def flatten_keys(content: Mapping[str, Any]) -> dict[str, Any]:
         else:
             flat[str(key)] = value
     return flat
+
+
+def of_run(checkpoint: str, key: str) -> Any:
+    """Read a setting from the `config.yaml` of the run that a folder or a file in it belongs to;
+    None without one.
+
+    Raises:
+        InputError: see `read_settings_file`.
+    """
+    path = config_of(checkpoint)
+    if not path.is_file():
+        return None
+    value: Any = read_settings_file(path)
+    for name in key.split("."):
+        value = value.get(name) if isinstance(value, dict) else None
+    return value
+
+
+def config_of(checkpoint: str) -> Path:
+    """Return where the settings of a run are, that a folder or a file in it belongs to."""
+    path = Path(checkpoint)
+    # a checkpoint lies some levels below its run, and a copy may lie beside its settings; further
+    # up, a config.yaml may be that of another program
+    for folder in (path, *path.parents):
+        known = folder in (path, path.parent) or (folder / "checkpoints").is_dir()
+        if known and (folder / NAME).is_file():
+            return folder / NAME
+    return path / NAME

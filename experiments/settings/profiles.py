@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
@@ -258,30 +257,6 @@ def read_profile(
 
         table = encoded_by(table, encoders)
     return table
-
-
-def measured_at_once(path: Any) -> int | None:
-    """Return how many requests were sent at once when the profile at this path was measured through
-    an endpoint, from the file `profile.json` beside it; None without one."""
-    at_once = _noted_beside(path, "concurrency")
-    return at_once if isinstance(at_once, int) else None
-
-
-def workers_of(path: Any) -> list[dict[str, object]]:
-    """Return the workers that measured the profile at this path, from the file `profile.json`
-    beside it; [] where one process did, or nobody knows."""
-    workers = _noted_beside(path, "workers")
-    return workers if isinstance(workers, list) else []
-
-
-def _noted_beside(path: Any, name: str) -> object:
-    if not path or not isinstance(path, str):
-        return None
-    try:
-        return json.loads(Path(path).with_name("profile.json").read_bytes())[name]
-    except (OSError, ValueError, KeyError, TypeError):
-        # there is no such file, or it is damaged, or holds nothing of this name
-        return None
 
 
 def read_questions(config: Profile) -> dict[str, str]:

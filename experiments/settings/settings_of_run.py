@@ -1,15 +1,14 @@
-"""What a run was set to, from the `config.yaml` in its folder, for commands that take the run."""
+"""What a run was trained on, from the `config.yaml` in its folder, for commands that take it."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Set
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from omegaconf import DictConfig, OmegaConf
 
 from knobwise.common.errors import InputError
-from knobwise.experiments.settings.config_file import read_settings_file
+from knobwise.experiments.settings.config_file import config_of, of_run
 from knobwise.experiments.settings.words import plain_values, shell_word
 
 if TYPE_CHECKING:
@@ -43,7 +42,7 @@ def group_of_run(
     except Exception as error:  # whatever another version or a damaged file makes of it
         reader = of_run(checkpoint, f"{group}.format")
         raise InputError(
-            f"{_config_of(checkpoint)}: {group}={reader} cannot be read; give {group}=…"
+            f"{config_of(checkpoint)}: {group}={reader} cannot be read; give {group}=…"
         ) from error
 
 
@@ -63,30 +62,3 @@ def refuse_code(config: DictConfig, group: str, chosen: Set[str]) -> None:
                 f"{key}: the run names {code}, whose code would be executed; if you trust it, give "
                 f"{shell_word(key, code)}"
             )
-
-
-def of_run(checkpoint: str, key: str) -> Any:
-    """Read a setting from the `config.yaml` of the run that a folder or a file in it belongs to;
-    None without one.
-
-    Raises:
-        InputError: see `read_settings_file`.
-    """
-    path = _config_of(checkpoint)
-    if not path.is_file():
-        return None
-    value: Any = read_settings_file(path)
-    for name in key.split("."):
-        value = value.get(name) if isinstance(value, dict) else None
-    return value
-
-
-def _config_of(checkpoint: str) -> Path:
-    path = Path(checkpoint)
-    # a checkpoint lies some levels below its run, and a copy may lie beside its settings; further
-    # up, a config.yaml may be that of another program
-    for folder in (path, *path.parents):
-        known = folder in (path, path.parent) or (folder / "checkpoints").is_dir()
-        if known and (folder / "config.yaml").is_file():
-            return folder / "config.yaml"
-    return path / "config.yaml"

@@ -28,8 +28,9 @@ from knobwise.envs.tables.drift import drawn_drift
 from knobwise.envs.tables.profile_table import ProfileTable
 from knobwise.experiments.evidence.results import read_results
 from knobwise.experiments.evidence.statistics import ends_of, resampled_means
+from knobwise.experiments.settings.config_file import of_run
 from knobwise.experiments.settings.profiles import PROFILES, read_profile
-from knobwise.experiments.settings.settings_of_run import group_of_run, of_run
+from knobwise.experiments.settings.settings_of_run import group_of_run
 from knobwise.experiments.train.judging import before_grpo
 
 Array = NDArray[np.float64]

@@ -9,11 +9,12 @@ from pathlib import Path
 
 from rich.console import Console
 
+from knobwise.common.files import sha256_of
 from knobwise.common.progress import say
 from knobwise.envs.demonstrations.beam_table import BeamTable
 from knobwise.envs.tables.profile_table import ProfileTable
 from knobwise.experiments.evidence.decisions import write_decisions
-from knobwise.experiments.evidence.results import METRICS, sha256_of, write_results
+from knobwise.experiments.evidence.results import METRICS, write_results
 from knobwise.experiments.evidence.run_folder import command_of
 from knobwise.experiments.evidence.schema import RunResults
 from knobwise.experiments.evidence.statistics import sign_of

@@ -35,6 +35,7 @@ from knobwise.experiments.evidence.controllers import (
 )
 from knobwise.experiments.evidence.evaluate import Deadlines
 from knobwise.experiments.evidence.explanation import Explained, explain_policy
+from knobwise.experiments.evidence.exports import export_beside
 from knobwise.experiments.evidence.mean_budgets import MeanBudgets
 from knobwise.experiments.evidence.schema import Attainable, GrpoGain, RunResults, TrainingFacts
 from knobwise.experiments.evidence.task import DEADLINE
@@ -110,8 +111,8 @@ def judge_split(training: SplitTraining, folder: Path) -> tuple[RunResults, pl.D
     results, decisions = judge_controllers(training, best)
     scores = [float(loaded.extra["validation_utility"]) for loaded in best]
     keep_best(folder, dict(zip(folders, scores, strict=True)))
-    kept = load_checkpoint(folder / "checkpoints" / "best.pt").controller
-    kept.export(folder / "controller.npz")
+    kept = folder / "checkpoints" / "best.pt"
+    export_beside(kept, load_checkpoint(kept).controller, folder)
     copy_policy(folder)
     return results, decisions
 

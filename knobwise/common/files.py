@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import glob
+import hashlib
 import json
 import os
 import resource
@@ -233,6 +234,12 @@ def is_damaged(path: str | Path) -> bool:
             raise
         except Exception:  # whatever a damaged directory makes of the rest
             return True
+
+
+def sha256_of(path: Path) -> str:
+    """Return the SHA-256 of a file, in hexadecimal digits."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def is_cut_short(content: bytes, text: str) -> bool:

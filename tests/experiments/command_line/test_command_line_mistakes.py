@@ -21,7 +21,7 @@ from wandb_stub import forget_wandb
 from knobwise.__main__ import main
 from knobwise.envs.readers.feature_files import write_features
 from knobwise.experiments.command_line import profile, train
-from knobwise.experiments.command_line.registry import VERBS
+from knobwise.experiments.command_line.verbs import VERBS
 
 
 @pytest.fixture(autouse=True)

@@ -8,7 +8,8 @@ import pytest
 from knobwise.__main__ import main
 from knobwise.experiments.command_line.compose import compose_config
 from knobwise.experiments.command_line.help import COMMON, help_lines
-from knobwise.experiments.command_line.registry import VERBS, config_groups, names_of_choices
+from knobwise.experiments.command_line.registry import config_groups, names_of_choices
+from knobwise.experiments.command_line.verbs import VERBS
 
 
 def shown(capsys, *words):

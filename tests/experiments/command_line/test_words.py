@@ -20,7 +20,8 @@ from knobwise.experiments.command_line.compose import (
     text_options,
 )
 from knobwise.experiments.command_line.grammar import TEXT, kinds_of_options
-from knobwise.experiments.command_line.registry import READERS, VERBS, readers_of
+from knobwise.experiments.command_line.registry import READERS, readers_of
+from knobwise.experiments.command_line.verbs import VERBS
 from knobwise.experiments.deploy.update import CURRENT
 from knobwise.experiments.evidence.run_folder import command_of, run_name
 from knobwise.experiments.settings.profiles import read_profile

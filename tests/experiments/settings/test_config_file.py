@@ -14,11 +14,11 @@ from knobwise.experiments.command_line.compose import read_settings
 from knobwise.experiments.evidence import results as report
 from knobwise.experiments.report.runs import read_settings_of
 from knobwise.experiments.settings.config_file import (
+    of_run,
     read_settings_file,
     settings_text,
     to_yaml,
 )
-from knobwise.experiments.settings.settings_of_run import of_run
 
 LEVELS = []
 for last, name in itertools.pairwise("abcdefghi"):

@@ -19,12 +19,11 @@ from knobwise.experiments.command_line.compose import read_settings
 from knobwise.experiments.command_line.help import help_lines
 from knobwise.experiments.command_line.registry import (
     READERS,
-    VERBS,
     field_docs,
     names_of_choices,
     readers_of,
-    settings_of_verb,
 )
+from knobwise.experiments.command_line.verbs import VERBS, settings_of_verb
 from knobwise.experiments.settings.beams import hide, read_data
 from knobwise.experiments.settings.config_file import flatten_keys, settings_text
 from knobwise.experiments.settings.deployment_options import EvaluateRun

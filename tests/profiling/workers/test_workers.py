@@ -21,7 +21,7 @@ from knobwise.agents.selector.selector import Selector
 from knobwise.agents.selector.settings import SelectorConfig
 from knobwise.agents.training.checkpoint import save_checkpoint
 from knobwise.envs.demonstrations.beam_table import BeamTable
-from knobwise.experiments.settings.profiles import workers_of
+from knobwise.experiments.settings.measured_with import workers_of
 from knobwise.profiling.measuring import measuring
 from knobwise.profiling.measuring.measuring import LOG, read_measurements
 from knobwise.profiling.workers import pool
