@@ -21,6 +21,7 @@ from knobwise.agents.controller.features import FeatureNormaliser
 from knobwise.agents.controller.networks import KnobNetwork
 from knobwise.agents.controller.settings import OUTSIDE_THE_NETWORK, PolicyConfig, regularised
 from knobwise.agents.controller.side_by_side import for_each
+from knobwise.common.errors import InputError
 from knobwise.envs.bandit.budgets import BudgetEncoding, subsample
 from knobwise.envs.bandit.rule_choice import as_rule, rule_named
 from knobwise.envs.bandit.rules import DEADLINES, Rule
@@ -194,9 +195,20 @@ class Controller(nn.Module):
 
     @classmethod
     def restored(cls, plain: dict[str, Any]) -> Controller:
-        """Build the controller from what `plain` packed, in eval mode."""
+        """Build the controller from what `plain` packed, in eval mode.
+
+        Raises:
+            InputError: its settings have another number of layers than weights.
+            RuntimeError: weights are missing, unknown, or of another shape.
+        """
         state = plain["state"]
         config = PolicyConfig(**plain["policy"])
+        layers = sum(name.startswith("network.layers.") for name in state) // 2
+        if config.layers != layers:
+            raise InputError(
+                f"claims {config.layers:,} layers, but holds {layers}: it is damaged or forged; "
+                "take another copy, or train again"
+            )
         knobs = [Knob(name, tuple(values)) for name, values in plain["knobs"]]
         # statistics of limits come with the weights, below
         encoding = BudgetEncoding(torch.ones(1), config.budget_width)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 import torch
 from torch import nn
 
+from knobwise.agents.training.claims import WithinFile, refuse_repeated
 from knobwise.agents.training.state import Provenance
 from knobwise.common.errors import Damaged, InputError
 from knobwise.common.files import is_damaged, written_whole
@@ -153,9 +154,9 @@ def load_checkpoint(path: str | Path, rule: str | type[Rule] | None = None) -> L
 
     Raises:
         Damaged: the file is not whole, or does not agree with its checksums.
-        InputError: no such file, not a checkpoint of knobwise, one of another version, weights
-            that are not finite, or a model that the agent was trained along with is missing; or
-            it was trained under another rule.
+        InputError: no such file, not a checkpoint of knobwise, one of another version, one that
+            claims to hold more than it does, weights that are not finite, or a model that the agent
+            was trained along with is missing; or it was trained under another rule.
     """
     try:
         # a damaged file is told from one of another program
@@ -178,7 +179,10 @@ def load_checkpoint(path: str | Path, rule: str | type[Rule] | None = None) -> L
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise InputError(f"{path}: not a checkpoint of knobwise (expected format {FORMAT})")
     try:
-        agent = class_of(content["kind"]).restored(content["controller"])
+        size = Path(path).stat().st_size
+        refuse_repeated(content, size)
+        with WithinFile(size):
+            agent = class_of(content["kind"]).restored(content["controller"])
         _refuse_nan(agent)
         if rule is not None and hasattr(agent, "rule"):
             refuse_other_rule(rule, agent.rule)

@@ -1,8 +1,11 @@
 """Reading ARFF, the tables of Weka, OpenML and ASlib; scipy reads no attributes of type string."""
 
 import re
+from collections import Counter
 
 import polars as pl
+
+from knobwise.envs.readers.column_names import refuse_width
 
 QUOTED = r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*\""""
 DECLARATION = re.compile(rf"@attribute\s+(?P<name>{QUOTED}|\S+)\s+\S", re.IGNORECASE)
@@ -14,8 +17,8 @@ def arff_frame(text: str) -> pl.DataFrame:
     """Return the rows of an ARFF file; all columns are text, and `?` is null.
 
     Raises:
-        ValueError: it declares no attributes or one twice, has no data, a row has another number of
-            values, or rows are sparse.
+        ValueError: it declares no attributes, too many or one twice, has no data, a row has another
+            number of values, or rows are sparse.
     """
     names: list[str] = []
     lines = iter(text.removeprefix("\ufeff").split("\n"))
@@ -29,9 +32,10 @@ def arff_frame(text: str) -> pl.DataFrame:
             if declared is None:
                 raise ValueError(f"not an attribute with a name and a type: {words[:60]}")
             names.append(_unquoted(declared["name"]))
+            refuse_width(len(names))
     else:
         raise ValueError("has no @data")
-    twice = {name for name in names if names.count(name) > 1}
+    twice = {name for name, count in Counter(names).items() if count > 1}
     if not names or twice:
         raise ValueError(f"no attributes, or twice: {', '.join(sorted(twice))}")
     # columns are filled row by row

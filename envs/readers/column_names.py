@@ -12,6 +12,8 @@ from collections.abc import Sequence
 
 import polars as pl
 
+from knobwise.common.errors import InputError
+
 ANSWERS = re.compile(
     r"answers?|((.*_)?golds?|gold(en)?|gt|ground_?truth)(_.*)?|labels?|targets?|ref(erence)?s?"
     r"|expected|truth|solutions?"
@@ -88,6 +90,21 @@ ERRORS = re.compile(
 """Names of columns that say whether an answer failed."""
 OF_ANSWERS = (ANSWERS, OUTCOMES, MEASURED, re.compile("answers?|pred(iction)?s?|cost|usd|tokens"))
 """What a column of a wide table may hold of one configuration."""
+
+
+MOST_COLUMNS = 10_000
+"""A table with more columns would be looked at for minutes: each takes some 20 ms, however
+few rows it has."""
+
+
+def refuse_width(columns: int) -> None:
+    """Raise InputError for a table of so many columns, if these are too many."""
+    if columns > MOST_COLUMNS:
+        raise InputError(
+            f"more than {MOST_COLUMNS:,} columns, each of which takes time and memory to look at; "
+            "keep those that are knobs, measurements or features of a few numbers, and give long "
+            "vectors as profile.features=FILE.npz"
+        )
 
 
 def plain_name(name: str) -> str:

@@ -29,7 +29,9 @@ from knobwise.envs.readers.column_values import blanks_as_null, holds_no_text
 from knobwise.envs.readers.design import (
     Design,
     as_whole_numbers,
+    count_distinct,
     differs_in_every_row,
+    first_rows,
     is_clock,
     numbers_of_rows,
     varying_among,
@@ -90,7 +92,7 @@ def knobs_and_features(
     Raises:
         InputError: columns cannot be what they are named as, or there are no knobs.
     """
-    if knobs is None and len(frame) == keys.n_unique():
+    if knobs is None and len(frame) == count_distinct(keys):
         refuse_log(frame, keys, _candidates(frame, other))
     named = [column.name for column in columns]
     if isinstance(features, list):
@@ -166,7 +168,7 @@ def _find_knobs(
     # a name of the configuration adds nothing to its knobs
     for label in named_like(names, LABELS) if len(names) > 1 else ():
         others = [c for c in names if c != label]
-        if others and frame.select(others).n_unique() == frame.select(names).n_unique():
+        if others and count_distinct(frame.select(others)) == count_distinct(frame.select(names)):
             labels.append(label)
             names = others
     # say what was left out, because the guess may be wrong
@@ -181,7 +183,7 @@ def _find_knobs(
     for reason, left_out in reasons.items():
         if left_out:
             notes.append(f"not knobs, since they {reason}: {list_columns(left_out)}")
-    count = frame.select(names).n_unique()
+    count = count_distinct(frame.select(names))
     sizes_of = {name: frame[name].n_unique() for name in names}
     # a small grid of which few cells were measured has as many
     if 50 < count > len(frame) / 2 and math.prod(sizes_of.values()) > len(frame):
@@ -248,7 +250,8 @@ def _knobs_by_design(
             f"with it alone. If ids start anew in each {name}, rename it to `dataset`"
         )
     numbered = [c for c in repeats if c not in names]
-    for name, changing in _parting(frame, keys, [*names, *numbered], [*rest, *random]):
+    by_number = _parting(frame, keys, [*names, *numbered], [*rest, *random]) if numbered else []
+    for name, changing in by_number:
         if name in numbered and (texts := [c for c in changing if c not in names]):
             notes.append(
                 f"{name}: taken as a number of repeats, but {list_columns(texts)} of a sample "
@@ -275,7 +278,7 @@ def _parting(
     for knob in knobs:
         inside = keys.with_columns(frame[knob].alias("knob"))
         # where each cell is a group of its alone, outcomes look fixed too
-        several = len(frame) > 1.5 * inside.n_unique()
+        several = len(frame) > 1.5 * count_distinct(inside)
         varying = varying_among(frame, inside, columns) if several else columns
         fixed[knob] = {c for c in columns if c not in varying}
     for knob in knobs:
@@ -338,9 +341,10 @@ def _note_unknown(columns: Sequence[str], notes: list[str]) -> None:
 def _unknown_before(frame: pl.DataFrame, keys: pl.DataFrame, columns: Sequence[str]) -> list[str]:
     """Return those of these columns, which never vary inside a sample, that hold the right answer,
     an outcome, or the number of the sample: nothing that a request could bring."""
-    samples = keys.hstack(frame.select(columns)).unique(keys.columns, maintain_order=True)
+    rows = first_rows(keys)
+    samples = keys[rows].cast(pl.String).hstack([frame[c].gather(rows) for c in columns])
     ids = samples["sample_id"]
-    numbers = numbers_of_rows(samples, samples.select(keys.columns), columns)
+    numbers = numbers_of_rows(samples, keys[rows], columns)
     numbers += [
         c for c in named_like(columns, ROW_NUMBERS) if not as_whole_numbers(frame[c]).null_count()
     ]

@@ -31,6 +31,8 @@ MANTISSA_BITS: dict[Any, int] = {pl.Float16: 11, pl.Float32: 24, pl.Float64: 53}
 """Whole numbers below 2 to this power are exact in a float; larger ones may share a value."""
 POWER_OF_TEN = r"^\s*[+-]?\d+(?:[.,](\d+))?[eE]\+(\d+)\s*$"
 """A number as spreadsheets and R shorten it, such as 1.23E+11: its decimals, and its exponent."""
+SEVERAL = 0.5
+"""Names are kept apart from rows if there are at most so many for each."""
 SEEN = 20
 """So many values are looked at before all are."""
 FLOAT_AS_TEXT = r"^[+-]?\d+(\.0+|\.\d+[eE]\+\d+)$"
@@ -63,7 +65,9 @@ def blanks_as_null(frame: pl.DataFrame) -> pl.DataFrame:
     """Return columns of numbers and text with null in all cells that are empty."""
     text = pl.selectors.string()
     blank = text.str.strip_chars().is_in(["", "?"])
-    return frame.with_columns(pl.when(~blank).then(text), pl.selectors.float().fill_nan(None))
+    # most columns have no NaN, and need no copy
+    gappy = [c.name for c in frame if c.dtype.is_float() and c.is_nan().any()]
+    return frame.with_columns(pl.when(~blank).then(text), pl.col(gappy).fill_nan(None))
 
 
 def number_column(series: pl.Series, logical: bool = True) -> pl.Series:
@@ -163,6 +167,19 @@ def name_column(series: pl.Series) -> pl.Series:
         whole = series.cast(pl.Int128, strict=False).cast(pl.String)
         text = whole.zip_with(series % 1 == 0, text)
     return text
+
+
+def id_column(series: pl.Series) -> pl.Series:
+    """Return the names of `name_column`; as an Enum, in the order of the alphabet, where each is
+    that of several rows, so that a row takes four bytes and is compared in no time."""
+    if series.null_count() or series.n_unique() > SEVERAL * len(series):
+        return name_column(series)
+    values = series.unique()
+    if series.dtype.is_integer():
+        names = name_column(values)
+        return series.replace_strict(values, names.cast(pl.Enum(names.sort())))
+    text = name_column(series)
+    return text.cast(pl.Enum(text.unique().sort()))
 
 
 def refuse_lost_digits(series: pl.Series) -> None:

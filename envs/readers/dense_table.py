@@ -15,6 +15,7 @@ import torch
 
 from knobwise.common.errors import InputError
 from knobwise.envs.readers.column_values import keys_of, knob_column, name_column
+from knobwise.envs.readers.design import first_rows
 from knobwise.envs.readers.repeats import repeated_rows
 from knobwise.envs.tables.profile_table import Knob, median_of
 
@@ -56,9 +57,9 @@ def dense_fields(
 
     Args:
         frame: all columns of the measurements, as they were read.
-        rows: for each of them the ids as text (`dataset`, if there is one, and `sample_id`),
-            `accuracy`, `latency`, `repeat`, `first_look` and `weight`; perhaps further costs under
-            `COST` and their name, and `TIME`.
+        rows: for each of them the ids (`dataset`, if there is one, and `sample_id`), `accuracy`,
+            `latency`, `repeat`, `first_look` and `weight`; perhaps further costs under `COST` and
+            their name, and `TIME`.
         columns: those of the frame that are knobs.
         group: the column of what a sample belongs to.
         notes: what is noticed.
@@ -100,23 +101,32 @@ class _Cells(NamedTuple):
     def means(self, values: pl.Series) -> torch.Tensor:
         """Return the mean of each cell's values that are known, float32 [N, C], NaN where there are
         none."""
-        known = _Cells(self.shape, self.of_row[values.is_not_null().to_numpy()])
-        times = known.times
-        sums = np.bincount(known.of_row, values.drop_nulls(), times.size)
-        means = sums / np.where(times, times, np.nan)
-        return torch.from_numpy(means).float().view(self.shape)
+        of_row = self.of_row
+        if values.null_count():
+            of_row = of_row[values.is_not_null().to_numpy()]
+            values = values.drop_nulls()
+        times = np.bincount(of_row, minlength=math.prod(self.shape))
+        if times.max(initial=0) > 1:
+            sums = np.bincount(of_row, values, times.size)
+            means = (sums / np.where(times, times, np.nan)).astype(np.float32)
+        else:
+            # a single value is its mean
+            means = np.full(times.size, np.nan, np.float32)
+            means[of_row] = values.to_numpy()
+        return torch.from_numpy(means).view(self.shape)
 
     def repeated(self, values: pl.Series) -> torch.Tensor:
         """Return all values of each cell, float32 [N, C, R], filled up by NaN. Where a cell has
         several rows, they are neighbours."""
         times = self.times
-        position = np.zeros_like(self.of_row)
+        repeats = np.full((times.size, times.max()), np.nan, np.float32)
         if times.max() > 1:
             # each row is numbered from the first of its cell
             first_of_cell = times.cumsum() - times
             position = np.arange(self.of_row.size) - first_of_cell[self.of_row]
-        repeats = np.full((times.size, times.max()), np.nan, np.float32)
-        repeats[self.of_row, position] = values
+            repeats[self.of_row, position] = values.to_numpy()
+        else:
+            repeats[self.of_row, 0] = values.to_numpy()
         return torch.from_numpy(repeats).view(*self.shape, -1)
 
 
@@ -190,7 +200,7 @@ def _samples(frame: pl.DataFrame, keys: pl.DataFrame, group: str | None) -> pl.D
     extra = [name_column(frame[c]) for c in optional if not frame[c].is_null().all()]
     if group is not None:
         extra.append(name_column(frame[group]).alias(CLUSTER))
-    samples = keys.with_columns(extra).unique()
+    samples = keys.with_columns(extra).unique() if extra else keys[first_rows(keys)]
     # a column that varies inside a sample makes more distinct rows than there are samples
     for column in extra:
         if samples.select(*keys.columns, column.name).n_unique() > keys.n_unique():
@@ -209,7 +219,7 @@ def _samples(frame: pl.DataFrame, keys: pl.DataFrame, group: str | None) -> pl.D
             )
         samples = samples.with_columns(splits.replace_strict(PARTS))
     # ids that are no whole numbers become null, and come last
-    number = pl.col("sample_id").cast(pl.Int64, strict=False)
+    number = pl.col("sample_id").cast(pl.String).cast(pl.Int64, strict=False)
     return samples.sort(*keys.columns[:-1], number, "sample_id", nulls_last=True)
 
 
@@ -217,21 +227,28 @@ def _measured_fields(rows: pl.DataFrame, cells: _Cells) -> dict[str, Any]:
     """Return the fields of a `ProfileTable` that hold what was measured in each cell."""
     repeats_ms = cells.repeated(rows["latency"].clip(0))
     accuracy = cells.means(rows["accuracy"].clip(0, 1))
-    first_look_ms = cells.means(rows["first_look"]).nan_to_num(0.0)
+    latency_ms = median_of(repeats_ms)
+    first_look_ms = None
+    # most tables have no first look
+    if (rows["first_look"] != 0).any():
+        first_look_ms = cells.means(rows["first_look"]).nan_to_num(0.0)
+        latency_ms += first_look_ms
     fields: dict[str, Any] = {
         "accuracy": accuracy,
-        "latency_ms": median_of(repeats_ms) + first_look_ms,
+        "latency_ms": latency_ms,
         "mask": ~accuracy.isnan(),
     }
     if (rows["weight"] != 1).any():
         fields[WEIGHT] = cells.means(rows["weight"]).nan_to_num(0.0)
-    if first_look_ms.any():
+    if first_look_ms is not None:
         fields["first_look_ms"] = first_look_ms
     costs = [name for name in rows.columns if name.startswith(COST)]
     if costs:
         fields["costs"] = {name.removeprefix(COST): cells.means(rows[name]) for name in costs}
     if repeats_ms.shape[-1] > 1:
-        fields["repeats_ms"] = repeats_ms + first_look_ms.unsqueeze(-1)
+        fields["repeats_ms"] = repeats_ms
+        if first_look_ms is not None:
+            fields["repeats_ms"] = repeats_ms + first_look_ms.unsqueeze(-1)
     return fields
 
 
@@ -248,6 +265,13 @@ def _names(samples: pl.DataFrame, notes: list[str]) -> dict[str, Any]:
 
 def _row_numbers(rows: pl.DataFrame, index: pl.DataFrame) -> np.ndarray:
     """Return the number of the row of `index` that has the values of each row, int64 [rows]."""
+    column, *others = rows.columns
+    known = rows.schema[column]
+    if not others and isinstance(known, pl.Enum):
+        # the codes of names are places in a list of numbers
+        places = np.zeros(len(known.categories), np.int64)
+        places[index[column].to_physical().to_numpy()] = np.arange(len(index))
+        return places[rows[column].to_physical().to_numpy()]
     numbered = index.select(rows.columns).with_row_index("number")
     numbers = rows.join(numbered, on=rows.columns, how="left", maintain_order="left")["number"]
     return numbers.to_numpy().astype(np.int64)

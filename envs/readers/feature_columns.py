@@ -110,39 +110,51 @@ def encode(frame: pl.DataFrame, columns: Sequence[Column]) -> tuple[np.ndarray, 
     Raises:
         InputError: a column is missing, or holds lists.
     """
-    places: list[pl.Expr] = []
-    faults: list[pl.Expr] = []
-    # NaN is missing, also where text is expected
-    frame = frame.with_columns(pl.selectors.float().fill_nan(None))
+    known = {*frame.columns}
+    blocks = []
+    fault = pl.repeat(None, len(frame), dtype=pl.String, eager=True)
+    # column by column: polars plans hundreds together for minutes
     for column in columns:
-        name = column.name
-        if name not in frame.columns or frame.schema[name].is_nested():
+        if column.name not in known or frame.schema[column.name].is_nested():
             raise InputError(
-                f"there is no column {name!r} of numbers or text; the controller needs "
-                f"{', '.join(known.name for known in columns)}. Leave a field empty where its "
+                f"there is no column {column.name!r} of numbers or text; the controller needs "
+                f"{', '.join(each.name for each in columns)}. Leave a field empty where its "
                 "value is unknown"
             )
-        if column.categories is None:
-            value = numbers_in(name, frame.schema[name])
-            missing = _missing(name)
-            # null is NaN in an array
-            valid = value.abs() <= LARGEST
-            places.append(pl.when(valid).then(value))
-            wrong = pl.format("{} is not a finite number: {}", pl.lit(name), _text(name))
-            faults.append(pl.when(~missing & ~valid.fill_null(False)).then(wrong))
-        else:
-            text = _text(name)
-            missing = text == ""
-            places += [text == value for value in column.categories]
-            places.append(~text.is_in(list(column.categories)))
-        if not column.gaps:
-            absent = f"{name} is missing, but no training sample lacks it"
-            faults.append(pl.when(missing).then(pl.lit(absent)))
-    numbered = [place.cast(pl.Float32).alias(str(i)) for i, place in enumerate(places)]
+        places, wrong = _encode_column(frame[column.name], column)
+        blocks.append(places)
+        fault = fault.zip_with(fault.is_not_null() | wrong.is_null(), wrong)
+    block = np.concatenate(blocks, 1) if blocks else np.zeros((len(frame), 0), np.float32)
+    return block, fault.alias("fault")
+
+
+def _encode_column(series: pl.Series, column: Column) -> tuple[np.ndarray, pl.Series]:
+    """Return the places of a column, float32 [n, places], and what is wrong with each row."""
+    name = column.name
+    # NaN is missing, also where text is expected
+    frame = series.to_frame().with_columns(pl.selectors.float().fill_nan(None))
+    faults: list[pl.Expr] = []
+    if column.categories is None:
+        value = numbers_in(name, series.dtype)
+        missing = _missing(name)
+        # null is NaN in an array
+        valid = value.abs() <= LARGEST
+        places: list[pl.Expr] = [pl.when(valid).then(value)]
+        wrong = pl.format("{} is not a finite number: {}", pl.lit(name), _text(name))
+        faults.append(pl.when(~missing & ~valid.fill_null(False)).then(wrong))
+    else:
+        text = _text(name)
+        missing = text == ""
+        places = [text == value for value in column.categories]
+        places.append(~text.is_in(list(column.categories)))
+    if not column.gaps:
+        absent = f"{name} is missing, but no training sample lacks it"
+        faults.append(pl.when(missing).then(pl.lit(absent)))
+    numbered = [place.cast(pl.Float32).alias(f"place {i}") for i, place in enumerate(places)]
+    fault = pl.coalesce(pl.lit(None, pl.String), *faults).alias("fault")
     # lazily, so that polars computes what several places share once
-    block = frame.lazy().select(numbered).collect().to_numpy(order="c", writable=True)
-    fault = frame.lazy().select(fault=pl.coalesce(pl.lit(None, pl.String), *faults)).collect()
-    return block, fault["fault"]
+    encoded = frame.lazy().select(*numbered, fault).collect()
+    return encoded.drop("fault").to_numpy(order="c"), encoded["fault"]
 
 
 def encode_samples(samples: pl.DataFrame, columns: Sequence[Column]) -> np.ndarray:

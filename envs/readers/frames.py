@@ -17,7 +17,7 @@ from typing import Any
 
 import polars as pl
 
-from knobwise.common.errors import InputError
+from knobwise.common.errors import InputError, naming
 from knobwise.common.files import check_unpacked, most_unpacked
 from knobwise.common.json_text import decode_json, decode_text, encoding_of
 from knobwise.common.parquet import read_parquet
@@ -30,6 +30,7 @@ from knobwise.common.text_files import (
     with_points,
 )
 from knobwise.envs.readers.arff import arff_frame
+from knobwise.envs.readers.column_names import refuse_width
 from knobwise.envs.readers.folders import TABLES, is_table, refuse_folder
 from knobwise.envs.readers.nested import NO_COLUMN, mixed_column
 from knobwise.envs.readers.split_json import is_split, rows_of_split
@@ -71,7 +72,9 @@ def read_frame(
     Raises:
         InputError: there is no such file, or it cannot be read.
     """
-    frame = _read(path, notes, lines)
+    with naming(path):
+        frame = _read(path, notes, lines)
+        refuse_width(frame.width)
     if lines is not None and not lines.numbers:
         lines.numbers = range(1, len(frame) + 1)
     return frame
@@ -133,6 +136,8 @@ def _delimited(content: bytes | Path, notes: list[str], lines: Lines | None) -> 
             head = content.splitlines(keepends=True)[:LOOKED_AT]
     begin = [line.decode("utf-8-sig", errors="replace") for line in head]
     separator, skipped = form_of(begin)
+    # before the parser takes memory for each
+    refuse_width(1 + sum(line.count(separator) for line in begin[skipped : skipped + 1]))
     if skipped and not NAMED.fullmatch(begin[0].strip("\r\n")):
         notes.append(f"the header is in line {skipped + 1}; what stands above it is not read")
     if lines is not None and isinstance(content, bytes):

@@ -9,7 +9,7 @@ import polars as pl
 
 from knobwise.common.errors import InputError
 from knobwise.envs.readers.column_names import list_columns
-from knobwise.envs.readers.column_values import as_share, check_range, name_column, number_column
+from knobwise.envs.readers.column_values import as_share, check_range, id_column, number_column
 from knobwise.envs.readers.dense_table import COST, TIME, WEIGHT
 from knobwise.envs.readers.failures import failures, is_crashed, rows_as_failed
 from knobwise.envs.readers.layouts import Layout
@@ -36,9 +36,9 @@ def profiled_rows(
         missing: what rows are that lack one of the two.
 
     Returns:
-        All columns of these rows as they were read; and their ids as text (`dataset`, if there is
-        one, and `sample_id`), accuracy, latency, `repeat` (null without such a column),
-        `first_look` (0 without one) and `weight` (1 without one).
+        All columns of these rows as they were read; and their ids as `id_column` returns them
+        (`dataset`, if there is one, and `sample_id`), accuracy, latency, `repeat` (null without
+        such a column), `first_look` (0 without one) and `weight` (1 without one).
     """
     measured = _as_numbers(frame, accuracy, accuracy_unit, latency, timed, notes)
     shares = measured["accuracy"].alias(accuracy)
@@ -61,9 +61,9 @@ def profiled_rows(
         measured = measured.filter(profiled)
     if frame.is_empty():
         raise InputError(f"no row with both {accuracy} and {latency}")
-    keys = [name_column(frame[ids]).alias("sample_id")]
+    keys = [id_column(frame[ids]).alias("sample_id")]
     if "dataset" in frame.columns:
-        keys.insert(0, name_column(frame["dataset"]))
+        keys.insert(0, id_column(frame["dataset"]))
     return frame, measured.with_columns(keys)
 
 

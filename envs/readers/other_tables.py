@@ -25,7 +25,8 @@ from knobwise.envs.readers.design import (
     COMPLETE,
     Design,
     as_whole_numbers,
-    spread_of,
+    count_distinct,
+    samples_varying,
     varying_among,
 )
 from knobwise.envs.readers.frames import KEYS
@@ -164,7 +165,9 @@ def _costs_of(frame: pl.DataFrame, models: Sequence[str]) -> list[str]:
 
 def refuse_log(frame: pl.DataFrame, keys: pl.DataFrame, knobs: Sequence[str]) -> None:
     """Raise InputError if settings differ between samples, but inside none."""
-    if keys.n_unique() < MIN_SAMPLES or not knobs or frame.select(knobs).n_unique() < 2:
+    if not knobs or all(frame[knob].n_unique() < 2 for knob in knobs):
+        return
+    if count_distinct(keys) < MIN_SAMPLES:
         return
     if not varying_among(frame, keys, knobs):
         if other_ids := _ids_of_a_design(frame, knobs):
@@ -204,10 +207,10 @@ def note_log(
     frame: pl.DataFrame, keys: pl.DataFrame, knobs: Sequence[str], notes: list[str]
 ) -> None:
     """Note if most samples have one setting alone, as in a log of decisions with retries."""
-    spread = spread_of(frame, keys, knobs)
-    several = spread.select(pl.any_horizontal(pl.col(knobs) > 1).sum()).item()
-    count = len(spread)
-    if count >= MIN_SAMPLES and 2 * several < count and frame.n_unique(knobs) > 1:
+    several = samples_varying(frame, keys, knobs)
+    count = count_distinct(keys)
+    differ = any(frame[knob].n_unique() > 1 for knob in knobs)
+    if count >= MIN_SAMPLES and 2 * several < count and differ:
         notes.append(
             f"{several} of {count} samples have more than one setting: for the others, as in "
             "a log of decisions, nothing else can be replayed"
@@ -270,7 +273,7 @@ def check_ids(
     """
     settings = frame.select(pl.col(knobs).name.prefix("knob "))
     cells = keys.hstack(settings)
-    if not cells.is_duplicated().any():
+    if count_distinct(cells) == len(cells):
         return
     columns = [c for c in frame.columns if c not in (*keys.columns, *knobs, *used)]
     measured = named_like(columns, OUTCOMES, MEASURED, REPEATS)

@@ -341,6 +341,8 @@ def median_of(repeats_ms: Tensor) -> Tensor:
 
     It is the mean of the middle two where their number is even. NaN stands for no measurement.
     """
+    if repeats_ms.shape[-1] == 1:
+        return repeats_ms.squeeze(-1).clone()
     ordered = repeats_ms.sort(-1).values  # NaN last
     count = (~ordered.isnan()).sum(-1, keepdim=True)
     low = ((count - 1) // 2).clamp_min(0)

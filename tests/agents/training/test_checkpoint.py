@@ -22,6 +22,7 @@ from helpers import (
     table_of,
     trained,
 )
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from knobwise.agents.calibration.calibrate import calibrate_controller
 from knobwise.agents.calibration.deployed_controller import DeployedController
@@ -30,6 +31,7 @@ from knobwise.agents.controller.controller import Controller
 from knobwise.agents.controller.settings import PolicyConfig
 from knobwise.agents.selector.selector import Selector
 from knobwise.agents.selector.settings import SelectorConfig
+from knobwise.agents.training import claims
 from knobwise.agents.training.checkpoint import load_checkpoint, save_checkpoint, started_from
 from knobwise.common.errors import InputError
 from knobwise.envs.bandit.settings import BudgetConfig
@@ -127,6 +129,42 @@ def test_what_cannot_decide_is_refused_on_loading(taught, tmp_path, place, mutat
     with input_error(rf"c\.pt: .*{named}") as refused:
         load_checkpoint(tmp_path / "c.pt")
     assert "\n" not in str(refused.value)
+
+
+class Largest(TorchDispatchMode):
+    """Notes how many bytes the largest tensor has that is made."""
+
+    size = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        made = func(*args, **(kwargs or {}))
+        if isinstance(made, torch.Tensor):
+            self.size = max(self.size, made.untyped_storage().nbytes())
+        return made
+
+
+@pytest.mark.parametrize(
+    ("place", "claim"),
+    [
+        ("controller/features/image_features", 10**6),
+        ("controller/policy/hidden", 10**3),
+        ("controller/policy/layers", 10**6),
+        ("controller/policy/fold_networks", 10**5),
+        ("controller/policy/budget_width", 10**7),
+        ("controller/policy/teacher_hidden", 10**5),
+        ("controller/state/normaliser.mean", torch.zeros(1).expand(10**6)),
+    ],
+)
+def test_claims_are_refused_before_they_take_memory(taught, tmp_path, monkeypatch, place, claim):
+    content = torch.load(taught, weights_only=True)
+    *path, last = place.split("/")
+    functools.reduce(operator.getitem, path, content["controller"])[last] = claim
+    torch.save(content, tmp_path / "c.pt")
+    monkeypatch.setattr(claims, "FREE", 0)
+    with Largest() as made, input_error(r"c\.pt: claims"):
+        load_checkpoint(tmp_path / "c.pt")
+    # no more than the file may ask for, at eight bytes a number
+    assert made.size <= 8 * claims.TIMES * (tmp_path / "c.pt").stat().st_size
 
 
 def test_settings_that_a_checkpoint_does_not_hold_have_their_defaults(taught, tmp_path):

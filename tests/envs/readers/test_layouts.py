@@ -13,6 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import knobwise
+from knobwise.envs.readers import column_names
+from knobwise.envs.readers.arff import arff_frame
 from knobwise.envs.readers.frames import read_frame
 from knobwise.envs.readers.long_table import read_long_table, table_from_frame
 from knobwise.experiments.settings.profiles import JointProfile, TableProfile, read_profile
@@ -376,6 +378,31 @@ def test_arff_that_is_refused(tmp_path, text, fault):
     (tmp_path / "t.arff").write_text(text)
     with input_error(rf"t\.arff: cannot be read as arff.*{fault}"):
         read_frame(tmp_path / "t.arff")
+
+
+@pytest.mark.parametrize("suffix", ["arff", "csv", "jsonl"])
+def test_tables_of_too_many_columns_are_refused(tmp_path, monkeypatch, suffix):
+    monkeypatch.setattr(column_names, "MOST_COLUMNS", 5)
+    for count in (5, 6):
+        names = [f"c{i}" for i in range(count)]
+        values = ",".join("1" * count)
+        declared = "".join(f"@attribute {name} numeric\n" for name in names)
+        texts = {
+            "arff": f"{declared}@data\n{values}\n",
+            "csv": f"{','.join(names)}\n{values}\n",
+            "jsonl": json.dumps(dict.fromkeys(names, 1)),
+        }
+        path = tmp_path / f"t{count}.{suffix}"
+        path.write_text(texts[suffix])
+    assert read_frame(tmp_path / f"t5.{suffix}").width == 5
+    with input_error(rf"t6\.{suffix}: more than 5 columns"):
+        read_frame(tmp_path / f"t6.{suffix}")
+
+
+def test_too_many_attributes_are_refused_before_rows_are_read(monkeypatch):
+    monkeypatch.setattr(column_names, "MOST_COLUMNS", 1)
+    with input_error("more than 1 columns"):
+        arff_frame("@attribute a numeric\n@attribute b numeric\n@data\n{sparse\n")
 
 
 # -- a missing value -------------------------------------------------------------------------------
