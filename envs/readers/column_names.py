@@ -93,8 +93,8 @@ OF_ANSWERS = (ANSWERS, OUTCOMES, MEASURED, re.compile("answers?|pred(iction)?s?|
 
 
 MOST_COLUMNS = 10_000
-"""A table with more columns would be looked at for minutes: each takes some 20 ms, however
-few rows it has."""
+"""A table with more columns would be looked at for minutes: each takes some 20 ms, however few rows
+it has."""
 
 
 def refuse_width(columns: int) -> None:

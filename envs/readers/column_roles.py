@@ -31,9 +31,9 @@ from knobwise.envs.readers.design import (
     as_whole_numbers,
     count_distinct,
     differs_in_every_row,
-    first_rows,
     is_clock,
     numbers_of_rows,
+    sample_starts,
     varying_among,
 )
 from knobwise.envs.readers.failures import states_among
@@ -341,7 +341,7 @@ def _note_unknown(columns: Sequence[str], notes: list[str]) -> None:
 def _unknown_before(frame: pl.DataFrame, keys: pl.DataFrame, columns: Sequence[str]) -> list[str]:
     """Return those of these columns, which never vary inside a sample, that hold the right answer,
     an outcome, or the number of the sample: nothing that a request could bring."""
-    rows = first_rows(keys)
+    rows = sample_starts(keys)
     samples = keys[rows].cast(pl.String).hstack([frame[c].gather(rows) for c in columns])
     ids = samples["sample_id"]
     numbers = numbers_of_rows(samples, keys[rows], columns)

@@ -15,7 +15,7 @@ import torch
 
 from knobwise.common.errors import InputError
 from knobwise.envs.readers.column_values import keys_of, knob_column, name_column
-from knobwise.envs.readers.design import first_rows
+from knobwise.envs.readers.design import sample_starts
 from knobwise.envs.readers.repeats import repeated_rows
 from knobwise.envs.tables.profile_table import Knob, median_of
 
@@ -200,7 +200,7 @@ def _samples(frame: pl.DataFrame, keys: pl.DataFrame, group: str | None) -> pl.D
     extra = [name_column(frame[c]) for c in optional if not frame[c].is_null().all()]
     if group is not None:
         extra.append(name_column(frame[group]).alias(CLUSTER))
-    samples = keys.with_columns(extra).unique() if extra else keys[first_rows(keys)]
+    samples = keys.with_columns(extra).unique() if extra else keys[sample_starts(keys)]
     # a column that varies inside a sample makes more distinct rows than there are samples
     for column in extra:
         if samples.select(*keys.columns, column.name).n_unique() > keys.n_unique():

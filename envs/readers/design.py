@@ -68,7 +68,7 @@ def first_of_sample(keys: pl.DataFrame) -> pl.Series:
     return keys.with_row_index("row").select(first).to_series()
 
 
-def first_rows(keys: pl.DataFrame) -> pl.Series:
+def sample_starts(keys: pl.DataFrame) -> pl.Series:
     """Return the number of the first row of each sample, in their order."""
     if keys.width == 1:
         return keys.to_series().arg_unique()
