@@ -1,5 +1,5 @@
 """What people wait for: start-up of the command line, of a loaded policy and of a server, `import
-knobwise`, the report of a run.
+knobwise`, `make quick`, the report of a run.
 
 Start-up is the CPU time of whole processes; beside it stands what Python and its libraries take by
 themselves, and beside a loaded policy that is exported, read by its own package. A server answers
@@ -13,6 +13,7 @@ from __future__ import annotations
 import functools
 import json
 import os
+import subprocess
 import sys
 import tempfile
 import urllib.request
@@ -73,8 +74,16 @@ def ask_a_new_server(checkpoint: str, upstream: int) -> None:
             answer.read()
 
 
+def quick() -> None:
+    """Run what `make quick` runs, in a folder of its own."""
+    words = "train experiment=lean seeds=[0] baselines=false tracking=offline"
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-m", "knobwise", *words.split()]
+        subprocess.run(command, check=True, cwd=folder, capture_output=True)
+
+
 def main() -> None:
-    """Time start-up, then the report of a short run."""
+    """Time start-up and `make quick`, then what is done with a short run."""
     bench = Bench()
     for what, words, libraries in (
         ("import knobwise", ("-c", "import knobwise"), "import numpy"),
@@ -87,6 +96,7 @@ def main() -> None:
     ):
         alone = {libraries: functools.partial(run, "-c", libraries)}
         bench.line(what, "s", functools.partial(run, *words), alone.copy)
+    bench.line("make quick", "s", quick)
     with tempfile.TemporaryDirectory() as folder:
         os.chdir(folder)
         train("experiment=lean", *TINY.split(), "name=tiny")

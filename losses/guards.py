@@ -58,6 +58,8 @@ def harmless_reference(
     """
     if is_zero(coefficient):
         return None
+    if is_positive(coefficient):
+        return reference_log_prob.detach()
     return torch.where(coefficient == 0, log_prob.detach(), reference_log_prob.detach())
 
 
@@ -84,7 +86,8 @@ def is_finite(*values: Tensor) -> bool:
 
     def total() -> Tensor:
         with torch.no_grad():
-            return torch.as_tensor(sum(part.sum() for part in values)).isfinite()
+            sums = [part.sum() if part.ndim else part for part in values]
+            return torch.as_tensor(sum(sums)).isfinite()
 
     return _is_known(total, otherwise=True)
 

@@ -159,7 +159,8 @@ class KnobNetwork(nn.Module):
         the drift of each knob value [M, n, V] (see `drift_inputs`), None for none."""
         if by_value is None:
             by_value = x.new_zeros(*x.shape[:-1], len(self.values))
-        hidden = torch.cat([x, self.encoding(limit), by_value], -1)
+        z = self.encoding.standardised(limit)
+        hidden = torch.cat([x, self.encoding.encoded(z), by_value], -1)
         # hidden layers → heads
         for i, layer in enumerate(self.layers):
             if i:
@@ -167,5 +168,5 @@ class KnobNetwork(nn.Module):
             hidden = functional.silu(layer(hidden))
         further = None
         if self.utility is not None:
-            further = self.utility(hidden, self.encoding.standardised(limit))
+            further = self.utility(hidden, z)
         return self.head(hidden, mask, further)

@@ -8,6 +8,7 @@ of collection: the policy never moves further from its own data than `epochs` pa
 
 from __future__ import annotations
 
+import functools
 import math
 import multiprocessing
 import time
@@ -16,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tensordict import TensorDictBase, lazy_stack
+from tensordict import TensorDict, TensorDictBase, lazy_stack
 from torch import nn
 from torchrl.collectors import Collector
 from torchrl.data import LazyTensorStorage, ReplayBuffer, SamplerWithoutReplacement
@@ -112,12 +113,14 @@ class Trainer:
         # the collector draws contexts, lets the stage decide, and fills the buffer
         self.policy = StagePolicy(self.stages[0], reads)
         self.buffer = ReplayBuffer(
-            storage=LazyTensorStorage(shape[0], device=self.device),
+            # where the contexts are; a named device would have each batch copied there anew
+            storage=LazyTensorStorage(shape[0], device="auto"),
             sampler=SamplerWithoutReplacement(),
             batch_size=shape[0],
         )
         stored = {key for stage in self.stages for key in stage.stored}
         self.collector = _collector(env, self.policy, self.buffer, stored, shape)
+        self._drawn = math.prod(shape) * env.reward_spec.shape[-1]
         self.optimiser = self.stages[0].optimiser(self.stages[0].module)
         self.state = TrainingState(repr(identity), random=random_state(self.device))
         # since the speed was last logged
@@ -206,8 +209,9 @@ class Trainer:
         if stage.collects or watched:
             self.buffer.empty()
             next(stream)
-            data = self.buffer[:]
-            self._actions += data["next", "reward"].numel()
+            self._actions += self._drawn
+            if self.evaluates:
+                data = self.buffer[:]
 
         # learn: several passes over the batch, in minibatches
         rate = stage.learning_rate(self.state.iteration)
@@ -220,8 +224,10 @@ class Trainer:
                 # outputs without a gradient are diagnostics; the others add up to the loss
                 with dropping_out(stage.dropout):
                     out = stage.loss(minibatch)
-                total: Any = sum(value for value in out.values() if value.requires_grad)
-                self.optimiser.zero_grad()
+                terms = [value for value in out.values() if value.requires_grad]
+                total = functools.reduce(torch.add, terms)
+                for parameter in parameters:
+                    parameter.grad = None
                 total.backward()
                 norm = nn.utils.clip_grad_norm_(parameters, stage.clip_grad)
                 self.optimiser.step()
@@ -232,7 +238,7 @@ class Trainer:
         metrics: dict[str, float] = {}
         if outputs:
             mean: TensorDictBase = lazy_stack(outputs).mean(0)
-            if self.evaluates and data is not None:
+            if data is not None:
                 metrics = stage.metrics(data)
                 metrics |= {name: float(mean[key]) for key, name in LOGGED.items() if key in mean}
                 if stage.logs_all:
@@ -403,7 +409,9 @@ def _collector(
 
     def arranged(data: TensorDictBase) -> TensorDictBase:
         # an episode is a single step, so the time axis is dropped
-        return data.squeeze(-1).select(*stored, strict=False).unflatten(0, shape)
+        values = {key: data.get(key, None) for key in stored}
+        kept = {key: x.view(*shape, *x.shape[2:]) for key, x in values.items() if x is not None}
+        return TensorDict(kept, shape)
 
     return Collector(
         env,

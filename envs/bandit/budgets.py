@@ -391,7 +391,11 @@ class BudgetEncoding(nn.Module):
         return ((log_ms(budget_ms) - self.mean) / self.scale).clamp(-4, 4)
 
     def forward(self, budget_ms: Tensor) -> Tensor:
-        z = self.standardised(budget_ms).unsqueeze(-1)
+        return self.encoded(self.standardised(budget_ms))
+
+    def encoded(self, z: Tensor) -> Tensor:
+        """Return the encoding of standardised budgets: [*] → [*, width]."""
+        z = z.unsqueeze(-1)
         # [*, frequencies]
         angle = z * self.frequencies
         # an even width cuts z off

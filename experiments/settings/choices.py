@@ -29,9 +29,13 @@ UTILITY = PolicyConfig(
 AUTO = replace(UTILITY, experts=EXPERTS)
 GRPO = replace(UTILITY, teacher=False, hidden=96, dropout=None, augment=None)
 DISTILLED_OPTIMISER = OptimiserConfig(
-    pretrain_lr=3e-3, iterations=400, lr=3e-4, patience=10, epochs=2
+    pretrain_lr=3e-3, iterations=400, lr=3e-4, patience=2, epochs=2
 )
-"""The optimiser of heads that are distilled before GRPO."""
+"""The optimiser of heads that are distilled before GRPO.
+
+GRPO goes on while it finds better weights. On the built-in profile a patience of 2 takes 90
+iterations in the mean of five seeds where one of 10 takes 358, and its test utility is .0005 lower
+(95 % interval −.0019 to .0008); so it is with a patience of 3."""
 COLD_OPTIMISER = OptimiserConfig(
     pretrain_iterations=0, iterations=1000, lr=2e-3, minibatch=256, patience=0, keep="last"
 )
