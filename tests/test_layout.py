@@ -34,7 +34,7 @@ COMMON = ROOT / "knobwise/common"
 EXPORTED = ROOT / "agents/deployed"
 """What is copied beside an exported controller, where it is a package of its own."""
 SOURCES = [path for folder in (*FOLDERS, COMMON) for path in sorted((ROOT / folder).rglob("*.py"))]
-BENCHMARKS = sorted((ROOT / "benchmarks").glob("*.py"))
+BENCHMARKS = sorted((ROOT / "benchmarks").rglob("*.py"))
 BANNED = re.compile(
     r"^_?(one|found|said|told|own|there|ends|asked|given|shown|near|look|apart|called|beside|here|of|looked_s|spoken_of)$",
     re.IGNORECASE,
