@@ -25,6 +25,8 @@ MAX_BYTES = 512_000_000
 """The most bytes to which the file of a controller may unpack; they have some hundred thousand."""
 MAX_FLOAT32 = 3.4e38
 """The largest float32."""
+CELLS_AT_ONCE = 1 << 16
+"""So many scores at a time stay in the cache while the best of each request is found."""
 
 
 def digest_of(arrays: Arrays) -> bytes:
@@ -223,6 +225,37 @@ def pick(scores: Array, slow: Array, mask: Array | None) -> Array:
     """Return the best score [n, C] inside the mask, among equal ones the fastest: int64 [n]. `slow`
     is [n, C] or [C], any monotone scale of latency, finite inside the mask. The mask is bool [n, C]
     or None for everything; raises a ValueError if it leaves a request nothing."""
+    most = CELLS_AT_ONCE
+    if scores.size <= most and slow.size <= most and (mask is None or mask.size <= most):
+        return _pick(scores, slow, mask)
+    parts = []
+    wide = np.broadcast_arrays(*((scores, slow) if mask is None else (scores, slow, mask)))
+    at_once = max(1, most // scores.shape[-1])
+    for first in range(0, len(wide[0]), at_once):
+        part = [each[first : first + at_once] for each in wide]
+        # most requests may have everything
+        if mask is not None and part[-1].all():
+            part.pop()
+        parts.append(_pick(*part))
+    return np.concatenate(parts)
+
+
+def pick_by_group(scores: Array, slow: Array, group: Array, mask: Array | None) -> Array:
+    """Return what `pick` does for requests of which many have the same scores.
+
+    Arguments are the scores [G, C] of each group, `slow` [C], and the group int64 [n] and the mask
+    bool [n, C] of each request."""
+    chosen = pick(scores, slow, None)[group]
+    if mask is None:
+        return chosen
+    # most requests may have the best of all
+    rest = np.flatnonzero(~mask[np.arange(len(mask)), chosen])
+    if len(rest):
+        chosen[rest] = pick(scores[group[rest]], slow, mask[rest])
+    return chosen
+
+
+def _pick(scores: Array, slow: Array, mask: Array | None = None) -> Array:
     if mask is not None:
         if not mask.any(1).all():
             raise ValueError("the mask leaves a request without any configuration")

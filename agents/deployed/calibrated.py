@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from .arrays import Array, Arrays, as_limit, below, log_ms, pick
+from .arrays import Array, Arrays, as_limit, below, log_ms, pick, pick_by_group
 
 GOLDEN = 0.6180339887498949
 """(√5 − 1)/2. Its multiples modulo 1 decide which side of a static mix takes a request. They are
@@ -96,7 +96,7 @@ class Static:
         if mask is None:
             return self.choices[np.searchsorted(self.starts, limits, side="right") - 1]
         distinct, which = np.unique(limits, return_inverse=True)
-        return pick(self.mean_utility(distinct)[which.reshape(-1)], self.latency_ms, mask)
+        return pick_by_group(self.mean_utility(distinct), self.latency_ms, which.reshape(-1), mask)
 
     def _steps(self) -> tuple[Array, Array]:
         """Find where the best of all configurations changes as the budget grows. Mean utilities

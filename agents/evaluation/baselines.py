@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from knobwise.agents.controller.features import FeatureNormaliser
-from knobwise.agents.deployed.arrays import Arrays, pick
+from knobwise.agents.deployed.arrays import Arrays, pick, pick_by_group
 from knobwise.agents.deployed.calibrated import Static
 from knobwise.agents.deployed.promise import Promise
 from knobwise.agents.evaluation.policy import Array, Baseline
@@ -28,7 +28,7 @@ from knobwise.agents.teacher.regressors import FAMILIES
 from knobwise.envs.bandit.budgets import log_measured, subsample
 from knobwise.envs.bandit.rules import DEADLINES, Rule
 from knobwise.envs.readers.joint import rows_by_dataset
-from knobwise.envs.tables.cells import Cells, averages, unread
+from knobwise.envs.tables.cells import Cells, averages, cells_of, unread
 
 STEPS = 1024
 """The steps of static under a rule of the user's own: it is taken for constant between two of so
@@ -38,6 +38,8 @@ BEYOND = 3.0
 MOST_ASKED = 1 << 29
 """Static asks such a rule about at most so many answers; of a larger table it is fitted on a
 part."""
+AT_ONCE = 1024
+"""So many samples at a time, at all budgets, need little memory."""
 
 # -- without features ------------------------------------------------------------------------------
 
@@ -176,8 +178,8 @@ class BestStatic:
         self._latency_ms = static.latency_ms
 
     def choose(self, features: Arrays, budgets_ms: Array, mask: Array | None = None) -> Array:
-        scores = np.broadcast_to(self._scores, (len(budgets_ms), len(self._scores)))
-        return pick(scores, self._latency_ms, mask)
+        group = np.zeros(len(budgets_ms), np.int64)
+        return pick_by_group(self._scores[None], self._latency_ms, group, mask)
 
 
 class LookupTable:
@@ -195,8 +197,10 @@ class LookupTable:
         self._tolerance = tolerance
 
     def choose(self, features: Arrays, budgets_ms: Array, mask: Array | None = None) -> Array:
-        fits = self._latency_ms <= np.asarray(budgets_ms)[:, None] * (1 + self._tolerance)
-        return pick(np.where(fits, self._accuracy, -1.0), self._latency_ms, mask)
+        distinct, group = np.unique(np.asarray(budgets_ms), return_inverse=True)
+        fits = self._latency_ms <= distinct[:, None] * (1 + self._tolerance)
+        scores = np.where(fits, self._accuracy, -1.0)
+        return pick_by_group(scores, self._latency_ms, group.reshape(-1), mask)
 
 
 # -- from the features -----------------------------------------------------------------------------
@@ -229,6 +233,22 @@ class PredictThenChoose:
 
     def choose(self, features: Arrays, budgets_ms: Array, mask: Array | None = None) -> Array:
         prediction = self.predict(features, len(budgets_ms))
+        return self._best(prediction, budgets_ms, mask)
+
+    def choose_each(self, features: Arrays, limits: Array, mask: Array) -> Array:
+        """Choose under each of B limits, see `knobwise.agents.evaluation.policy.choose_each`."""
+        prediction = self.predict(features, len(mask))
+        chosen = np.empty((len(mask), len(limits)), np.int64)
+        for first in range(0, len(mask), AT_ONCE):
+            rows = slice(first, first + AT_ONCE)
+            part = prediction.of_rows(rows)
+            allowed = mask[rows]
+            for column, limit in enumerate(limits):
+                chosen[rows, column] = self._best(part, np.full(len(allowed), limit), allowed)
+        return chosen
+
+    def _best(self, prediction: Prediction, budgets_ms: Array, mask: Array | None) -> Array:
+        """Return the best configurations by a prediction for n requests, int64 [n]."""
         score = prediction.score(torch.tensor(budgets_ms, dtype=torch.float32), self.rule)
         return pick(score.numpy(), prediction.log_latency.numpy(), mask)
 
@@ -249,6 +269,10 @@ class Random:
         weights = torch.as_tensor(mask).float()
         return torch.multinomial(weights, 1, generator=generator).squeeze(1).numpy()
 
+    def choose_each(self, features: Arrays, limits: Array, mask: Array) -> Array:
+        """Choose the same under each limit, since what a budget is makes no difference."""
+        return np.repeat(self.choose(features, limits, mask)[:, None], len(limits), 1)
+
 
 class Oracle:
     """Picks, per row, the configuration with the highest measured utility; ties go to the faster.
@@ -262,17 +286,34 @@ class Oracle:
     hindsight = True
 
     def __init__(self, cells: Cells, rows: Tensor, rule: Rule = DEADLINES) -> None:
-        cells = unread(cells)
+        self._cells = cells
+        self._rows = rows
         self._rule = rule
-        self._accuracy = cells.accuracy[rows]
-        self._latency_ms = cells.latency_ms[rows].nan_to_num(torch.inf).numpy()
-        self._measurements_ms = cells.measurements_ms[rows]
 
     def choose(self, features: Arrays, budgets_ms: Array, mask: Array | None = None) -> Array:
-        # [n, C]: mean utilities of the actual measurements; what was not profiled is never taken
-        limits = torch.tensor(budgets_ms, dtype=torch.float32).unsqueeze(1)
-        utility = self._rule.mean_utility(self._accuracy, self._measurements_ms, limits)
-        return pick(utility.nan_to_num(-1.0).numpy(), self._latency_ms, mask)
+        return self._chosen(np.asarray(budgets_ms)[:, None], mask)[:, 0]
+
+    def choose_each(self, features: Arrays, limits: Array, mask: Array) -> Array:
+        """Choose under each of B limits, see `knobwise.agents.evaluation.policy.choose_each`."""
+        return self._chosen(np.broadcast_to(limits, (len(mask), len(limits))), mask)
+
+    def _chosen(self, limits: Array, mask: Array | None) -> Array:
+        """Choose under limits [n, B], inside the mask bool [n, C] or None: int64 [n, B]."""
+        chosen = np.empty(limits.shape, np.int64)
+        # a few samples at a time, of which no copy of the table is made
+        for first in range(0, len(limits), AT_ONCE):
+            part = slice(first, first + AT_ONCE)
+            cells = unread(cells_of(self._cells, self._rows[part]))
+            slow = cells.latency_ms.nan_to_num(torch.inf).numpy()
+            allowed = None if mask is None else mask[part]
+            for column, budgets_ms in enumerate(limits[part].T):
+                # [n, C]: mean utilities of the actual measurements; what was not profiled is never
+                # taken
+                budgets = torch.tensor(budgets_ms, dtype=torch.float32).unsqueeze(1)
+                measured_ms = cells.measurements_ms
+                utility = self._rule.mean_utility(cells.accuracy, measured_ms, budgets)
+                chosen[part, column] = pick(utility.nan_to_num(-1.0).numpy(), slow, allowed)
+        return chosen
 
 
 def make_baselines(

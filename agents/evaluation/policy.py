@@ -52,6 +52,14 @@ class Guarded:
         """Choose for n requests, see `Policy.choose`."""
         return self.guard.with_fallback(self.policy.choose(features, limits, mask), limits, mask)
 
+    def choose_each(self, features: Arrays, limits: Array, mask: Array) -> Array:
+        """Choose for n requests under each of B limits, see `choose_each`."""
+        chosen = choose_each(self.policy, features, limits, mask)
+        for column, limit in enumerate(limits):
+            of_limit = np.full(len(mask), limit)
+            chosen[:, column] = self.guard.with_fallback(chosen[:, column], of_limit, mask)
+        return chosen
+
     def reads_features(self, limits: Array) -> Array:
         """Tell under which limits [n] the policy decides and static does not, bool [n]."""
         return self.guard.reads_features(limits)
@@ -73,8 +81,11 @@ def inputs_of_rows(problem: Problem, rows: Tensor) -> tuple[dict[str, Array], Ar
     return features, problem.mask[rows].numpy()
 
 
-def choices_of(policy: Policy, features: Arrays, limits: Array, mask: Array) -> Tensor:
-    """Return the choices of a policy for n requests under each of B limits, int64 [n, B].
+def choose_each(policy: Any, features: Arrays, limits: Array, mask: Array) -> Array:
+    """Return what a policy chooses for n requests under each of B limits, int64 [n, B].
+
+    A policy that predicts the same under all limits has a method of this name, which predicts once;
+    the others are asked for one limit after the other.
 
     Args:
         features: block name → float [n, d].
@@ -84,9 +95,12 @@ def choices_of(policy: Policy, features: Arrays, limits: Array, mask: Array) -> 
     Raises:
         InputError: a policy that returns something else than configurations, one for each request.
     """
+    if hasattr(policy, "choose_each"):
+        chosen: Array = policy.choose_each(features, limits, mask)
+        return chosen
     n, count = mask.shape
-    columns = []
-    for limit in limits:
+    columns = np.empty((n, len(limits)), np.int64)
+    for column, limit in enumerate(limits):
         chosen = np.asarray(policy.choose(features, np.full(n, limit), mask))
         if chosen.shape != (n,) or chosen.dtype.kind not in "iu":
             raise InputError(
@@ -99,5 +113,10 @@ def choices_of(policy: Policy, features: Arrays, limits: Array, mask: Array) -> 
                 f"{type(policy).__name__}.choose: returns {outside[0]}; configurations are 0 to "
                 f"{count - 1}"
             )
-        columns.append(chosen.astype(np.int64))
-    return torch.from_numpy(np.stack(columns, 1))
+        columns[:, column] = chosen
+    return columns
+
+
+def choices_of(policy: Policy, features: Arrays, limits: Array, mask: Array) -> Tensor:
+    """Return the choices of a policy, int64 [n, B]; arguments and errors as of `choose_each`."""
+    return torch.from_numpy(choose_each(policy, features, limits, mask))

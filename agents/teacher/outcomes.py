@@ -31,6 +31,12 @@ class Prediction(NamedTuple):
     log_latency: Tensor
     spread: Tensor
 
+    def of_rows(self, rows: slice) -> Prediction:
+        """Return what is predicted for some requests, of n."""
+        accuracy, log_latency, spread = self
+        spread = spread[rows] if spread.ndim > 1 else spread
+        return Prediction(accuracy[rows], log_latency[rows], spread)
+
     @property
     def latency_ms(self) -> Tensor:
         """E[latency] in ms, [*, C], of a log-normal variable: exp(μ + σ²/2)."""

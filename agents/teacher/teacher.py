@@ -249,15 +249,30 @@ class Teacher(nn.Module):
     @torch.no_grad()
     def choose(self, features: Arrays, limits: Array, mask: Array | None = None) -> Array:
         """Choose for n requests, see `Policy.choose`."""
+        return self._chosen(features, torch.tensor(limits, dtype=torch.float32)[:, None], mask)[
+            :, 0
+        ]
+
+    @torch.no_grad()
+    def choose_each(self, features: Arrays, limits: Array, mask: Array) -> Array:
+        """Choose for n requests under each of B limits: int64 [n, B]."""
+        return self._chosen(
+            features, torch.tensor(limits, dtype=torch.float32).expand(len(mask), -1), mask
+        )
+
+    def _chosen(self, features: Arrays, limits: Tensor, mask: Array | None) -> Array:
+        """Choose under limits [n, B], inside the mask bool [n, C]: int64 [n, B]."""
         blocks = {name: torch.as_tensor(block) for name, block in features.items()}
         x = self.normaliser(blocks, len(limits))
         # without a mask everything is allowed
         allowed = torch.ones(len(limits), len(self.latency_offset), dtype=torch.bool)
         if mask is not None:
             allowed = torch.as_tensor(mask)
-        limit = torch.tensor(limits, dtype=torch.float32)
-        chosen = [mixture.choose(limit[rows], allowed[rows]) for rows, mixture in self._mixtures(x)]
-        return torch.cat(chosen).numpy()
+        parts = []
+        for rows, mixture in self._mixtures(x):
+            may = allowed[rows]
+            parts.append(torch.stack([mixture.choose(b, may) for b in limits[rows].unbind(1)], 1))
+        return torch.cat(parts).numpy()
 
     def chosen(self) -> dict[str, Any]:
         """Return the weights and settings chosen on held-out samples, in plain values."""

@@ -13,6 +13,9 @@ from knobwise.envs.bandit.reward import RewardTable, share_on_time
 from knobwise.envs.tables.cells import Cells, unread_ms
 from knobwise.envs.tables.profile_table import ProfileTable
 
+AT_ONCE = 4096
+"""Samples that are looked up together."""
+
 
 class Decisions(NamedTuple):
     """Choices for n samples under B limits, and what they pay."""
@@ -146,11 +149,16 @@ def deadline_outcomes(
     measured_ms = table.measurements_ms[decisions.cells] + decisions.added_ms(table)[..., None]
     # a cell may have been measured several times
     on_time = share_on_time(measured_ms, decisions.limits)
-    possible = counted.mask[decisions.rows]
     if over is not None:
         on_time = on_time * ~over[decisions.cells]
-        possible = possible & ~over[decisions.rows]
-    fastest_ms = unread_ms(table, decisions.rows).masked_fill(~possible, torch.inf).amin(1)
+    fastest = []
+    # a few samples at a time, of which no copy of the table is made
+    for rows in decisions.rows.split(AT_ONCE):
+        impossible = ~counted.mask[rows]
+        if over is not None:
+            impossible |= over[rows]
+        fastest.append(unread_ms(table, rows).masked_fill(impossible, torch.inf).amin(1))
+    fastest_ms = torch.cat(fastest)
     utility = priced.accuracy * on_time
     if mean_utility is not None:
         utility = mean_utility(counted.accuracy[decisions.cells], measured_ms, decisions.limits)

@@ -33,7 +33,7 @@ from knobwise.envs.readers.design import (
     differs_in_every_row,
     is_clock,
     numbers_of_rows,
-    sample_starts,
+    rows_of_samples,
     varying_among,
 )
 from knobwise.envs.readers.failures import states_among
@@ -341,7 +341,7 @@ def _note_unknown(columns: Sequence[str], notes: list[str]) -> None:
 def _unknown_before(frame: pl.DataFrame, keys: pl.DataFrame, columns: Sequence[str]) -> list[str]:
     """Return those of these columns, which never vary inside a sample, that hold the right answer,
     an outcome, or the number of the sample: nothing that a request could bring."""
-    rows = sample_starts(keys)
+    rows = rows_of_samples(keys)
     samples = keys[rows].cast(pl.String).hstack([frame[c].gather(rows) for c in columns])
     ids = samples["sample_id"]
     numbers = numbers_of_rows(samples, keys[rows], columns)

@@ -10,6 +10,7 @@ import math
 import re
 from typing import Any
 
+import numpy as np
 import polars as pl
 
 from knobwise.common.checks import one_of
@@ -33,6 +34,8 @@ POWER_OF_TEN = r"^\s*[+-]?\d+(?:[.,](\d+))?[eE]\+(\d+)\s*$"
 """A number as spreadsheets and R shorten it, such as 1.23E+11: its decimals, and its exponent."""
 SEVERAL = 0.5
 """Names are kept apart from rows if there are at most so many for each."""
+SMALL = 1 << 30
+"""Whole numbers below this, of which two make no more than 32 bits."""
 SEEN = 20
 """So many values are looked at before all are."""
 FLOAT_AS_TEXT = r"^[+-]?\d+(\.0+|\.\d+[eE]\+\d+)$"
@@ -46,7 +49,8 @@ def holds_no_text(dtype: pl.DataType) -> bool:
 
 def keys_of(rows: pl.DataFrame) -> pl.DataFrame:
     """Return the ids of rows: `dataset`, if there is one, and `sample_id`."""
-    return rows.select(c for c in ("dataset", "sample_id") if c in rows.columns)
+    # the columns themselves, where `select` may copy them
+    return pl.DataFrame([rows[c] for c in ("dataset", "sample_id") if c in rows.columns])
 
 
 def glimpse(series: pl.Series) -> pl.Series:
@@ -123,9 +127,10 @@ def check_range(rows: pl.DataFrame, column: str, name: str) -> None:
     else:
         valid = pl.col(column).is_between(0, 3.4e38)
         fault = "negative, NaN or infinite"
-    bad = rows.filter(~valid)
-    if bad.is_empty():
+    # most are, and need no copy
+    if rows.select(valid.all()).item():
         return
+    bad = rows.filter(~valid)
     advice = ""
     # NaN is neither out of range nor in per cent
     if (nan := bad.filter(pl.col(column).is_nan())).height:
@@ -177,9 +182,33 @@ def id_column(series: pl.Series) -> pl.Series:
     values = series.unique()
     if series.dtype.is_integer():
         names = name_column(values)
-        return series.replace_strict(values, names.cast(pl.Enum(names.sort())))
+        return _renamed(series, values, names.cast(pl.Enum(names.sort())))
     text = name_column(series)
     return text.cast(pl.Enum(text.unique().sort()))
+
+
+def _renamed(series: pl.Series, values: pl.Series, names: pl.Series) -> pl.Series:
+    """Return a column of whole numbers with each of its values replaced by its name."""
+    low: Any = values.min()
+    high: Any = values.max()
+    if series.dtype in (pl.Int128, pl.UInt64) or high - low >= len(series):
+        return series.replace_strict(values, names)
+    # each number has a place in a list, which holds its name
+    places = np.zeros(high - low + 1, np.uint32)
+    places[values.to_numpy().astype(np.int64) - low] = np.arange(len(values), dtype=np.uint32)
+    which = series if low == 0 else series.cast(pl.Int64) - low
+    return names.gather(pl.Series(places)).gather(which).alias(series.name)
+
+
+def narrowed(column: pl.Series) -> pl.Series:
+    """Return a column with whole numbers in half the bytes, if they are so small that sums and
+    differences of two fit too."""
+    if column.dtype == pl.Int64 and column.null_count() < len(column):
+        low: Any = column.min()
+        high: Any = column.max()
+        if low > -SMALL and high < SMALL:
+            return column.cast(pl.Int32)
+    return column
 
 
 def refuse_lost_digits(series: pl.Series) -> None:

@@ -5,9 +5,11 @@ The rows come from `knobwise.envs.readers.long_table`, with numbers for what was
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import polars as pl
@@ -15,7 +17,7 @@ import torch
 
 from knobwise.common.errors import InputError
 from knobwise.envs.readers.column_values import keys_of, knob_column, name_column
-from knobwise.envs.readers.design import sample_starts
+from knobwise.envs.readers.design import AT_ONCE, MOST_PLACES, rows_of_samples
 from knobwise.envs.readers.repeats import repeated_rows
 from knobwise.envs.tables.profile_table import Knob, median_of
 
@@ -42,6 +44,8 @@ PARTS = {
     **dict.fromkeys(("test", "testing"), "test"),
 }
 """Spellings in the column `split`, and the parts they stand for."""
+FEW_PLACES = 1 << 16
+"""A list of so many places is small, however few rows there are."""
 ZERO_WIDTH = "[\u200b-\u200d\u2060\ufeff]"
 """Characters that nobody sees."""
 
@@ -57,8 +61,8 @@ def dense_fields(
 
     Args:
         frame: all columns of the measurements, as they were read.
-        rows: for each of them the ids (`dataset`, if there is one, and `sample_id`), `accuracy`,
-            `latency`, `repeat`, `first_look` and `weight`; perhaps further costs under `COST` and
+        rows: for each of them the ids (`dataset`, if there is one, and `sample_id`), `accuracy`
+            and `latency`; perhaps `repeat`, `first_look`, `weight`, further costs under `COST` and
             their name, and `TIME`.
         columns: those of the frame that are knobs.
         group: the column of what a sample belongs to.
@@ -68,13 +72,12 @@ def dense_fields(
         InputError: a measurement occurs twice, or what belongs to a sample differs in its rows.
     """
     knobs, chosen = _coded_knobs(frame.select(columns), notes)
-    configurations = chosen.unique().sort(chosen.columns)
+    configurations = chosen[rows_of_samples(chosen)].sort(chosen.columns)
     samples = _samples_in_order(frame.drop(columns), rows, group, notes)
     # each row belongs to one cell of the dense table
     shape = len(samples), len(configurations)
-    of_sample = _row_numbers(keys_of(rows), samples)
-    cells = _Cells(shape, of_sample * shape[1] + _row_numbers(chosen, configurations))
-    if cells.times.max() > 1:
+    cells = _Cells(shape, _cells_of(keys_of(rows), samples, chosen, configurations))
+    if not cells.are_single:
         rows = repeated_rows(frame, rows.with_columns(cell=cells.of_row), columns, notes)
         cells = _Cells(shape, rows["cell"].to_numpy())
     return {
@@ -85,18 +88,22 @@ def dense_fields(
     }
 
 
-class _Cells(NamedTuple):
+@dataclass(frozen=True)
+class _Cells:
     """Where rows stand in the dense table of N samples and C configurations."""
 
     shape: tuple[int, int]
     """N and C."""
     of_row: np.ndarray
-    """int64 [rows], the cell of each row; cells are numbered sample by sample."""
+    """The cell of each row, [rows]; cells are numbered sample by sample."""
 
-    @property
-    def times(self) -> np.ndarray:
-        """How many rows each cell has, int64 [N·C]."""
-        return np.bincount(self.of_row, minlength=math.prod(self.shape))
+    @functools.cached_property
+    def are_single(self) -> bool:
+        """Whether no cell has several rows."""
+        seen = np.zeros(math.prod(self.shape), bool)
+        for part in _parts(self.of_row.size):
+            seen[self.of_row[part]] = True
+        return int(seen.sum()) == self.of_row.size
 
     def means(self, values: pl.Series) -> torch.Tensor:
         """Return the mean of each cell's values that are known, float32 [N, C], NaN where there are
@@ -105,29 +112,41 @@ class _Cells(NamedTuple):
         if values.null_count():
             of_row = of_row[values.is_not_null().to_numpy()]
             values = values.drop_nulls()
-        times = np.bincount(of_row, minlength=math.prod(self.shape))
-        if times.max(initial=0) > 1:
-            sums = np.bincount(of_row, values, times.size)
-            means = (sums / np.where(times, times, np.nan)).astype(np.float32)
-        else:
+        if self.are_single:
             # a single value is its mean
-            means = np.full(times.size, np.nan, np.float32)
-            means[of_row] = values.to_numpy()
+            return self._placed(of_row, values).view(self.shape)
+        times = np.bincount(of_row, minlength=math.prod(self.shape))
+        if times.max(initial=0) <= 1:
+            return self._placed(of_row, values).view(self.shape)
+        sums = np.bincount(of_row, values, times.size)
+        means = (sums / np.where(times, times, np.nan)).astype(np.float32)
         return torch.from_numpy(means).view(self.shape)
 
     def repeated(self, values: pl.Series) -> torch.Tensor:
         """Return all values of each cell, float32 [N, C, R], filled up by NaN. Where a cell has
         several rows, they are neighbours."""
-        times = self.times
+        if self.are_single:
+            return self._placed(self.of_row, values).view(*self.shape, 1)
+        times = np.bincount(self.of_row, minlength=math.prod(self.shape))
         repeats = np.full((times.size, times.max()), np.nan, np.float32)
-        if times.max() > 1:
-            # each row is numbered from the first of its cell
-            first_of_cell = times.cumsum() - times
-            position = np.arange(self.of_row.size) - first_of_cell[self.of_row]
-            repeats[self.of_row, position] = values.to_numpy()
-        else:
-            repeats[self.of_row, 0] = values.to_numpy()
+        # each row is numbered from the first of its cell
+        first_of_cell = times.cumsum() - times
+        position = np.arange(self.of_row.size) - first_of_cell[self.of_row]
+        repeats[self.of_row, position] = values.to_numpy()
         return torch.from_numpy(repeats).view(*self.shape, -1)
+
+    def _placed(self, of_row: np.ndarray, values: pl.Series) -> torch.Tensor:
+        """Return the value of each cell, float32 [N·C], NaN where there is none."""
+        placed = np.full(math.prod(self.shape), np.nan, np.float32)
+        for part in _parts(of_row.size):
+            placed[of_row[part]] = values[part].to_numpy()
+        return torch.from_numpy(placed)
+
+
+def _parts(count: int) -> Iterator[slice]:
+    """Yield so many rows in parts, since what picks some of them is copied in 64 bits."""
+    for start in range(0, count, AT_ONCE):
+        yield slice(start, min(start + AT_ONCE, count))
 
 
 def _coded_knobs(columns: pl.DataFrame, notes: list[str]) -> tuple[tuple[Knob, ...], pl.DataFrame]:
@@ -200,7 +219,7 @@ def _samples(frame: pl.DataFrame, keys: pl.DataFrame, group: str | None) -> pl.D
     extra = [name_column(frame[c]) for c in optional if not frame[c].is_null().all()]
     if group is not None:
         extra.append(name_column(frame[group]).alias(CLUSTER))
-    samples = keys.with_columns(extra).unique() if extra else keys[sample_starts(keys)]
+    samples = keys.with_columns(extra).unique() if extra else keys[rows_of_samples(keys)]
     # a column that varies inside a sample makes more distinct rows than there are samples
     for column in extra:
         if samples.select(*keys.columns, column.name).n_unique() > keys.n_unique():
@@ -230,7 +249,7 @@ def _measured_fields(rows: pl.DataFrame, cells: _Cells) -> dict[str, Any]:
     latency_ms = median_of(repeats_ms)
     first_look_ms = None
     # most tables have no first look
-    if (rows["first_look"] != 0).any():
+    if "first_look" in rows.columns and (rows["first_look"] != 0).any():
         first_look_ms = cells.means(rows["first_look"]).nan_to_num(0.0)
         latency_ms += first_look_ms
     fields: dict[str, Any] = {
@@ -238,7 +257,7 @@ def _measured_fields(rows: pl.DataFrame, cells: _Cells) -> dict[str, Any]:
         "latency_ms": latency_ms,
         "mask": ~accuracy.isnan(),
     }
-    if (rows["weight"] != 1).any():
+    if "weight" in rows.columns and (rows["weight"] != 1).any():
         fields[WEIGHT] = cells.means(rows["weight"]).nan_to_num(0.0)
     if first_look_ms is not None:
         fields["first_look_ms"] = first_look_ms
@@ -263,15 +282,52 @@ def _names(samples: pl.DataFrame, notes: list[str]) -> dict[str, Any]:
     return {field: names.get(column, ()) for field, column in WORD_COLUMNS.items()}
 
 
-def _row_numbers(rows: pl.DataFrame, index: pl.DataFrame) -> np.ndarray:
-    """Return the number of the row of `index` that has the values of each row, int64 [rows]."""
-    column, *others = rows.columns
-    known = rows.schema[column]
-    if not others and isinstance(known, pl.Enum):
-        # the codes of names are places in a list of numbers
-        places = np.zeros(len(known.categories), np.int64)
-        places[index[column].to_physical().to_numpy()] = np.arange(len(index))
-        return places[rows[column].to_physical().to_numpy()]
-    numbered = index.select(rows.columns).with_row_index("number")
-    numbers = rows.join(numbered, on=rows.columns, how="left", maintain_order="left")["number"]
-    return numbers.to_numpy().astype(np.int64)
+def _cells_of(
+    keys: pl.DataFrame, samples: pl.DataFrame, chosen: pl.DataFrame, configurations: pl.DataFrame
+) -> np.ndarray:
+    """Return the number of each row's cell, int64 or if that will do uint32 [rows].
+
+    Args:
+        keys, chosen: the ids and the configuration of each row.
+        samples, configurations: all of them, in order.
+    """
+    kind = pl.UInt32 if len(samples) * len(configurations) < 1 << 32 else pl.Int64
+    cell = _row_numbers(keys, samples).cast(kind) * len(configurations)
+    return (cell + _row_numbers(chosen, configurations).cast(kind)).to_numpy()
+
+
+def _row_numbers(rows: pl.DataFrame, index: pl.DataFrame) -> pl.Series:
+    """Return the number of the row of `index` that has the values of each row, whole numbers."""
+    index = index.select(rows.columns)
+    joint = _joint_numbers(rows, index)
+    if joint is None:
+        numbered = index.with_row_index("number")
+        return rows.join(numbered, on=rows.columns, how="left", maintain_order="left")["number"]
+    of_rows, of_index, count = joint
+    # the codes of names are places in a list of numbers
+    places = np.zeros(count, np.uint32)
+    places[of_index.to_numpy()] = np.arange(len(index), dtype=np.uint32)
+    return pl.Series(places).gather(of_rows)
+
+
+def _joint_numbers(
+    rows: pl.DataFrame, index: pl.DataFrame
+) -> tuple[pl.Series, pl.Series, int] | None:
+    """Return a number from 0 on for each row, equal where their values are, the same of `index`,
+    and how many there may be; None if these are many, or values are neither codes nor names of a
+    list."""
+    of_rows = of_index = pl.Series([0], dtype=pl.UInt32)
+    count = 1
+    for name, dtype in rows.schema.items():
+        if isinstance(dtype, pl.Enum):
+            size = len(dtype.categories)
+        elif dtype == pl.UInt32 and not index.is_empty():
+            size = int(index[name].max()) + 1  # type: ignore[arg-type]
+        else:
+            return None
+        count *= size
+        if count > max(MOST_PLACES * len(rows), FEW_PLACES):
+            return None
+        of_rows = of_rows * size + rows[name].to_physical().cast(pl.UInt32)
+        of_index = of_index * size + index[name].to_physical().cast(pl.UInt32)
+    return of_rows, of_index, count

@@ -22,6 +22,12 @@ RANDOM_LETTERS = 6
 """So many letters have times, dates, paths and names of runs that differ in every row."""
 MAX_ROWS = 100_000
 """Of a longer table, as many samples are looked at as have about so many rows."""
+AT_ONCE = 1 << 20
+"""Rows that are looked at together."""
+NOWHERE = (1 << 32) - 1
+"""Stands for no row, of which there are fewer."""
+MOST_PLACES = 4
+"""Numbers are counted in a list of places that has at most so many for each row."""
 LOOKED_AT_FIRST = 100_000
 """Rows in which a column mostly shows that it varies inside samples, if it does."""
 FEWEST_MEETINGS = 12
@@ -58,36 +64,87 @@ def _varies(values: pl.Series, keys: pl.DataFrame, first: Any, empty: bool) -> b
         keys = keys.head(len(values)).filter(known)
         values = values.filter(known)
         first = first_of_sample(keys)
-    return bool(values.ne_missing(values.gather(first)).any())
+    # a part at a time, of which no long copy is made
+    for start in range(0, len(values), AT_ONCE):
+        expected = values.gather(first.slice(start, AT_ONCE))
+        if values.slice(start, AT_ONCE).ne_missing(expected).any():
+            return True
+    return False
 
 
 def first_of_sample(keys: pl.DataFrame) -> pl.Series:
     """Return for each row the number of the first row that has the same ids."""
     keys = _numbered(keys)
+    if (coded := _small_codes(keys)) is not None:
+        return pl.Series("row", _first_of_codes(*coded)).gather(coded[0])
     first = pl.col("row").first().over(keys.columns)
     return keys.with_row_index("row").select(first).to_series()
 
 
-def sample_starts(keys: pl.DataFrame) -> pl.Series:
+def rows_of_samples(keys: pl.DataFrame) -> pl.Series:
     """Return the number of the first row of each sample, in their order."""
+    numbered = _numbered(keys)
+    if (coded := _small_codes(numbered)) is not None:
+        first = _first_of_codes(*coded)
+        return pl.Series("row", np.sort(first[first != NOWHERE]))
     if keys.width == 1:
         return keys.to_series().arg_unique()
     return keys.with_row_index("row").unique(keys.columns, keep="first", maintain_order=True)["row"]
 
 
+def _first_of_codes(codes: pl.Series, count: int) -> np.ndarray:
+    """Return the first row that has each of the numbers from 0 to `count`, uint32 [count], or
+    `NOWHERE`."""
+    first = np.full(count, NOWHERE, np.uint32)
+    # of rows with one code the last that is written stays
+    for start in reversed(range(0, len(codes), AT_ONCE)):
+        part = codes.slice(start, AT_ONCE).to_numpy()
+        rows = np.arange(start, start + len(part), dtype=np.uint32)
+        first[part[::-1]] = rows[::-1]
+    return first
+
+
 def samples_varying(frame: pl.DataFrame, keys: pl.DataFrame, names: Sequence[str]) -> int:
     """Return how many samples have several values in one of these columns."""
     first = first_of_sample(keys)
-    differs = pl.repeat(False, len(frame), dtype=pl.Boolean, eager=True)
-    for name in names:
-        differs |= frame[name].ne_missing(frame[name].gather(first))
-    return first.filter(differs).n_unique()
+    varying = []
+    for start in range(0, len(frame), AT_ONCE):
+        of_part = first.slice(start, AT_ONCE)
+        differs = pl.repeat(False, len(of_part), dtype=pl.Boolean, eager=True)
+        for name in names:
+            differs |= frame[name].slice(start, AT_ONCE).ne_missing(frame[name].gather(of_part))
+        varying.append(of_part.filter(differs).unique())
+    return pl.concat(varying).n_unique() if varying else 0
 
 
 def count_distinct(frame: pl.DataFrame) -> int:
     """Return how many different rows there are."""
     frame = _numbered(frame)
+    if (coded := _small_codes(frame)) is not None:
+        codes, count = coded
+        seen = np.zeros(count, bool)
+        for start in range(0, len(codes), AT_ONCE):
+            seen[codes.slice(start, AT_ONCE).to_numpy()] = True
+        return int(seen.sum())
     return frame.to_series().n_unique() if frame.width == 1 else frame.n_unique()
+
+
+def _small_codes(frame: pl.DataFrame) -> tuple[pl.Series, int] | None:
+    """Return the only column as numbers from 0 on, and how many these may be, if they are whole
+    numbers of which a list has hardly more places than there are rows."""
+    if frame.width != 1 or frame.is_empty() or len(frame) >= NOWHERE:
+        return None
+    values = frame.to_series()
+    values = values.to_physical() if values.dtype == pl.Enum else values
+    whole = values.dtype.is_integer() and values.dtype not in (pl.Int128, pl.UInt64)
+    if not whole or values.null_count():
+        return None
+    low: Any = values.min()
+    high: Any = values.max()
+    count = high - low + 1
+    if count > MOST_PLACES * len(values):
+        return None
+    return (values if low == 0 else values.cast(pl.Int64) - low), count
 
 
 def _numbered(frame: pl.DataFrame) -> pl.DataFrame:
@@ -106,12 +163,15 @@ def _numbered(frame: pl.DataFrame) -> pl.DataFrame:
         most *= high - low + 1
     if frame.width < 2 or most >= 1 << 62:
         return frame
-    kind = pl.UInt32 if most < 1 << 32 else pl.Int64
-    code = pl.repeat(0, len(frame), dtype=kind, eager=True)
-    for values, low, size in columns:
-        places = values if low == 0 else values.cast(pl.Int64) - low
-        code = code * size + places.cast(kind)
-    return code.alias("code").to_frame()
+    code: Any = np.zeros(len(frame), np.uint32 if most < 1 << 32 else np.int64)
+    for start in range(0, len(frame), AT_ONCE):
+        part = code[start : start + AT_ONCE]
+        for values, low, size in columns:
+            part *= size
+            part += (values.slice(start, AT_ONCE).to_numpy().astype(np.int64) - low).astype(
+                code.dtype
+            )
+    return pl.Series("code", code).to_frame()
 
 
 def differs_in_every_row(series: pl.Series) -> bool:

@@ -22,7 +22,7 @@ from knobwise.common.errors import Damaged, InputError, naming
 from knobwise.common.files import is_damaged, written_whole
 from knobwise.envs.readers.column_names import INDEX, list_columns, named_like
 from knobwise.envs.readers.column_values import blanks_as_null, name_column, number_column
-from knobwise.envs.readers.design import sample_starts, varying_among
+from knobwise.envs.readers.design import rows_of_samples, varying_among
 from knobwise.envs.readers.feature_columns import (
     encode_samples,
     fit_column,
@@ -166,7 +166,7 @@ def features_in(
             "not known before the decision"
         )
     # in each row of a sample they are the same, so its first row will do
-    rows = sample_starts(keys)
+    rows = rows_of_samples(keys)
     samples = keys[rows].cast(pl.String).hstack([frame[name].gather(rows) for name in names])
     fitted = list(columns)
     if not columns:

@@ -54,7 +54,10 @@ class Lines:
 
 
 def read_frame(
-    path: Path, notes: list[str] | None = None, lines: Lines | None = None
+    path: Path,
+    notes: list[str] | None = None,
+    lines: Lines | None = None,
+    narrow: Callable[[pl.Series], pl.Series] | None = None,
 ) -> pl.DataFrame:
     """Read one table file, of the format that its suffix says.
 
@@ -68,19 +71,22 @@ def read_frame(
             noted and kept as text, is refused.
         lines: if given, takes where rows stand. A row of text that cannot be read is then left out
             and named there, and a column may mix types; else the file is refused.
+        narrow: what each column of a long Parquet file is kept as.
 
     Raises:
         InputError: there is no such file, or it cannot be read.
     """
     with naming(path):
-        frame = _read(path, notes, lines)
+        frame = _read(path, notes, lines, narrow)
         refuse_width(frame.width)
     if lines is not None and not lines.numbers:
         lines.numbers = range(1, len(frame) + 1)
     return frame
 
 
-def _read(path: Path, noted: list[str] | None, lines: Lines | None) -> pl.DataFrame:
+def _read(
+    path: Path, noted: list[str] | None, lines: Lines | None, narrow: Any = None
+) -> pl.DataFrame:
     """Read a file as `read_frame` does; of files without lines, these stay empty."""
     if path.is_dir():
         refuse_folder(path)
@@ -107,7 +113,7 @@ def _read(path: Path, noted: list[str] | None, lines: Lines | None) -> pl.DataFr
             text = decode_text(content if isinstance(content, bytes) else path.read_bytes())
             return arff_frame(text)
         # what is left of TABLES
-        return read_parquet(path)
+        return read_parquet(path, narrow=narrow)
     except (InputError, MemoryError):
         raise
     except Exception as error:

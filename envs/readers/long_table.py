@@ -21,6 +21,7 @@ from knobwise.common.files import written_whole
 from knobwise.envs.readers.column_roles import knobs_and_features
 from knobwise.envs.readers.column_values import keys_of
 from knobwise.envs.readers.dense_table import WEIGHT, WORD_COLUMNS, dense_fields
+from knobwise.envs.readers.design import count_distinct
 from knobwise.envs.readers.failures import MISSING_CELLS, cells_as_failed
 from knobwise.envs.readers.feature_files import Features, attach_features, features_from
 from knobwise.envs.readers.frames import with_chats
@@ -83,7 +84,10 @@ def read_long_table(
         except pl.exceptions.PolarsError as error:
             raise InputError(f"{source}: not training data ({error})") from error
         choices["features"] = choices.get("features") or features
-    return table_from_frame(frame, name=name, source=source, notes=notes, **choices)
+    # nothing else holds the columns, which go one after the other
+    held = [frame]
+    del frame
+    return _table_from(held, name=name, source=source, notes=notes, **choices)
 
 
 def _without_budgets(frame: pl.DataFrame, notes: list[str]) -> tuple[pl.DataFrame, Features | None]:
@@ -169,6 +173,49 @@ def table_from_frame(
     Raises:
         InputError: columns or values that are missing or wrong, or a measurement that occurs twice.
     """
+    return _table_from(
+        [frame],
+        name=name,
+        knobs=knobs,
+        accuracy=accuracy,
+        accuracy_unit=accuracy_unit,
+        latency=latency,
+        unit=unit,
+        costs=costs,
+        features=features,
+        columns=columns,
+        group=group,
+        time=time,
+        some_cells=some_cells,
+        missing=missing,
+        source=source,
+        notes=notes,
+        **layout,
+    )
+
+
+def _table_from(
+    held: list[pl.DataFrame],
+    *,
+    name: str,
+    knobs: Sequence[str] | None = None,
+    accuracy: str = "accuracy",
+    accuracy_unit: str = "share",
+    latency: str = "latency_ms",
+    unit: str = MS,
+    costs: Sequence[str] | None = None,
+    features: str | Path | Features | list[str] | None = None,
+    columns: Sequence[Column] = (),
+    group: str | None = None,
+    time: str | None = None,
+    some_cells: bool = False,
+    missing: str = MISSING_CELLS[0],
+    source: str = "",
+    notes: Sequence[str] = (),
+    **layout: Any,
+) -> ProfileTable:
+    """Make the table of `table_from_frame` from the only frame in a list, and take it out."""
+    frame = held.pop()
     one_of("missing", missing, MISSING_CELLS)
     notes = list(notes)
     described = Layout(**layout)
@@ -221,6 +268,10 @@ def table_from_frame(
         if "repeat" not in frame.columns:
             check_ids(frame, keys_of(rows), knobs, other, notes)
         rows = rows.with_columns(costs_of_rows(frame, rows, costs, notes))
+        if _are_single(frame, keys_of(rows), knobs):
+            # of rows that are alone in their cells nothing else is needed
+            words = [*WORD_COLUMNS.values(), group]
+            frame = frame.select(c for c in frame.columns if c in (*knobs, *words))
         fields = dense_fields(frame, rows, knobs, group, notes)
     table = ProfileTable(name=name, unit=kept, notes=tuple(notes), **fields)
     if missing == "failed" and not some_cells:
@@ -229,6 +280,12 @@ def table_from_frame(
     if blocks is None:
         return table
     return attach_features(table, blocks, columns, described)
+
+
+def _are_single(frame: pl.DataFrame, keys: pl.DataFrame, knobs: Sequence[str]) -> bool:
+    """Return whether no sample has several rows with the same setting."""
+    cells = keys.hstack(frame.select(pl.col(knobs).name.prefix("knob ")))
+    return count_distinct(cells) == len(cells)
 
 
 def _note_unused(frame: pl.DataFrame, layout: Layout, notes: list[str]) -> None:

@@ -37,8 +37,8 @@ def profiled_rows(
 
     Returns:
         All columns of these rows as they were read; and their ids as `id_column` returns them
-        (`dataset`, if there is one, and `sample_id`), accuracy, latency, `repeat` (null without
-        such a column), `first_look` (0 without one) and `weight` (1 without one).
+        (`dataset`, if there is one, and `sample_id`), accuracy, latency, and if there are such
+        columns `repeat`, `first_look` and `weight`.
     """
     measured = _as_numbers(frame, accuracy, accuracy_unit, latency, timed, notes)
     shares = measured["accuracy"].alias(accuracy)
@@ -75,12 +75,10 @@ def _as_numbers(
     timed: bool,
     notes: list[str],
 ) -> pl.DataFrame:
-    """Return the measurements of rows as numbers: accuracy and latency, null where unknown,
-    `repeat`, `first_look` and `weight`; see `profiled_rows`."""
+    """Return the measurements of rows as numbers: accuracy and latency, null where unknown, and
+    perhaps `repeat`, `first_look` and `weight`; see `profiled_rows`."""
     shares = as_share(number_column(frame[accuracy]), accuracy_unit, notes)
-    measured = pl.DataFrame(
-        {"accuracy": shares, "latency": number_column(frame[latency], False)}
-    ).with_columns(repeat=pl.lit(None, pl.Float64), first_look=pl.lit(0.0), weight=pl.lit(1.0))
+    measured = pl.DataFrame({"accuracy": shares, "latency": number_column(frame[latency], False)})
     if "repeat" in frame.columns and not frame["repeat"].is_null().all():
         repeat = number_column(frame["repeat"], False).fill_null(0.0)
         measured = measured.with_columns(repeat=repeat)
@@ -115,7 +113,10 @@ def check_ranges(rows: pl.DataFrame, accuracy: str, latency: str) -> None:
     """Raise InputError for accuracies out of range, impossible times, and unknown weights."""
     check_range(rows, "accuracy", accuracy)
     check_range(rows, "latency", latency)
-    check_range(rows, "first_look", "first_look_ms")
+    if "first_look" in rows.columns:
+        check_range(rows, "first_look", "first_look_ms")
+    if "weight" not in rows.columns:
+        return
     check_range(rows, "weight", WEIGHT)
     if rows["weight"].null_count():
         raise InputError(f"{WEIGHT} is empty in some rows; write 1 where all cells were measured")

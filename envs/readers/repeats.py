@@ -31,6 +31,8 @@ def repeated_rows(
         knobs: columns of the frame.
         notes: what is noticed.
     """
+    if "repeat" not in rows.columns:
+        rows = rows.with_columns(repeat=pl.lit(None, pl.Float64))
     names = [pl.format("{}={}", pl.lit(knob), knob) for knob in knobs]
     setting = pl.concat_str(names, separator=" ")
     copy = ~pl.struct(pl.all()).is_first_distinct()

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import polars as pl
 
 from knobwise.envs.readers import evalscope, google_benchmark, inspect_logs, promptfoo
+from knobwise.envs.readers.column_values import narrowed
 from knobwise.envs.readers.frames import read_frame
 from knobwise.envs.readers.joined_files import join_files
 from knobwise.envs.readers.nested import unnest
@@ -74,7 +75,7 @@ def read_files(
         rows = FORMATS[tools[0]].read(paths, notes)
         return as_table(rows, choices, notes)
     if len(paths) == 1:
-        return of_frame(read_frame(paths[0], notes), choices, notes)
+        return of_frame(read_frame(paths[0], notes, narrow=narrowed), choices, notes)
     parts: list[tuple[str, pl.DataFrame | ToolRows]] = []
     for path, tool in zip(paths, tools, strict=True):
         if tool is None:

@@ -34,6 +34,14 @@ Cells = ProfileTable | CountedCells
 C = TypeVar("C", bound=Cells)
 
 
+def cells_of(cells: Cells, rows: Any) -> CountedCells:
+    """Return the cells of some samples, int64 [n] or a slice."""
+    fields = cells.repeats_ms, cells.first_look_ms
+    repeats_ms, first_look_ms = (None if values is None else values[rows] for values in fields)
+    measured = cells.accuracy[rows], cells.latency_ms[rows], cells.mask[rows]
+    return CountedCells(*measured, repeats_ms, first_look_ms)
+
+
 def unread_ms(cells: Cells, rows: Any = ...) -> Tensor:
     """Return the latencies of requests that are not read for features, int64 [n] → [n, C]."""
     latency_ms = cells.latency_ms[rows]

@@ -2,6 +2,7 @@
 
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,25 +23,31 @@ WIDTHS = (1, 4, 8, 12, 4, 8, 16, 16)
 """Bytes of a decoded value of each type; of text and binary these are the views."""
 MAX_TIMES = 16
 """A file may always unpack to so many times its size; tables of measurements reach 8."""
+LONG = 1 << 20
+"""A file of so many rows is read column by column, if each is to be kept as something smaller."""
 BINARY = 6
 """From this type on values are bytes of any length, which stand beside their views."""
 
 
-def read_parquet(path: Path, limited: bool = True) -> pl.DataFrame:
+def read_parquet(
+    path: Path, limited: bool = True, narrow: Callable[[pl.Series], pl.Series] | None = None
+) -> pl.DataFrame:
     """Read a file, without the lines that polars writes to stderr when it panics.
 
     Args:
         limited: whether a small file may not unpack to much, see `refuse_unpacked`.
+        narrow: what each column of a long file is kept as. It is then read column by column, so
+            that no column is there in both forms but the last.
 
     Raises:
         InputError: it unpacks to too much.
         ValueError: it is damaged.
         OSError, PolarsError: polars refuses the file.
     """
-    size, _ = decoded_size(path)
+    size, rows = decoded_size(path)
     if limited:
         refuse_unpacked(path, size)
-    frame = _read_quietly(path)
+    frame = _read_quietly(path, narrow if rows >= LONG else None)
     if limited and frame.width:
         # equal texts share their bytes until something changes them
         lengths = frame.select(pl.selectors.string().str.len_bytes().cast(pl.Int64))
@@ -58,30 +65,36 @@ def refuse_unpacked(path: Path, size: int) -> None:
         check_unpacked(path, size)
 
 
-def _read_quietly(path: Path) -> pl.DataFrame:
+def _read_quietly(path: Path, narrow: Any) -> pl.DataFrame:
     """Read a file; what polars would write to stderr goes nowhere."""
     # closed before Python began: 2 is another file's number, perhaps one of polars' own
     if sys.__stderr__ is None:
-        return _read(path)
+        return _read(path, narrow)
     try:
         kept = os.dup(2)
         nowhere = os.open(os.devnull, os.O_WRONLY)
     except OSError:  # it was closed since
-        return _read(path)
+        return _read(path, narrow)
     try:
         # Rust writes to the file descriptor, not to sys.stderr
         os.dup2(nowhere, 2)
-        return _read(path)
+        return _read(path, narrow)
     finally:
         os.dup2(kept, 2)
         os.close(kept)
         os.close(nowhere)
 
 
-def _read(path: Path) -> pl.DataFrame:
+def _read(path: Path, narrow: Any) -> pl.DataFrame:
+    # a path is the name of one file, not a pattern, and ~ in front is no home
+    whole = path.absolute()
     try:
-        # a path is the name of one file, not a pattern, and ~ in front is no home
-        return pl.read_parquet(path.absolute(), glob=False)
+        if narrow is None:
+            return pl.read_parquet(whole, glob=False)
+        columns = []
+        for name in pl.read_parquet_schema(whole):
+            columns.append(narrow(pl.read_parquet(whole, columns=[name], glob=False).to_series()))
+        return pl.DataFrame(columns)
     except pl.exceptions.PanicException as error:
         raise ValueError(f"damaged: {error}") from None
 
