@@ -24,6 +24,8 @@ from helpers import (
 
 from knobwise.agents.calibration.guard import calibrate
 from knobwise.agents.controller.settings import PolicyConfig
+from knobwise.agents.deployed import arrays as arrays_of
+from knobwise.agents.deployed.arrays import pick
 from knobwise.agents.evaluation.baselines import (
     BestStatic,
     LookupTable,
@@ -33,7 +35,12 @@ from knobwise.agents.evaluation.baselines import (
     make_baselines,
 )
 from knobwise.agents.evaluation.evaluation import evaluate_policy
-from knobwise.agents.evaluation.policy import choices_of, inputs_of_rows, reads_features
+from knobwise.agents.evaluation.policy import (
+    choices_of,
+    choose_each,
+    inputs_of_rows,
+    reads_features,
+)
 from knobwise.agents.problem import Problem
 from knobwise.envs.bandit.budgets import default_budgets
 from knobwise.envs.tables.cells import unread
@@ -211,6 +218,43 @@ def test_never_outside_the_mask_and_deterministic():
             choice = policy.choose(*request)
             assert mask[np.arange(len(rows)), choice].all(), name
             assert (choice == policy.choose(*request)).all(), name
+
+
+def test_one_prediction_for_all_limits_decides_as_one_for_each():
+    table = small_table(80, seed=2, holes=0.5)
+    rows = table.split().test
+    features, mask = inputs_of_rows(Problem.from_table(table), rows)
+    limits = default_budgets(table).numpy()
+    at_once = set()
+    for name, policy in fitted_to(table).items():
+        at_once |= {name} if hasattr(policy, "choose_each") else set()
+        for column, limit in zip(
+            choose_each(policy, features, limits, mask).T, limits, strict=True
+        ):
+            alone = policy.choose(features, np.full(len(rows), limit), mask)
+            assert (column == alone).all(), name
+    assert {"oracle", "random", *LEARNED} <= at_once
+
+
+@pytest.mark.parametrize("forms", itertools.product([False, True], repeat=3))
+def test_the_best_is_found_a_block_at_a_time(forms, monkeypatch):
+    one_row_of_scores, slow_of_all, masked = forms
+    draws = np.random.default_rng(0)
+    # few different scores, so that ties are broken
+    scores = draws.integers(0, 3, (1 if one_row_of_scores else 50, 7)).astype(np.float32)
+    slow = draws.permuted(np.tile(np.arange(7.0), (50, 1)), axis=1)
+    slow = slow[0] if slow_of_all else slow
+    mask = (draws.random((50, 7)) < 0.5) | (np.arange(7) == 3) if masked else None
+    whole = pick(scores, slow, mask)
+    monkeypatch.setattr(arrays_of, "CELLS_AT_ONCE", 40)
+    for found in (pick(scores, slow, mask), whole):
+        assert (found == [best_by_hand(scores, slow, mask, row) for row in range(len(whole))]).all()
+
+
+def best_by_hand(scores, slow, mask, row):
+    scores, slow = np.broadcast_to(scores, (50, 7))[row], np.broadcast_to(slow, (50, 7))[row]
+    allowed = [c for c in range(7) if mask is None or mask[row, c]]
+    return max(allowed, key=lambda c: (scores[c], -slow[c]))
 
 
 # -- judging ---------------------------------------------------------------------------------------
