@@ -49,7 +49,7 @@ STAGES = {
     "imitation": {"teacher_iterations": 0, "pretrain_iterations": LONG},
     "GRPO": {"teacher_iterations": 0, "pretrain_iterations": 0, "iterations": LONG},
 }
-ONE = "GRPO with one network"
+SINGLE = "GRPO with one network"
 Losses = Callable[[], Iterator[Tensor]]
 """Draws contexts, and returns the loss of each minibatch."""
 
@@ -57,7 +57,7 @@ Losses = Callable[[], Iterator[Tensor]]
 def trainer_of(stage: str) -> Trainer:
     """Return a trainer that has begun this stage; nothing is judged or logged."""
     policy = POLICY
-    if stage == ONE:
+    if stage == SINGLE:
         stage = "GRPO"
         policy = replace(POLICY, teacher=False, fold_networks=1)
     lengths: dict[str, Any] = {"iterations": 1, **STAGES[stage]}
@@ -169,7 +169,7 @@ def time_stage(bench: Bench, stage: str) -> None:
 
     def plain() -> dict[str, Way]:
         learned = copy.deepcopy(trainer.setup.controller).network
-        if stage in ("GRPO", ONE):
+        if stage in ("GRPO", SINGLE):
             losses = grpo(trainer, learned, copy.deepcopy(learned))
         elif stage == "imitation":
             losses = imitation(trainer, learned)
@@ -181,12 +181,12 @@ def time_stage(bench: Bench, stage: str) -> None:
 
     iterate()
     what = f"training, {stage}, an iteration"
-    at_most = {"regression": 1.10, ONE: 1.15}.get(stage, 1.05)
+    at_most = {"regression": 1.10, SINGLE: 1.15}.get(stage, 1.05)
     bench.line(what, "ms", iterate, plain, target=f"≤ {at_most:.2f} × plain torch")
 
 
 if __name__ == "__main__":
     logging.getLogger("torchrl").setLevel(logging.WARNING)
     BENCH = Bench()
-    for name in (*STAGES, ONE):
+    for name in (*STAGES, SINGLE):
         time_stage(BENCH, name)

@@ -152,9 +152,9 @@ class Distillation(ControllerStage):
             # drawn on the CPU, so that a seed gives the same ones on every device
             request = first + torch.randint(requests, (networks, count)).to(device)
             limit = torch.randint(limits, (networks, count)).to(device)
-            asked = limits * request + limit
-            drawn = {name: rows_at(part, asked) for name, part in others.items()}
-            yield TensorDict({"x": rows_at(x, request), **drawn}, asked.shape)
+            place = limits * request + limit
+            drawn = {name: rows_at(part, place) for name, part in others.items()}
+            yield TensorDict({"x": rows_at(x, request), **drawn}, place.shape)
 
     def loss(self, minibatch: TensorDictBase) -> TensorDictBase:
         """Return the heads' cross-entropy to the teacher, a scalar.

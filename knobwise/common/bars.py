@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import sys
 from contextlib import suppress
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
-from rich.table import Column
+if TYPE_CHECKING:
+    from rich.progress import Progress, TaskID
 
 REDRAW_S = 0.1
 """Seconds between two drawings of a bar."""
@@ -50,6 +49,11 @@ class Bar:
 
 
 def _display() -> Progress:
+    # without a terminal nobody needs Rich
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+    from rich.table import Column
+
     console = Console(stderr=True)
     # a long note must not break the line
     room = Column(no_wrap=True, max_width=max(8, console.width - NUMBERS))

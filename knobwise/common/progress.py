@@ -13,6 +13,8 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
+from knobwise.common.bars import Bar
+
 Tick = Callable[..., None]
 """Takes the number of steps done, and optionally a note."""
 
@@ -37,11 +39,7 @@ def progress(
     """
     start = latest = time.monotonic()
     ended = False
-    bar = None
-    if has_terminal():
-        from knobwise.common.bars import Bar
-
-        bar = Bar()
+    bar = Bar() if has_terminal() else None
     first = done
 
     def tick(done: int, note: str = "") -> None:
