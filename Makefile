@@ -28,11 +28,11 @@ quick: $(INSTALLED)
 test: $(INSTALLED)-test
 	$(MAKE) -j 2 suite lint
 
-# two processes of one thread each
+# processes of one thread each; a third works while tests of the other two wait for servers and kills
 suite: export OMP_NUM_THREADS = 1
 suite: export POLARS_MAX_THREADS = 1
 suite: $(INSTALLED)-test
-	$(BIN)/python -m pytest -n 2 --dist worksteal
+	$(BIN)/python -m pytest -n 3 --dist worksteal
 
 lint: $(INSTALLED)-test
 	$(BIN)/ruff check .
