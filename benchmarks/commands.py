@@ -19,11 +19,11 @@ import tempfile
 import urllib.request
 from pathlib import Path
 
+from proxy import CHAT, TEXT, answering, measured, served
 from timing import Bench, peak_mb, run
 
 from knobwise.__main__ import main as knobwise
 from knobwise.experiments.report.report import write_report
-from serving import CHAT, TEXT, answering, measured, served
 
 TINY = "policy.teacher=false baselines=false seeds=[0] tracking.mode=disabled"
 TINY += " optimiser.iterations=2 optimiser.pretrain_iterations=2"

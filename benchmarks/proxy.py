@@ -9,7 +9,7 @@ the times that the upstream sleeps. What the proxy adds is the time on the way t
 median straight. Its CPU time for a request with one chunk, and for each further chunk, hardly
 depends on what else the machine does.
 
-    python benchmarks/serving.py
+    python benchmarks/proxy.py
 """
 
 from __future__ import annotations
