@@ -40,6 +40,11 @@ def train(
     experiment: Experiment
     # imported here, since PyTorch takes seconds
     with uncollected():
+        if tracking.mode != "disabled":
+            # what a W&B run needs; pydantic looks for the source of each of its classes in all
+            # modules there are, so that after PyTorch this takes ten times as long
+            import wandb.apis.public  # noqa: F401
+
         from knobwise.experiments.train.launch import launch
 
         if isinstance(settings, TrainRun):
