@@ -77,11 +77,11 @@ def _suggestion(verb: str, arguments: Sequence[str]) -> str:
     names = list(choices)
     for argument in arguments:
         key, _, value = argument.lstrip("+~-").partition("=")
-        if is_table(key) or os.path.isfile(argument):
-            # the file alone
+        if is_table(key) or os.path.exists(argument):
+            # the file or folder alone
             value = argument
             key = "profile"
-        if key in FILES and Path(value).suffix:
+        if key in FILES and (Path(value).suffix or os.path.isdir(value)):
             close = [f"{key}={FILES[key]} {shell_word(f'{key}.path', value)}"]
         elif key in groups:
             close = [f"{key}={name}" for name in get_close_matches(value, names_of_choices(key), 2)]
@@ -92,7 +92,7 @@ def _suggestion(verb: str, arguments: Sequence[str]) -> str:
             close = [f"{needed} {argument}"]
         else:
             close = [f"{name}={value}" for name in nearest_options(key, names)]
-        if close and argument not in close and ("," not in value or os.path.isfile(value)):
+        if close and argument not in close and ("," not in value or os.path.exists(value)):
             return f"; did you mean {' or '.join(dict.fromkeys(close))}?"
     return ""
 

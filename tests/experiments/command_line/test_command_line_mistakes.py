@@ -150,6 +150,8 @@ MISTAKES = {
     "train profile=measured.csv": "did you mean profile=table profile.path=measured.csv?",
     "train measured.csv": "did you mean profile=table profile.path=measured.csv?",
     "train m.arff.gz": "did you mean profile=table profile.path=m.arff.gz?",
+    "train profile=.": "did you mean profile=table profile.path=.?",
+    "inspect .": "did you mean profile=table profile.path=.?",
     "evaluate beams=/data/b.json": "did you mean beams=files beams.path=/data/b.json?",
     "train profile.path=a.csv": "did you mean profile=table profile.path=a.csv?",
     "train experiment=selector_seeds beams.path=b": "did you mean beams=files beams.path=b?",
