@@ -25,6 +25,9 @@ FILES = {"profile": "table", "trained_on": "table", "beams": "files"}
 MERGING = r"Error merging override (\S+)\s+"
 LISTED = MERGING + r"Cannot convert 'list' to string.*"
 PLAINER = {
+    r"Error parsing override '(.+)'\s+missing EQUAL at '<EOF>'(\s+See \S+ for details)?": (
+        r"\1: is no word that this verb knows; options are key=value"
+    ),
     r"Could not override '([^']+)': Key '[^']+' not in '\w+'": r"no option '\1'",
     MERGING + r"Value .* could not be converted to Integer": r"\1: must be a whole number",
     MERGING + r"Value .* could not be converted to Float": r"\1: must be a number",
@@ -81,7 +84,11 @@ def _suggestion(verb: str, arguments: Sequence[str]) -> str:
             # the file or folder alone
             value = argument
             key = "profile"
-        if key in FILES and (Path(value).suffix or os.path.isdir(value)):
+        choosing = [f"{name}={argument}" for name in groups if argument in names_of_choices(name)]
+        if choosing:
+            # a choice without its group
+            close = choosing
+        elif key in FILES and (Path(value).suffix or os.path.isdir(value)):
             close = [f"{key}={FILES[key]} {shell_word(f'{key}.path', value)}"]
         elif key in groups:
             close = [f"{key}={name}" for name in get_close_matches(value, names_of_choices(key), 2)]
