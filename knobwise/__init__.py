@@ -1,14 +1,14 @@
 """knobwise: learn which setting of a large model's knobs to use for each input under a latency
 budget.
 
-`import knobwise` is light; it makes `gymnasium.make("knobwise/ConfigBandit-v0")` and, for selectors
-of demonstrations, `gymnasium.make("knobwise/DemonstrationBandit-v0", table=…)` known and nothing
-more. `knobwise.read` (`knobwise.reading`) reads a profile; `knobwise.fit` (`knobwise.api`) trains a
-policy, and `knobwise.load` (`knobwise.loading`) loads one; `knobwise.wrap` puts it in front of a
-callable; `knobwise.compare_policies` compares it with others. The parts, in the order in which data
-passes through them: `knobwise.profiling` measures, `knobwise.envs` reads and replays,
-`knobwise.agents` decides and learns, `knobwise.losses` holds what is minimised,
-`knobwise.experiments` launches, tracks and reports.
+`import knobwise` is light, without NumPy; it makes `gymnasium.make("knobwise/ConfigBandit-v0")`
+and, for selectors of demonstrations, `gymnasium.make("knobwise/DemonstrationBandit-v0", table=…)`
+known and nothing more. `knobwise.read` (`knobwise.reading`) reads a profile; `knobwise.fit`
+(`knobwise.api`) trains a policy, and `knobwise.load` (`knobwise.loading`) loads one;
+`knobwise.wrap` puts it in front of a callable; `knobwise.compare_policies` compares it with others.
+The parts, in the order in which data passes through them: `knobwise.profiling` measures,
+`knobwise.envs` reads and replays, `knobwise.agents` decides and learns, `knobwise.losses` holds
+what is minimised, `knobwise.experiments` launches, tracks and reports.
 """
 
 from typing import TYPE_CHECKING

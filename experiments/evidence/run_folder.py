@@ -14,13 +14,19 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
-from filelock import lock_descriptor
-
 from knobwise import agents
 from knobwise.agents.deployed.controller import NumpyController
 from knobwise.common.checks import folder_name
 from knobwise.common.errors import InputError
-from knobwise.common.files import FULL, is_damaged, lock_folder, replace_link, sync, write_text
+from knobwise.common.files import (
+    FULL,
+    is_damaged,
+    lock_folder,
+    lock_handle,
+    replace_link,
+    sync,
+    write_text,
+)
 from knobwise.common.progress import say
 from knobwise.experiments.evidence.exports import CONTROLLER, exported_of
 from knobwise.experiments.settings.config_file import NAME as CONFIG
@@ -181,7 +187,7 @@ def _made(folder: Path, settings: str) -> TextIO | None:
         return None
     folder.mkdir(exist_ok=True)
     lock = (folder / UNFINISHED).open("w")
-    lock_descriptor(lock.fileno())
+    lock_handle(lock.fileno())
     # the lock holds a digest of the settings, in case that their file is damaged
     lock.write(_digest(settings))
     lock.flush()
@@ -203,7 +209,7 @@ def _taken_up(folder: Path, settings: str) -> TextIO | None:
         same = _is_of(folder, settings, noted)
     else:
         same = noted == digest
-    if same and lock_descriptor(lock.fileno(), blocking=False):
+    if same and lock_handle(lock.fileno(), blocking=False):
         if (folder / UNFINISHED).exists():
             if torn:
                 lock.seek(0)

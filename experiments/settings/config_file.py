@@ -5,13 +5,10 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-import yaml  # type: ignore[import-untyped]
 
 from knobwise.common.errors import InputError
 
@@ -23,26 +20,6 @@ CHECKSUM = "sha256"
 """The key under which the checksum of all other settings stands."""
 MAX_BYTES = 200_000
 """The longest file that is read; those of runs have some 5,000 bytes."""
-FLOAT = re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+")
-"""Numbers that PyYAML alone takes for text, and others do not."""
-
-
-class _Dumper(yaml.SafeDumper):
-    def ignore_aliases(self, data: object) -> bool:
-        return True
-
-
-class _Loader(yaml.SafeLoader):
-    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
-        # aliases of aliases of lists make gigabytes of a few lines
-        if self.check_event(yaml.AliasEvent):
-            raise yaml.YAMLError("has YAML aliases, which knobwise never writes")
-        return super().compose_node(parent, index)
-
-
-for _kind in (_Dumper, _Loader):
-    _kind.add_implicit_resolver("tag:yaml.org,2002:float", FLOAT, list("-+0123456789"))
-_Loader.add_constructor("tag:yaml.org,2002:timestamp", yaml.SafeLoader.construct_yaml_str)
 
 
 def settings_text(config: DataclassInstance) -> str:
@@ -53,9 +30,11 @@ def settings_text(config: DataclassInstance) -> str:
 
 def to_yaml(content: Mapping[str, object]) -> str:
     """Return settings by group as YAML, with their checksum."""
-    text: str = yaml.dump(dict(content), Dumper=_Dumper, allow_unicode=True, sort_keys=False)
+    from knobwise.experiments.settings import plain_yaml
+
+    text = plain_yaml.written(content)
     # of the values that a reader finds, so that other spellings and comments are no damage
-    digest = _digest(yaml.load(text, Loader=_Loader))
+    digest = _digest(plain_yaml.parsed(text))
     return f"{text}{CHECKSUM}: '{digest}'\n"
 
 
@@ -74,14 +53,16 @@ def read_settings_file(path: Path) -> dict[str, Any]:
         InputError: it cannot be read, is not YAML of plain values, holds no settings, is larger
             than settings are, or does not match its checksum.
     """
+    from knobwise.experiments.settings import plain_yaml
+
     try:
         with path.open("rb") as file:
             text = file.read(MAX_BYTES + 1)
         if len(text) > MAX_BYTES:
             raise ValueError(f"has more than {MAX_BYTES:,} bytes, so it holds no settings")
-        content = yaml.load(text, Loader=_Loader)
+        content = plain_yaml.parsed(text)
         digest = _digest(content) if isinstance(content, dict) else None
-    except (yaml.YAMLError, OSError, RecursionError, TypeError, ValueError) as error:
+    except (OSError, RecursionError, TypeError, ValueError) as error:
         raise InputError(f"{path}: cannot be read ({str(error).splitlines()[0]})") from error
     if not isinstance(content, dict):
         raise InputError(f"{path}: holds no settings")

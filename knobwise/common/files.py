@@ -16,8 +16,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from filelock import lock_descriptor
-
 from knobwise.common.errors import InputError
 
 FULL_BYTES = 64 * 1024
@@ -75,6 +73,15 @@ def sync(path: str | Path) -> None:
         os.close(handle)
 
 
+def lock_handle(handle: int, blocking: bool = True) -> bool:
+    """Lock an open file or folder until it is closed, also by the end of the process, and return
+    True; False if another process has locked it and `blocking` is False."""
+    # the import takes long, and most commands lock nothing
+    from filelock import lock_descriptor
+
+    return lock_descriptor(handle, blocking=blocking)
+
+
 def check_address_space() -> None:
     """Refuse to begin under a limit on address space (ulimit -v) that torch and BLAS would meet:
     they end the process then, in words of their own, or hang.
@@ -120,7 +127,7 @@ def written_whole(path: str | Path, previous: Path | None = None) -> Iterator[Pa
     temporary = Path(name)
     try:
         # files in use are locked; the lock of a killed process is gone
-        lock_descriptor(handle)
+        lock_handle(handle)
         _remove_abandoned(path)
         yield temporary
         # mkstemp makes private files; what we leave behind should be as readable as any other new
@@ -166,7 +173,7 @@ def _remove_abandoned(path: Path) -> None:
     pattern = f".{glob.escape(path.stem + '-')}????????{glob.escape(path.suffix)}"
     for other in path.parent.glob(pattern):
         with suppress(OSError), other.open() as file:  # it may have been renamed just now
-            if lock_descriptor(file.fileno(), blocking=False):
+            if lock_handle(file.fileno(), blocking=False):
                 other.unlink()
 
 
@@ -274,7 +281,7 @@ def lock_folder(folder: Path) -> Iterator[None]:
     folder.mkdir(parents=True, exist_ok=True)
     handle = os.open(folder, os.O_RDONLY)
     try:
-        lock_descriptor(handle)
+        lock_handle(handle)
         yield
     finally:
         os.close(handle)

@@ -8,8 +8,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-import yaml  # type: ignore[import-untyped]
-
 from knobwise.common.errors import InputError, naming
 from knobwise.profiling.endpoint.token_counts import count_tokens
 
@@ -113,6 +111,9 @@ def read_prices(path: str | Path) -> dict[str, Price]:
     Raises:
         InputError: no such file, another form, or a price that is no number (named).
     """
+    # what serves without prices need not wait for it
+    import yaml  # type: ignore[import-untyped]
+
     with naming(path):
         try:
             content = yaml.safe_load(Path(path).read_text())

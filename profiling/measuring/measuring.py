@@ -21,10 +21,10 @@ from typing import BinaryIO, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import polars as pl
-from filelock import lock_descriptor
 from numpy.typing import NDArray
 
 from knobwise.common.errors import InputError
+from knobwise.common.files import lock_handle
 from knobwise.common.progress import progress
 from knobwise.envs.readers.column_roles import MEASURES
 from knobwise.envs.readers.frames import KEYS
@@ -172,7 +172,7 @@ def open_log(path: str | Path) -> Iterator[BinaryIO]:
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     with open(path, "ab+", buffering=0) as file:
         # the lock goes with the process, even with a killed one
-        if not lock_descriptor(file.fileno(), blocking=False):
+        if not lock_handle(file.fileno(), blocking=False):
             raise InputError(
                 f"{path}: another process is measuring into it; choose another out folder"
             )

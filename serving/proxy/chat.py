@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import inspect
 import json
@@ -9,8 +10,6 @@ import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any, NamedTuple
-
-from starlette.concurrency import run_in_threadpool
 
 from knobwise.agents.deployed.arrays import with_inner
 from knobwise.common.errors import InputError
@@ -229,7 +228,7 @@ class RequestFeatures:
             if self._awaits:
                 values = await self._compute(chat.chat)
             else:
-                values = await run_in_threadpool(self._compute, chat.chat)
+                values = await asyncio.to_thread(self._compute, chat.chat)
             if not isinstance(values, Mapping):
                 raise InputError(f"features: returned {type(values).__name__}, not a dict")
             features |= with_inner(values, self._names)

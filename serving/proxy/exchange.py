@@ -10,9 +10,9 @@ setting can take its place.
 
 from __future__ import annotations
 
+import asyncio
 from typing import TYPE_CHECKING
 
-from starlette.concurrency import run_in_threadpool
 from starlette.types import Scope, Send
 
 from knobwise.common.errors import InputError
@@ -216,7 +216,7 @@ class Exchange:
         self._metrics.choices.labels(label_of(self._choice.decision.configuration)).inc()
         ended = attempt.began if self._proxy.first_counts else now
         # a disk may take its time for a row, which other streams do not wait for
-        await run_in_threadpool(
+        await asyncio.to_thread(
             self._walk.finish, self._choice, ended, attempt.usd(), reader.answer_id
         )
         # whoever has its last byte was not broken off
@@ -234,7 +234,7 @@ class Exchange:
             return
         self.end(outcome, error)
         if self._choice is not None:
-            await run_in_threadpool(self._walk.lose, self._choice, fault_of(error))
+            await asyncio.to_thread(self._walk.lose, self._choice, fault_of(error))
 
     def end(
         self, outcome: str, error: BaseException | None = None, began: float | None = None

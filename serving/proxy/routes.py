@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 from collections.abc import Mapping
 from contextlib import AbstractAsyncContextManager
 from typing import TYPE_CHECKING, Any
 
 from starlette.applications import Starlette
-from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
@@ -77,10 +77,10 @@ class Routes:
             raise HTTPException(404, "this server keeps no log")
         log = self._runtime.log
         share("accuracy", accuracy)
-        known = await run_in_threadpool(log.knows, request_id)
+        known = await asyncio.to_thread(log.knows, request_id)
         if known is False:
             # what every client keeps is the id of the answer itself
-            ids = await run_in_threadpool(log.ids_of_answer, request_id)
+            ids = await asyncio.to_thread(log.ids_of_answer, request_id)
             if len(ids) != 1:
                 raise HTTPException(
                     409 if ids else 404,
@@ -89,7 +89,7 @@ class Routes:
                 )
             known = True
             (request_id,) = ids
-        if not await run_in_threadpool(log.label, request_id, accuracy):
+        if not await asyncio.to_thread(log.label, request_id, accuracy):
             self._metrics.lost_labels.inc()
             # gateways take 503 for a server that answers no chats either
             raise HTTPException(

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -39,6 +41,8 @@ TOKEN = "KNOBWISE_TOKEN"
 """The variable with the token that clients must bring."""
 KEY = "OPENAI_API_KEY"
 """The variable with the key of the endpoint."""
+THREADS = 40
+"""Calls that may block a process at once: functions of features, and rows of the log."""
 
 
 def serve(config: ServeRun, controller: NumpyController) -> None:
@@ -152,7 +156,8 @@ def _at_once(config: ServeRun) -> float | None:
 
 @asynccontextmanager
 async def _connected(upstream: Upstream | None) -> AsyncIterator[None]:
-    """Keep connections to the endpoint while a process serves."""
+    """Keep threads for what blocks, and connections to the endpoint, while a process serves."""
+    asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(THREADS))
     if upstream is None:
         yield
         return
