@@ -121,7 +121,7 @@ def test_defaults_and_overrides():
         """
         policy.teacher=true policy.guard=true policy.fold_networks=5 policy.drift=0.3
         loss.objective=sampled loss.group_size=16 reward.kind=utility reward.miss=0.2
-        optimiser.pretrain_iterations=400 optimiser.iterations=400
+        optimiser.pretrain_iterations=300 optimiser.iterations=400
         """,
     )
     assert set(settings.policy.experts) == set(FAMILIES)
