@@ -156,7 +156,7 @@ class TrainingEncoder(TableEncoder):
     def mask_of(self, row: Tensor) -> Tensor | None:
         """Return what may be chosen, bool [*, C], of a copy what its sample may; None for
         everything."""
-        return super().mask_of(row % len(self.mask))
+        return None if self.complete else self.mask[row % len(self.mask)]
 
     def drift_of(self, row: Tensor) -> Tensor | None:
         """Return what a network is told of the drift of rows, [*] → [*, V]; None without drift."""

@@ -409,8 +409,9 @@ def _collector(
 
     def arranged(data: TensorDictBase) -> TensorDictBase:
         # an episode is a single step, so the time axis is dropped
-        values = {key: data.get(key, None) for key in stored}
-        kept = {key: x.view(*shape, *x.shape[2:]) for key, x in values.items() if x is not None}
+        (step,) = data.unbind(-1)
+        values = {key: step.get(key, None) for key in stored}
+        kept = {key: x.view(*shape, *x.shape[1:]) for key, x in values.items() if x is not None}
         return TensorDict(kept, shape)
 
     return Collector(
