@@ -17,7 +17,7 @@ from torch.nn import functional
 
 from knobwise.common.errors import InputError
 from knobwise.common.imports import import_callable, in_a_line
-from knobwise.losses.guards import bounded_ratio, without_level
+from knobwise.losses.guards import without_level
 
 STD_FLOOR = 0.3
 """The least number that z-scores divide by, as a share of the spread of rewards (`reward_spread`),
@@ -278,13 +278,15 @@ def clipped_surrogate(
         the objective, to be maximised, [*]; and bool [*], True where the clip cut the gradient off.
     """
     below, above = both_epsilons(clip_epsilon)
-    ratio = bounded_ratio(log_prob - old_log_prob, advantage)
+    log_ratio = log_prob - old_log_prob
+    ratio = log_ratio.detach().exp()
+    clipped = ratio.clamp(1 - below, 1 + above) * advantage
     free = ratio * advantage
-    clipped = ratio.detach().clamp(1 - below, 1 + above) * advantage
-    # torch.minimum(free, clipped), whose gradient takes longer: where the clipped one is the
-    # smaller, there is none
-    cut = free > clipped
-    return torch.where(cut, clipped, free), cut
+    # torch.minimum(free, clipped), whose gradient takes longer. Only what is kept of the free one
+    # has a gradient, which no infinite ratio elsewhere is to make NaN.
+    kept = free <= clipped
+    surrogate = log_ratio.where(kept, 0.0).exp() * advantage
+    return torch.where(kept, surrogate, clipped), free > clipped
 
 
 def k3(log_prob: Tensor, reference_log_prob: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ Keys: TypeAlias = NestedKey | list[NestedKey]
 """A key, or for a `CompositeDistribution` a list of keys."""
 
 LARGEST = 80.0
-"""The largest log-ratio whose exponential is computed; e⁸⁰ is still a float32."""
+"""A ratio whose logarithm is larger counts as overflowing; e⁸⁰ is still a float32."""
 
 
 # -- before ----------------------------------------------------------------------------------------
@@ -36,16 +36,6 @@ def without_level(reward: Tensor, weight: Tensor | None) -> Tensor:
     if weight is None:
         return reward - reward[..., :1]
     return reward - reward.gather(-1, weight.argmax(-1, keepdim=True))
-
-
-def bounded_ratio(log_ratio: Tensor, advantage: Tensor) -> Tensor:
-    """Return ρ = exp(ln ρ), at most e⁸⁰ where PPO's clip cuts larger ones off anyway, [*].
-
-    An infinite ρ would make the gradient NaN there. Where the advantage is negative the clip lets
-    any ρ through.
-    """
-    most = torch.where(advantage < 0, torch.inf, LARGEST)
-    return log_ratio.clamp_max(most).exp()
 
 
 def harmless_reference(

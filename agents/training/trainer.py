@@ -422,6 +422,8 @@ def _collector(
         postproc=arranged,
         frames_per_batch=math.prod(shape),
         total_frames=-1,
+        # else each batch is taken apart to be moved to where it is
+        device=env.device,
         trust_policy=True,
         use_buffers=False,
         track_traj_ids=False,
