@@ -2,9 +2,9 @@
 
 The stages are those of the default run on the built-in profile: the teacher's regression, the
 heads' imitation, and GRPO, also with a single network. Both ways have the same networks, draw as
-many contexts, take as many steps of AdamW, and clip the gradient. The plain way has no environment,
-no TensorDict, no replay buffer and no settings. Nothing is logged. The plain way computes the same
-formulae of `knobwise.losses.functional`; that of GRPO is checked in `loss.py`.
+many contexts, take as many steps of the same AdamW, and clip the gradient. The plain way has no
+environment, no TensorDict, no replay buffer and no settings. Nothing is logged. The plain way
+computes the same formulae of `knobwise.losses.functional`; that of GRPO is checked in `loss.py`.
 
     python benchmarks/loop.py
 """
@@ -176,7 +176,10 @@ def time_stage(bench: Bench, stage: str) -> None:
         else:
             learned = copy.deepcopy(trainer.setup.distiller.teacher).network
             losses = regression(trainer, learned)
-        optimiser = torch.optim.AdamW(learned.parameters(), lr=1e-4, fused=True)
+        # the same, which spares biases the decay, at a rate of no schedule
+        optimiser = trainer.stage.optimiser(learned)
+        for group in optimiser.param_groups:
+            group["lr"] = 1e-4
         return {"plain torch": functools.partial(learn, losses, learned, optimiser)}
 
     iterate()
