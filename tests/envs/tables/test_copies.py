@@ -9,7 +9,6 @@ import pytest
 import torch
 from helpers import identical, small_table
 
-from campaign import ROOT
 from knobwise.envs import ProfileTable
 from knobwise.envs.readers.feature_files import attach_features, features_from
 from knobwise.envs.readers.joint import join_tables
@@ -17,11 +16,12 @@ from knobwise.envs.readers.long_table import table_from_frame
 from knobwise.envs.tables.copies import inputs_of, with_copies_together
 from knobwise.envs.tables.divisions import divide
 from knobwise.envs.tables.splits import folds_of
+from knobwise.experiments import studies
 from knobwise.experiments.inspection.attainable import attainable
 from knobwise.experiments.inspection.facts import inspect_table
 from knobwise.testbeds.profiles import builtin_profile, ocr_profile, smollm_profile
 
-MEASURED = ROOT / "experiments/studies/measured"
+MEASURED = Path(studies.__file__).with_name("measured")
 WORDS = [f"{a}{b}m" for a in "bdfgklmnprst" for b in "aeiou"]
 
 
