@@ -4,13 +4,14 @@
 # does with `extra_body`, or else says in `warnings` that it was left out.
 # It is: the field is dropped, and `warnings` is empty, so the server answers as if nobody had asked.
 # @ai-sdk/openai-compatible sends it, under the name that the provider was made with.
+# It was so in @ai-sdk/openai 3.0.141 (ai 6.0.326, @ai-sdk/openai-compatible 2.0.92), too.
 set -eu
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
 cd "$folder"
 npm init -y > /dev/null
-npm install --no-audit --no-fund --ignore-scripts ai@6.0.326 @ai-sdk/openai@3.0.141 \
-    @ai-sdk/openai-compatible@2.0.92 node@22.23.3 > npm.log 2>&1
+npm install --no-audit --no-fund --ignore-scripts ai@7.0.173 @ai-sdk/openai@4.0.118 \
+    @ai-sdk/openai-compatible@3.0.92 node@22.23.3 > npm.log 2>&1
 (cd node_modules/node && node installArchSpecificPackage.js > ../../node.log 2>&1) || true
 export PATH="$folder/node_modules/node/bin:$PATH"
 cat > run.mjs <<'P'
