@@ -300,16 +300,24 @@ def run_name(overrides: list[str]) -> str:
     name does without the sections of the settings, and a digest replaces its end."""
     # the words in order, so that equal settings have equal names
     changed = []
-    for word in sorted(overrides):
+    for word in sorted(words_in_name(overrides)):
         key, _, value = word.partition("=")
-        if key.lstrip("+~").split(".")[0] not in LEFT_OUT_OF_NAME:
-            changed.append((key, Path(value).name))  # the last part of a path
+        changed.append((key, Path(value).name))  # the last part of a path
     name = "_".join(_as_in_a_name(f"{key}={value}") for key, value in changed)
     if len(name) > LONGEST_NAME:
         digest = hashlib.sha256(name.encode()).hexdigest()[:8]
         short = "_".join(_as_in_a_name(f"{key.split('.')[-1]}={value}") for key, value in changed)
         name = f"{short[: LONGEST_NAME - len(digest) - 1].rstrip('_')}-{digest}"
     return name or "default"
+
+
+def words_in_name(overrides: list[str]) -> list[str]:
+    """Return the words that a name is made from: those that may change the results."""
+    return [
+        word
+        for word in overrides
+        if word.partition("=")[0].lstrip("+~").split(".")[0] not in LEFT_OUT_OF_NAME
+    ]
 
 
 def _as_in_a_name(word: str) -> str:

@@ -17,7 +17,13 @@ from knobwise.experiments.evidence.results import (
 from knobwise.experiments.evidence.statistics import Difference, holm
 from knobwise.experiments.evidence.task import LEARNED, condition_of
 from knobwise.experiments.report.paired import differences, judged_alike
-from knobwise.experiments.report.runs import Run, differing_settings, find_runs, read_runs
+from knobwise.experiments.report.runs import (
+    Run,
+    differing_settings,
+    find_runs,
+    read_runs,
+    shared_words,
+)
 from knobwise.experiments.report.sentences import Sentence
 
 MAX_DRAWN = 4
@@ -180,6 +186,8 @@ def read_comparison(folders: Sequence[str]) -> Comparison:
         )
     runs = read_runs(finished)
     notes = []
+    if (shared := shared_words(runs)) and any(run.label != str(run.folder) for run in runs):
+        notes.append(Sentence("shared_words", words=" ".join(shared)))
     if unfinished:
         notes.append(Sentence("unfinished", runs=", ".join(unfinished)))
     if bare := [run.label for run in runs if not run.settings]:

@@ -31,7 +31,7 @@ from knobwise.experiments.report import words
 from knobwise.experiments.report.between_runs import condition_name, p_words
 from knobwise.experiments.report.comparison import Comparison, Entry
 from knobwise.experiments.report.tables import Table, Tile, gain_tile, reword_costs, table_of
-from knobwise.experiments.report.words import cell, policy_name
+from knobwise.experiments.report.words import cell, policy_name, seeds_words
 
 # -- the head of a page ----------------------------------------------------------------------------
 
@@ -67,9 +67,10 @@ def judged_on(comparison: Comparison) -> str:
         f"judged on {judged}",
         f"{task.condition_words[1]} {conditions}",
     ]
-    if comparison.single:
-        facts.insert(2, f"seeds {', '.join(map(str, results.get('seeds', [])))}")
-    else:
+    every_seeds = [run.results.get("seeds") or [] for run in comparison.runs]
+    if every_seeds[0] and every_seeds.count(every_seeds[0]) == len(every_seeds):
+        facts.insert(2, seeds_words(every_seeds[0]))
+    if not comparison.single:
         facts.insert(0, f"compared with {comparison.reference.label}")
     return in_words(" · ".join(facts), comparison.unit)
 

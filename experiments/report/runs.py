@@ -6,6 +6,7 @@ import itertools
 import json
 import os
 import re
+import shlex
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -16,7 +17,7 @@ import polars as pl
 from knobwise.common.errors import InputError
 from knobwise.experiments.evidence.decisions import FILE, SAMPLE, read_decisions
 from knobwise.experiments.evidence.results import read_results
-from knobwise.experiments.evidence.run_folder import UNFINISHED
+from knobwise.experiments.evidence.run_folder import UNFINISHED, words_in_name
 from knobwise.experiments.evidence.schema import PolicyRow, RunResults
 from knobwise.experiments.evidence.task import condition_of, task_of
 from knobwise.experiments.settings.config_file import flatten_keys, read_settings_file
@@ -38,6 +39,7 @@ class Run:
         policy: what stands for the run: the learned controller, or the selector that was best on
             validation; "" if no learned policy was judged.
         conditions: the budgets in ms, or the numbers of shots, that the run was judged at.
+        words: of the command, if the run is named by them: its name was not chosen.
         missing: why there are no `decisions`, which are read when they are asked for.
 
     Raises:
@@ -52,6 +54,7 @@ class Run:
         self.settings = read_settings_of(folder) if folder else {}
         self.policy = self.task.main_policy(results) or ""
         self.conditions = self.task.conditions(results)
+        self.words = [] if self.settings.get("name") else words_in_name(_typed(results))
         self.missing = ""
 
     @cached_property
@@ -154,7 +157,9 @@ def read_runs(folders: Sequence[Path]) -> list[Run]:
     Raises:
         InputError: if files cannot be read, or the runs are about different tasks.
     """
-    runs = list(map(Run, map(read_results, folders), labels_of(folders), folders))
+    runs = [Run(read_results(folder), folder=folder) for folder in folders]
+    for run, label in zip(runs, labels_of(runs), strict=True):
+        run.label = label
     first = runs[0]
     for run in runs:
         if run.task.agents != first.task.agents:
@@ -193,8 +198,34 @@ def value_words(value: object) -> str:
     return json.dumps(value, separators=(",", ":"), ensure_ascii=False).strip('"')
 
 
-def labels_of(folders: Sequence[Path]) -> list[str]:
-    """Call each run by its path below the folder that holds all runs."""
-    paths = [folder.resolve() for folder in folders]
-    top = os.path.commonpath([path.parent for path in paths])
-    return [str(path.relative_to(top)) for path in paths]
+def _typed(results: RunResults) -> list[str]:
+    """Return the `key=value` words of the command of a run."""
+    try:
+        return shlex.split(results.get("command", ""))[2:]
+    except ValueError:  # as nobody has typed it
+        return []
+
+
+def labels_of(runs: Sequence[Run]) -> list[str]:
+    """Call each run by its path below the folder that holds all runs. In place of a name that
+    nobody chose stand the words of its command that `shared_words` lacks, `default` without any,
+    unless that is longer or some other run is called so."""
+    folders = [run.folder.resolve() for run in runs if run.folder]
+    top = os.path.commonpath([folder.parent for folder in folders])
+    paths = [folder.relative_to(top) for folder in folders]
+    shared = shared_words(runs)
+    labels = []
+    for run, path in zip(runs, paths, strict=True):
+        own = " ".join(word for word in run.words if word not in shared) or "default"
+        is_shorter = run.words and shared and len(own) < len(path.name)
+        labels.append(str(path.parent / own) if is_shorter else str(path))
+    names = zip(labels, map(str, paths), strict=True)
+    chosen = [label if labels.count(label) == 1 else path for label, path in names]
+    return chosen if len({*chosen}) == len(chosen) else list(map(str, paths))
+
+
+def shared_words(runs: Sequence[Run]) -> list[str]:
+    """Return the words that are in the command of every run whose name nobody chose, if there are
+    several."""
+    first, *others = [run.words for run in runs if run.words] or [[]]
+    return [word for word in first if others and all(word in words for words in others)]

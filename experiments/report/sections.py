@@ -248,7 +248,9 @@ def machine_words(results: RunResults) -> str:
 def on_serving(live: LiveFacts) -> list[Sentence]:
     """Say what the controller added to the model's time, and whether a replay on the profile fares
     as the live run did, if there is one."""
-    lines = [Sentence("added", share=format_number(live["overhead"]["share"], ".1%"))]
+    added = live["overhead"]["share"]
+    share = "less than 0.1%" if 0 <= added < 0.0005 else format_number(added, ".1%")
+    lines = [Sentence("added", share=share)]
     if kept := [row for row in live.get("promises", []) if row["policy"] == LEARNED]:
         broken = [str(row["window"]) for row in kept if row["broken"]]
         promise = f"{100 * kept[0]['promise']:g}%"

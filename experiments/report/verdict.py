@@ -217,8 +217,11 @@ def _on_time(results: RunResults, learned: Row) -> list[Sentence]:
     if promised or not is_known(learned.get("satisfaction_feasible")):
         return []
     share = format_number(learned["satisfaction_feasible"], ".1%")
-    infeasible = format_number(learned.get("infeasible"), ".1%")
-    return [Sentence("on_time", share=share, infeasible=infeasible)]
+    too_short: Sentence | str = ""
+    # where it is printed as 0 there is nothing to say
+    if is_known(infeasible := learned.get("infeasible")) and round(infeasible, 3):
+        too_short = Sentence("too_short", share=format_number(infeasible, ".1%"))
+    return [Sentence("on_time", share=share, too_short=too_short)]
 
 
 def _on_promise(results: RunResults) -> list[Sentence]:

@@ -144,6 +144,11 @@ def condition_words(results: RunResults, condition: float) -> str:
     return shots_words(int(condition))
 
 
+def seeds_words(seeds: Sequence[int]) -> str:
+    """Say how many seeds there are, and which: `2 seeds (0, 1)`."""
+    return f"{format_count(len(seeds), 'seed')} ({', '.join(map(str, seeds))})"
+
+
 def in_seeds(count: int, seeds: int) -> str:
     """Say in how many seeds something holds; "" where that is in all."""
     return f" in {count} of {seeds} seeds" * (count < seeds)

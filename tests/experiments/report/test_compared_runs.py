@@ -143,6 +143,49 @@ def test_runs_are_called_by_their_folders(tmp_path, runs, wanted):
     assert [run.label for run in read_runs(folders)] == wanted.split()
 
 
+MADE = "-made-of-the-words-of-the-command"
+
+
+@pytest.mark.parametrize(
+    ("commands", "wanted", "shared"),
+    [
+        (
+            ["seeds=[0] baselines=false", "seeds=[0] baselines=false policy=ridge"],
+            ["default", "policy=ridge"],
+            "seeds=[0] baselines=false",
+        ),
+        # in any order; a setting that changes no result is in no name
+        (
+            ["loss.lr=1 seeds=[0] jobs=2", "seeds=[0] loss.group_size=16 loss.lr=2"],
+            ["loss.lr=1", "loss.group_size=16 loss.lr=2"],
+            "seeds=[0]",
+        ),
+        # two of the same words go by their folders, as does what is longer than its folder's name
+        (
+            ["seeds=[0]", "seeds=[0]", "seeds=[0] policy=ridge"],
+            ["run-0", "run-1", "policy=ridge"],
+            "seeds=[0]",
+        ),
+        (["a=1", f"a=1 b={'long' * 9}"], ["default", "run-1"], "a=1"),
+        (["a=1", "a=2"], ["run-0", "run-1"], ""),
+        (["a=1 'torn", "a=1"], ["run-0", "run-1"], ""),
+    ],
+)
+def test_what_nobody_named_is_called_by_what_differs(tmp_path, commands, wanted, shared):
+    for i, words in enumerate(commands):
+        folder = write_run(tmp_path / f"run-{i}{MADE}")
+        command = f"knobwise train experiment=lean {words}"
+        write_results(folder, read_json(folder / "results.json") | {"command": command})
+    chosen = write_run(tmp_path / "mine")
+    command = "knobwise train name=mine a=1"
+    write_results(chosen, read_json(chosen / "results.json") | {"command": command})
+    comparison = compared(tmp_path)
+    labels = [run.label.removesuffix(MADE) for run in comparison.runs]
+    assert sorted(labels) == sorted([*wanted, "mine"])
+    notes = said(comparison.notes)
+    assert notes.get("shared_words", {"words": ""})["words"] == shared
+
+
 def test_decisions_are_the_rows_of_the_file(tmp_path):
     folder = write_run(tmp_path / "a", seeds=(3, 1))
     (run,) = read_runs([folder])

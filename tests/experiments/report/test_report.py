@@ -222,7 +222,9 @@ FOREST = "random forest (0.580 [0.565, 0.595])"
             results(controller=0.5, random_forest=0.6, ridge=0.505),
             {"rivals": {"better": 2, "count": 2, "best": "random forest (0.600 [0.585, 0.615])"}},
         ),
-        (results(), {"on_time": {"share": "96.0%", "infeasible": "4.0%"}}),
+        (results(), {"on_time": {"share": "96.0%"}, "too_short": {"share": "4.0%"}}),
+        # what would be printed as 0.0% is not said
+        (results({"infeasible": 0.0004}), {"on_time": {"too_short": ""}}),
         # rounded once: .8285 · 100 is a little below 82.85
         (results({"satisfaction_feasible": 0.8285}), {"on_time": {"share": f"{0.8285:.1%}"}}),
         (

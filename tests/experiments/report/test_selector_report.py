@@ -147,7 +147,7 @@ def test_the_page_holds_all_sections(text):
         "digits &lt;careless&gt;: 40 samples",
         "judged on 600 queries",
         "bank of 12",
-        "seeds 0, 1, 2",
+        "3 seeds (0, 1, 2)",
         "train experiment=selector",
         results()["profile"]["digest"],
         "version: v2",
