@@ -121,9 +121,7 @@ def on_difficulty(results: RunResults) -> list[Sentence]:
         lines = [Sentence(SPENDS_ON[sign], correlation=correlation, slow_anyway=slow_anyway)]
     counts = {"unanswered": f"{hard['unanswered']:,}", "samples": f"{why['samples']:,}"}
     lines.append(Sentence("difficulty", **counts))
-    more = why.get("more_time") or {}
-    # where all are printed as 0 there is nothing to say
-    if any(round(share, 3) for share in more.values()):
+    if more := why.get("more_time"):
         shares = {name: format_number(share, ".1%") for name, share in more.items()}
         lines.append(Sentence("more_time", **shares))
     return lines

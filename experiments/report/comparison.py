@@ -4,6 +4,7 @@ policies to draw, and the differences in their scores."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 from knobwise.common.errors import InputError
@@ -186,8 +187,9 @@ def read_comparison(folders: Sequence[str]) -> Comparison:
         )
     runs = read_runs(finished)
     notes = []
-    if (shared := shared_words(runs)) and any(run.label != str(run.folder) for run in runs):
-        notes.append(Sentence("shared_words", words=" ".join(shared)))
+    labels = [Path(run.label).name for run in runs]
+    if labels != [folder.resolve().name for folder in finished]:
+        notes.append(Sentence("shared_words", words=" ".join(shared_words(runs))))
     if unfinished:
         notes.append(Sentence("unfinished", runs=", ".join(unfinished)))
     if bare := [run.label for run in runs if not run.settings]:

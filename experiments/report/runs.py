@@ -216,9 +216,9 @@ def labels_of(runs: Sequence[Run]) -> list[str]:
     shared = shared_words(runs)
     labels = []
     for run, path in zip(runs, paths, strict=True):
-        own = " ".join(word for word in run.words if word not in shared) or "default"
-        is_shorter = run.words and shared and len(own) < len(path.name)
-        labels.append(str(path.parent / own) if is_shorter else str(path))
+        rest = " ".join(word for word in run.words if word not in shared) or "default"
+        is_shorter = run.words and shared and len(rest) < len(path.name)
+        labels.append(str(path.parent / rest) if is_shorter else str(path))
     names = zip(labels, map(str, paths), strict=True)
     chosen = [label if labels.count(label) == 1 else path for label, path in names]
     return chosen if len({*chosen}) == len(chosen) else list(map(str, paths))

@@ -167,6 +167,7 @@ MADE = "-made-of-the-words-of-the-command"
             "seeds=[0]",
         ),
         (["a=1", f"a=1 b={'long' * 9}"], ["default", "run-1"], "a=1"),
+        (["a=1", "a=1"], ["run-0", "run-1"], ""),
         (["a=1", "a=2"], ["run-0", "run-1"], ""),
         (["a=1 'torn", "a=1"], ["run-0", "run-1"], ""),
     ],
