@@ -62,7 +62,10 @@ def explain_mistakes(
         if unknown := UNKNOWN_CHOICE.match(text):
             group, value, choices = unknown.groups()
             text = f"{group}={value}: no such choice; choose one of {', '.join(choices.split())}"
-        if isinstance(error, errors):
+        lone = [word for word in arguments if "=" not in word and not word.startswith(("~", "-"))]
+        if lone:
+            text = f"{lone[0]}: is no option, which is key=value"
+        elif isinstance(error, errors):
             # such an error does not say which word it means
             text = f"{' '.join(arguments)}: {text}"
         raise InputError(text + _suggestion(verb, arguments)) from error
@@ -90,6 +93,9 @@ def _suggestion(verb: str, arguments: Sequence[str]) -> str:
             close = choosing
         elif key in FILES and (Path(value).suffix or os.path.isdir(value)):
             close = [f"{key}={FILES[key]} {shell_word(f'{key}.path', value)}"]
+        elif "checkpoint" in names and os.path.isdir(argument):
+            # the folder of a run alone
+            close = [shell_word("checkpoint", argument)]
         elif key in groups:
             close = [f"{key}={name}" for name in get_close_matches(value, names_of_choices(key), 2)]
         elif key not in names and (words := in_our_words(verb, key, value)):

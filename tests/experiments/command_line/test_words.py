@@ -307,6 +307,20 @@ def test_the_command_of_a_job_in_a_sweep_is_read_as_its_settings(home):
         assert "/" not in run_name(job_words)
 
 
+@pytest.mark.parametrize("folder_of_run", ["runs/mine", "./runs/mine", "/", "a b"])
+@pytest.mark.parametrize("verb", ["serve", "export", "decide", "evaluate", "explain", "update"])
+def test_a_run_that_was_given_alone_is_suggested_as_the_checkpoint(
+    verb, folder_of_run, home, capsys
+):
+    Path(folder_of_run).mkdir(parents=True, exist_ok=True)
+    line = mistake([verb, folder_of_run], capsys)
+    assert f"{folder_of_run}: " in line
+    assert "hydra" not in line
+    suggested = line.partition("did you mean ")[2].removesuffix("?")
+    words = [*shlex.split(suggested), *["requests=r.csv"] * (verb == "decide")]
+    assert read_settings(verb, words).checkpoint == folder_of_run
+
+
 def test_a_file_that_was_given_alone_is_suggested_as_a_profile(folder, capsys):
     name = "date=2026-01-31 (a,b).csv"
     shutil.copy("t.parquet", name)
