@@ -25,9 +25,6 @@ FILES = {"profile": "table", "trained_on": "table", "beams": "files"}
 MERGING = r"Error merging override (\S+)\s+"
 LISTED = MERGING + r"Cannot convert 'list' to string.*"
 PLAINER = {
-    r"Error parsing override '(.+)'\s+missing EQUAL at '<EOF>'(\s+See \S+ for details)?": (
-        r"\1: is no word that this verb knows; options are key=value"
-    ),
     r"Could not override '([^']+)': Key '[^']+' not in '\w+'": r"no option '\1'",
     MERGING + r"Value .* could not be converted to Integer": r"\1: must be a whole number",
     MERGING + r"Value .* could not be converted to Float": r"\1: must be a number",
@@ -83,19 +80,20 @@ def _suggestion(verb: str, arguments: Sequence[str]) -> str:
     names = list(choices)
     for argument in arguments:
         key, _, value = argument.lstrip("+~-").partition("=")
-        if is_table(key) or os.path.exists(argument):
+        is_run = "checkpoint" in names and os.path.isdir(argument)
+        if is_table(key) or (os.path.exists(argument) and not is_run):
             # the file or folder alone
             value = argument
             key = "profile"
         choosing = [f"{name}={argument}" for name in groups if argument in names_of_choices(name)]
-        if choosing:
+        if is_run:
+            # the folder of a run alone
+            close = [shell_word("checkpoint", argument)]
+        elif choosing:
             # a choice without its group
             close = choosing
         elif key in FILES and (Path(value).suffix or os.path.isdir(value)):
             close = [f"{key}={FILES[key]} {shell_word(f'{key}.path', value)}"]
-        elif "checkpoint" in names and os.path.isdir(argument):
-            # the folder of a run alone
-            close = [shell_word("checkpoint", argument)]
         elif key in groups:
             close = [f"{key}={name}" for name in get_close_matches(value, names_of_choices(key), 2)]
         elif key not in names and (words := in_our_words(verb, key, value)):
