@@ -87,7 +87,7 @@ def read_long_table(
     # nothing else holds the columns, which go one after the other
     held = [frame]
     del frame
-    return _table_from(held, name=name, source=source, notes=notes, **choices)
+    return table_from_frame(held, name=name, source=source, notes=notes, **choices)
 
 
 def _without_budgets(frame: pl.DataFrame, notes: list[str]) -> tuple[pl.DataFrame, Features | None]:
@@ -119,7 +119,7 @@ def _without_budgets(frame: pl.DataFrame, notes: list[str]) -> tuple[pl.DataFram
 
 
 def table_from_frame(
-    frame: pl.DataFrame,
+    frame: pl.DataFrame | list[pl.DataFrame],
     *,
     name: str,
     knobs: Sequence[str] | None = None,
@@ -149,7 +149,8 @@ def table_from_frame(
             cost ≥ 0; optionally `repeat` (numbers that tell the measurements of a cell apart),
             `dataset`; `image_id`, `split`, `question_type`, constant inside a sample;
             `first_look_ms`, what decisions by features cost on top; `sampling_weight`, how
-            many cells a measured one stands for, where some were drawn to be measured.
+            many cells a measured one stands for, where some were drawn to be measured. A list with
+            the frame alone is emptied, so that the frame takes no memory once it is read.
         knobs: the columns that are knobs. By default every column that is neither a key nor a
             measurement (such as `*_ms`), nor constant inside each sample.
         accuracy_unit: `percent` for accuracies in [0, 100].
@@ -173,49 +174,8 @@ def table_from_frame(
     Raises:
         InputError: columns or values that are missing or wrong, or a measurement that occurs twice.
     """
-    return _table_from(
-        [frame],
-        name=name,
-        knobs=knobs,
-        accuracy=accuracy,
-        accuracy_unit=accuracy_unit,
-        latency=latency,
-        unit=unit,
-        costs=costs,
-        features=features,
-        columns=columns,
-        group=group,
-        time=time,
-        some_cells=some_cells,
-        missing=missing,
-        source=source,
-        notes=notes,
-        **layout,
-    )
-
-
-def _table_from(
-    held: list[pl.DataFrame],
-    *,
-    name: str,
-    knobs: Sequence[str] | None = None,
-    accuracy: str = "accuracy",
-    accuracy_unit: str = "share",
-    latency: str = "latency_ms",
-    unit: str = MS,
-    costs: Sequence[str] | None = None,
-    features: str | Path | Features | list[str] | None = None,
-    columns: Sequence[Column] = (),
-    group: str | None = None,
-    time: str | None = None,
-    some_cells: bool = False,
-    missing: str = MISSING_CELLS[0],
-    source: str = "",
-    notes: Sequence[str] = (),
-    **layout: Any,
-) -> ProfileTable:
-    """Make the table of `table_from_frame` from the only frame in a list, and take it out."""
-    frame = held.pop()
+    if isinstance(frame, list):
+        frame = frame.pop()
     one_of("missing", missing, MISSING_CELLS)
     notes = list(notes)
     described = Layout(**layout)
