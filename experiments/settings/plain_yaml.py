@@ -18,7 +18,7 @@ class _Dumper(yaml.SafeDumper):
         return True
 
 
-class _Loader(yaml.SafeLoader):
+class _Loader(yaml.loader.SafeLoader):  # in Python alone: libyaml's would not ask `compose_node`
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
         # aliases of aliases of lists make gigabytes of a few lines
         if self.check_event(yaml.AliasEvent):
@@ -28,7 +28,7 @@ class _Loader(yaml.SafeLoader):
 
 for _kind in (_Dumper, _Loader):
     _kind.add_implicit_resolver("tag:yaml.org,2002:float", FLOAT, list("-+0123456789"))
-_Loader.add_constructor("tag:yaml.org,2002:timestamp", yaml.SafeLoader.construct_yaml_str)
+_Loader.add_constructor("tag:yaml.org,2002:timestamp", _Loader.construct_yaml_str)
 
 
 def written(content: Mapping[str, object]) -> str:
