@@ -32,6 +32,8 @@ HEAD = "| what | time | target | ours / theirs [quartiles] |\n|---|---|---|---|\
 def main(scripts: list[str]) -> None:
     """Run these scripts, or all, and write their tables."""
     record = json.loads(RECORD.read_text())
+    versions = f"Python {platform.python_version()}, torch {torch.__version__}"
+    machine = f"{cpu_name()}, {os.cpu_count()} cores, {versions}"
     for script in scripts or list(record["lines"]):
         words = [sys.executable, str(FOLDER / f"{script}.py"), "--rounds=5"]
         done = subprocess.run(words, stdout=subprocess.PIPE, text=True, check=True)
@@ -40,11 +42,10 @@ def main(scripts: list[str]) -> None:
         print(rows)
         cells = [[cell.strip() for cell in row.split("|")[1:-1]] for row in rows.splitlines()]
         record["lines"][script] = cells
-    versions = f"Python {platform.python_version()}, torch {torch.__version__}"
-    machine = f"{cpu_name()}, {os.cpu_count()} cores, {versions}"
-    record |= {"date": time.strftime("%Y-%m-%d"), "machine": machine}
-    RECORD.write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n")
-    write_page(record)
+        record |= {"date": time.strftime("%Y-%m-%d"), "machine": machine}
+        # after each, as the whole takes a quarter of an hour
+        RECORD.write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n")
+        write_page(record)
 
 
 def write_page(record: dict[str, Any]) -> None:
