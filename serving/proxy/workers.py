@@ -76,6 +76,11 @@ class Worker:
 
     def __call__(self, parent: int) -> None:
         """Serve until a signal comes, or until the parent process is gone."""
+        # a signal may come before the server listens to it
+        with contextlib.suppress(KeyboardInterrupt):
+            self._serve(parent)
+
+    def _serve(self, parent: int) -> None:
         end_with(parent)
         # what is loaded stays, and the garbage collector need not walk through it in each pause
         gc.freeze()
@@ -95,8 +100,7 @@ class Worker:
         )
         server = uvicorn.Server(config)
         self._began(server)
-        with contextlib.suppress(KeyboardInterrupt):
-            server.run([self._listening])
+        server.run([self._listening])
 
 
 def _is_no_cut(record: logging.LogRecord) -> bool:
