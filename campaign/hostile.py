@@ -451,7 +451,9 @@ def odd(folder, count=20_000, clients=8):
             connection.close()
 
         def state():
-            lines = len(text_of(server.port).splitlines())
+            # a configuration has a line from its first choice on, however late that is
+            lines = text_of(server.port).splitlines()
+            lines = sum(not line.startswith("knobwise_choices_total") for line in lines)
             handles = len(os.listdir(f"/proc/{server.spared}/fd"))
             return lines, handles, round(memory_mb(server.spared), 1)
 
@@ -466,15 +468,20 @@ def odd(folder, count=20_000, clients=8):
                 # idle connections of clients that are gone
                 time.sleep(0.5)
                 states.append((count, *state()))
+            chosen = text_of(server.port).count("\nknobwise_choices_total")
         finally:
             server.end()
-    seen = {"requests by status": dict(ended)}
+    seen = {"requests by status": dict(ended), "configurations chosen": chosen}
     for number, lines, handles, memory in states:
-        seen[f"after {number}"] = f"{lines} lines of /metrics, {handles} descriptors, {memory} MB"
+        seen[f"after {number}"] = (
+            f"{lines} other lines of /metrics, {handles} descriptors, {memory} MB"
+        )
+    configurations = len(NumpyController.load(folder / "controller.npz").configurations)
     first, last = states[1], states[-1]
     # each client may have a connection of its own to the endpoint by then, which is kept
     faults = Counter({
         "lines of /metrics that grew": max(0, last[1] - first[1]),
+        "choices that are no configuration": max(0, chosen - configurations),
         "descriptors that grew": max(0, last[2] - first[2] - clients),
         "memory that grew": last[3] > first[3] + LIKE_IT_MB,
         "statuses of 500 and above": sum(times for status, times in ended.items() if status >= 500),
