@@ -156,7 +156,7 @@ def table_from_frame(
         accuracy_unit: `percent` for accuracies in [0, 100].
         latency, unit: the column that the budget limits, and its unit. A unit of time, such as s or
             min, is converted: the table and all budgets are in ms. Any other, such as USD, is kept,
-            and budgets are in it.
+            and budgets are in it. `ms` leaves it to the name of the column, such as `latency_s`.
         costs: the columns of further costs ≥ 0, such as `usd`, which keep their units. A cell has
             the mean of its measurements.
         features: a feature file, its content, or columns of the frame that are constant inside each

@@ -43,6 +43,8 @@ TIMES = re.compile(
     r"|system|cpu|runs|rounds)(_(s|sec|ms|us|ns))?"
 )
 """Names of times, and of what benchmarks say of them."""
+IDS = re.compile(r"(.*_)?u?u?id")
+"""Names of ids."""
 MOSTLY = 0.5
 """A score has so large a share of its values at 0 and 1, if it is seldom partly right."""
 MIN_SAMPLES = 5
@@ -78,9 +80,17 @@ def refuse_missing(
     copies = {"sample_id", "repeat"} if layout.names else set()
     columns = [c for c in frame.columns if c not in copies - layout.names]
     words = f"no column {', '.join(missing)}; its columns are {list_columns(columns) or 'none'}. "
+    if "sample_id" in missing and (ids := named_like(columns, IDS)):
+        words += f"profile.id=… may be {', '.join(ids)}. "
+    others = [c for c in columns if c not in (*needed, *KEYS, *layout.names)]
+    instead = ""
     if accuracy in missing:
-        others = [c for c in columns if c not in (*needed, *KEYS, *layout.names)]
-        words += _instead_of_accuracy(frame, others, [c for c in columns if c == latency])
+        instead = _instead_of_accuracy(frame, others, [c for c in columns if c == latency])
+    words += instead
+    times = [c for c in named_like(others, TIMES) if _is_number(frame[c])]
+    # of a table of models, or of times alone, all is said
+    if latency in missing and times and (not instead or "profile.accuracy=" in instead):
+        words += f"profile.latency=… may be {', '.join(times)}. "
     words += (
         "A table needs sample_id, an accuracy and a latency: rename the columns, or give their "
         "names as id=…, accuracy=… and latency=… (on the command line profile.id=…, "

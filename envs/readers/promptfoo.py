@@ -38,7 +38,8 @@ UNUSUAL = 5
 
 
 def read_promptfoo(paths: Sequence[Path], notes: list[str]) -> ToolRows:
-    """Return one row per answer: knobs `provider` and `prompt`, `score`, `latencyMs` and `cost`.
+    """Return one row per answer: knobs `model` (the provider) and `prompt`, `score`, `latencyMs`
+    and `cost`.
 
     Raises:
         InputError: a file holds no results, or all answers came from the cache.
@@ -57,7 +58,8 @@ def read_promptfoo(paths: Sequence[Path], notes: list[str]) -> ToolRows:
                 "repeatIdx": repeat,
                 "file": number,
                 "promptIdx": row["promptIdx"],
-                "provider": _provider(row["provider"]),
+                # the name of the field of a request that it would set
+                "model": _provider(row["provider"]),
                 "prompt": _prompt(row.get("prompt")),
                 "score": row.get("score"),
                 "success": row.get("success"),
@@ -72,7 +74,7 @@ def read_promptfoo(paths: Sequence[Path], notes: list[str]) -> ToolRows:
     frame = pl.DataFrame(records, infer_schema_length=None, strict=False)
     frame = _with_names_of_settings(frame, notes)
     frame = _without_cached(frame, notes)
-    knobs = ["provider", "prompt"]
+    knobs = ["model", "prompt"]
     _note_held(frame, that_vary(frame, knobs), notes)
     priced = frame["cost"].cast(pl.Float64).fill_null(0.0).sum() > 0
     return ToolRows(
@@ -161,18 +163,18 @@ def _plain(value: Any) -> Any:
 def _with_names_of_settings(frame: pl.DataFrame, notes: list[str]) -> pl.DataFrame:
     """Return rows with different names of settings wherever `promptIdx`, the column of the grid,
     differs: providers of one name may have other options, which the file does not hold."""
-    columns = frame.select("file", "promptIdx", "provider", "prompt").unique(maintain_order=True)
-    alike = columns.select("file", "provider", "prompt").is_duplicated()
+    columns = frame.select("file", "promptIdx", "model", "prompt").unique(maintain_order=True)
+    alike = columns.select("file", "model", "prompt").is_duplicated()
     if not alike.any():
         return frame
-    names = columns.filter(alike)["provider"].unique(maintain_order=True).to_list()
+    names = columns.filter(alike)["model"].unique(maintain_order=True).to_list()
     notes.append(
         f"several settings have the provider {', '.join(names)} and the same prompt: they are "
         "told apart by promptIdx; give each provider a label"
     )
-    numbered = pl.format("{} (promptIdx {})", "provider", "promptIdx")
-    provider = pl.when(pl.col("provider").is_in(names)).then(numbered).otherwise("provider")
-    return frame.with_columns(provider.alias("provider"))
+    numbered = pl.format("{} (promptIdx {})", "model", "promptIdx")
+    model = pl.when(pl.col("model").is_in(names)).then(numbered).otherwise("model")
+    return frame.with_columns(model.alias("model"))
 
 
 def _without_cached(frame: pl.DataFrame, notes: list[str]) -> pl.DataFrame:

@@ -57,7 +57,8 @@ def in_one_unit(
     frame: pl.DataFrame, cost: str, unit: str, notes: list[str]
 ) -> tuple[pl.DataFrame, str]:
     """Return the rows with the cost in one unit, and that unit: the one that is given, unless a
-    column names the unit of each row, or the cost holds spans of time.
+    column names the unit of each row, or the cost holds spans of time; where none is given, the
+    unit of time that the name of the cost ends in.
 
     Args:
         frame: rows with the column `cost`.
@@ -76,6 +77,9 @@ def in_one_unit(
         notes.append(f"{cost}: spans of time, kept in ms; budgets are in ms")
         return frame.with_columns(spans), MS
     name = _unit_column(frame, cost)
+    in_name = own_unit(cost)
+    if unit == MS and in_name in TIMES:
+        unit = in_name
     if name is None:
         return frame, unit
     words = frame[name].cast(pl.String).str.strip_chars()
@@ -84,7 +88,6 @@ def in_one_unit(
     units = known.drop_nulls().unique().sort().to_list()
     factors = {word: TIMES.get(word.casefold()) for word in units}
     times = [word for word in units if factors[word] is not None]
-    in_name = own_unit(cost)
     if not units or (in_name and not times):
         return frame, unit
     listing = list_columns(units)

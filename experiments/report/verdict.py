@@ -184,10 +184,25 @@ def _on_spending(results: RunResults) -> list[Sentence]:
 def learnable(estimate: Attainable) -> Sentence:
     """Say what looks predictable from the features, `attainable` in results; without a full
     stop."""
-    name = "perhaps_learnable"
+    filled = {"gain": points(estimate["gain"]), "ci95": span(estimate["gain_ci95"])}
     if sign_of(estimate["gain_ci95"]) > 0:
-        name = "learnable"
-    return Sentence(name, gain=points(estimate["gain"]), ci95=span(estimate["gain_ci95"]))
+        return Sentence("learnable", **filled)
+    return Sentence("perhaps_learnable", **filled, needed=_needed(estimate))
+
+
+MOST_NEEDED = 20
+"""Where so many times the samples would be needed, the gain is as good as none."""
+
+
+def _needed(estimate: Attainable) -> Sentence | str:
+    """Say how many samples would tell a gain of this size from zero, since an interval shrinks with
+    their root; "" where no number of them may."""
+    gain = estimate["gain"]
+    ratio = (1 - estimate["gain_ci95"][0] / gain) ** 2 if gain > 0 else math.inf
+    if ratio > MOST_NEEDED:
+        return ""
+    samples = float(f"{ratio * estimate['samples']:.2g}")
+    return Sentence("needed_to_tell", samples=f"{samples:,.0f}")
 
 
 def _on_rivals(results: RunResults, learned: Row) -> list[Sentence]:
@@ -249,8 +264,19 @@ def _on_promise(results: RunResults) -> list[Sentence]:
     too_few: Sentence | str = ""
     if requests < needed:
         too_few = Sentence("too_few_to_promise", promise=promise, needed=f"{needed:,}")
-    filled = {"promise": promise, "requests": f"{requests:,}", "too_few": too_few}
-    used = {"promised": ("promise", "requests"), "not_promised": ("too_few",), "promise_broken": ()}
+    # a promise up to this would be made at each budget
+    bound = min((row["held_out_bound"] for row in promised if not row["kept"]), default=0.0)
+    filled = {
+        "promise": promise,
+        "requests": f"{requests:,}",
+        "bound": format_number(bound, ".1%"),
+        "too_few": too_few,
+    }
+    used = {
+        "promised": ("promise", "requests"),
+        "not_promised": ("bound", "too_few"),
+        "promise_broken": (),
+    }
     return [
         Sentence(name, budgets=join_words(where), **{key: filled[key] for key in used[name]})
         for name, where in places.items()

@@ -124,8 +124,9 @@ class LongTables:
     latency: str = "latency_ms"
     """Column of the latency, or of another non-negative cost: prefill time, energy, price."""
     unit: str = "ms"
-    """Unit of that column. Times in ns, us, s, min or h are converted: budgets, results and all
-    options are in ms. Any other unit, such as USD, is kept, and budgets are in it."""
+    """Unit of that column; ms leaves it to its name, such as latency_s. Times in ns, us, s, min or
+    h are converted: budgets, results and all options are in ms. Any other unit, such as USD, is
+    kept, and budgets are in it."""
     costs: list[str] | None = None
     """Columns of further costs, such as usd or energy_j, each in a unit of its own. Results show
     their means, and budget.limits may limit them."""

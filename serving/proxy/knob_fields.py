@@ -75,8 +75,10 @@ class KnobFields:
         if others and messages is None:
             raise InputError(
                 f"messages: knob {others[0]} is no field of a request; name it as the field it "
-                "sets, such as model, and train again, or give what the profile was measured with: "
-                f"messages=module:function(question, knobs), or extra_body={{{others[0]}: …}}"
+                "sets, such as model, and train again; or give messages=module:function(question, "
+                "knobs), with which the profile was measured; or, if the server knows such a "
+                f"field, extra_body={{{others[0]}: {self._configurations[0][others[0]]}}}, which "
+                "the policy then sets"
             )
 
     def freedom(self, body: Mapping[str, object]) -> Freedom | None:

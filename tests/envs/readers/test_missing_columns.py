@@ -136,6 +136,19 @@ def test_the_score_of_a_long_table_is_named(score, tmp_path):
         knobwise.read(write(tmp_path / "t.csv", rows))
 
 
+def test_ids_and_times_of_other_names_are_named(tmp_path):
+    rows = [
+        {"image_id": n, "crops": crops, "correct": (n + crops) % 2, "latency_s": 0.3}
+        for n in range(8)
+        for crops in (1, 4)
+    ]
+    path = write(tmp_path / "t.csv", rows)
+    with input_error("may be image_id.*profile.accuracy=… may be correct.*may be latency_s"):
+        knobwise.read(path)
+    with input_error("no column latency_ms.*profile.latency=… may be latency_s"):
+        knobwise.read(path, id="image_id", accuracy="correct")
+
+
 def test_what_is_neither_is_listed(tmp_path):
     rows = [{"sample_id": n, "text": f"t{n}"} for n in range(4)]
     with input_error("t.csv: no column accuracy, latency_ms; its columns are sample_id, text") as e:

@@ -30,16 +30,14 @@ def by_label(made, values):
 def test_right_reading_of_a_real_file():
     made = knobwise.read(RESULTS, features="auto")
     assert (made.num_samples, made.num_configurations, made.num_repeats) == (24, 4, 1)
-    assert [knob.name for knob in made.knobs] == ["provider", "prompt"]
+    assert [knob.name for knob in made.knobs] == ["model", "prompt"]
     assert made.sample_ids[:3] == ("0", "1", "2")
     accuracy = by_label(made, made.accuracy.mean(0))
     for label, share in accuracy.items():
-        assert share == pytest.approx(5 / 6 if "provider=large" in label else 2 / 3), label
+        assert share == pytest.approx(5 / 6 if "model=large" in label else 2 / 3), label
     assert made.unit == "ms"
     assert list(made.texts) == ["vars.question"]
-    small = next(
-        k for k in range(4) if made.label(k) == "provider=small prompt=Answer: {{question}}"
-    )
+    small = next(k for k in range(4) if made.label(k) == "model=small prompt=Answer: {{question}}")
     first = results()[0]
     assert made.latency_ms[0, small] == first["latencyMs"]
     assert made.costs["cost"][0, small] == pytest.approx(first["cost"])
@@ -56,7 +54,7 @@ def test_failed_answers_are_wrong_and_late_and_have_no_price():
     slowest = max(row["latencyMs"] for row in results() if row["failureReason"] != ERROR)
     for test, provider in failed:
         row = made.sample_ids.index(str(test))
-        cells = [k for k in range(4) if f"provider={provider}" in made.label(k)]
+        cells = [k for k in range(4) if f"model={provider}" in made.label(k)]
         identical(made.accuracy[row, cells], [0.0, 0.0])
         assert made.latency_ms[row, cells].tolist() == pytest.approx([1.001 * slowest] * 2)
         assert made.costs["cost"][row, cells].isnan().all()
@@ -128,7 +126,7 @@ def test_answers_that_a_rate_limit_held_are_named(tmp_path):
     made = knobwise.read(write(tmp_path / "r.jsonl", rows))
     note = next(note for note in made.notes if "rate limit" in note)
     assert note.startswith("2 answers")
-    assert "provider=small" in note
+    assert "model=small" in note
     assert not any("rate limit" in note for note in knobwise.read(RESULTS).notes)
 
 

@@ -194,13 +194,22 @@ def test_na_is_missing(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("column", "noted"),
-    [("seconds", True), ("latency_s", True), ("usd", True), ("time_ms", False), ("t_min", False)],
+    ("column", "noted", "ms"),
+    [
+        ("seconds", True, 1e3),
+        ("latency_s", True, 1e3),
+        ("durationUs", True, 1e-3),
+        ("usd", True, 1),
+        ("time_ms", False, 1),
+        # may be a minimum
+        ("t_min", False, 1),
+    ],
 )
-def test_a_unit_in_the_name_of_the_latency_is_noted(tmp_path, column, noted):
+def test_a_unit_in_the_name_of_the_latency_is_read_and_noted(tmp_path, column, noted, ms):
     (tmp_path / "t.csv").write_text(f"sample_id,mode,accuracy,{column}\na,x,1,2\na,y,0,3\n")
     table = knobwise.read(tmp_path / "t.csv", latency=column)
     assert any(column in note for note in table.notes) is noted
+    identical(table.latency_ms, np.float32([[2 * ms, 3 * ms]]))
     in_s = knobwise.read(tmp_path / "t.csv", latency=column, unit="d")
     identical(in_s.latency_ms, [[1.728e8, 2.592e8]])
 

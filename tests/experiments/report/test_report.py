@@ -216,7 +216,18 @@ FOREST = "random forest (0.580 [0.565, 0.595])"
             attainable(0.004, 0.71),
             {"learnable": {"gain": "+2.4"}, "share_attained": {"share": "71%"}},
         ),
-        (attainable(-0.004), {"perhaps_learnable": {"gain": "+2.4"}, "attained": {"share": ""}}),
+        # 48 · (2.8 / 2.4)² = 65.3
+        (
+            attainable(-0.004),
+            {
+                "perhaps_learnable": {"gain": "+2.4"},
+                "needed_to_tell": {"samples": "65"},
+                "attained": {"share": ""},
+            },
+        ),
+        # 48 · (10.4 / 2.4)² = 901 = 18.8 · 48, and above 20 · 48 nothing is said
+        (attainable(-0.08), {"needed_to_tell": {"samples": "900"}}),
+        (attainable(-0.085), {"perhaps_learnable": {"needed": ""}}),
         (results(), {"rivals": {"better": "None", "count": 2, "best": FOREST}}),
         (
             results(controller=0.5, random_forest=0.6, ridge=0.505),
@@ -238,7 +249,7 @@ FOREST = "random forest (0.580 [0.565, 0.595])"
             promised((False, False), (True, False), needed=50),
             {
                 "promised": {"budgets": "480 ms"},
-                "not_promised": {"budgets": "120 ms", "too_few": ""},
+                "not_promised": {"budgets": "120 ms", "bound": "96.0%", "too_few": ""},
             },
         ),
         (
