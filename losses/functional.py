@@ -183,7 +183,7 @@ def known_advantage(kind: str | AdvantageFunction) -> str | AdvantageFunction:
     except Exception as error:
         raise InputError(
             f"loss.advantage={getattr(kind, '__name__', kind)}: tried on two groups, it fails: "
-            f"{in_a_line(error)}"
+            f"{in_a_line(error, function)}"
         ) from error
     return function
 

@@ -102,7 +102,9 @@ class OwnLoss:
         try:
             module = self._class(actor, **arguments | self._settings)
         except Exception as error:
-            raise InputError(f"{self.key}: making one raises {in_a_line(error)}; {SEE}") from error
+            raise InputError(
+                f"{self.key}: making one raises {in_a_line(error, self._class)}; {SEE}"
+            ) from error
         if not isinstance(module, nn.Module):
             raise InputError(
                 f"{self.key}: makes a {type(module).__name__}; must be a torch module, such as a "
@@ -122,7 +124,7 @@ class OwnLoss:
         except InputError:
             raise
         except Exception as error:
-            raise InputError(f"{self.key}: raises {in_a_line(error)}") from error
+            raise InputError(f"{self.key}: raises {in_a_line(error, self._class)}") from error
         if not isinstance(out, (Mapping, TensorDictBase)):
             raise InputError(
                 f"{self.key}: returns a {type(out).__name__}; must return a TensorDict with "

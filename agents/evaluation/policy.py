@@ -93,25 +93,31 @@ def choose_each(policy: Any, features: Arrays, limits: Array, mask: Array) -> Ar
         mask: bool [n, C].
 
     Raises:
-        InputError: a policy that returns something else than configurations, one for each request.
+        InputError: a policy that returns something else than configurations, one for each request,
+            or that has no `choose`.
     """
     if hasattr(policy, "choose_each"):
         chosen: Array = policy.choose_each(features, limits, mask)
         return chosen
+    name = type(policy).__name__
+    if not hasattr(policy, "choose"):
+        raise InputError(
+            f"{name}: has no choose(features, limits, mask); of a Controller judge "
+            "DeployedController(controller)"
+        )
     n, count = mask.shape
     columns = np.empty((n, len(limits)), np.int64)
     for column, limit in enumerate(limits):
         chosen = np.asarray(policy.choose(features, np.full(n, limit), mask))
         if chosen.shape != (n,) or chosen.dtype.kind not in "iu":
             raise InputError(
-                f"{type(policy).__name__}.choose: returns {chosen.dtype} {[*chosen.shape]}; must "
+                f"{name}.choose: returns {chosen.dtype} {[*chosen.shape]}; must "
                 f"return int64 [{n}], the index of a configuration for each request"
             )
         outside = chosen[(chosen < 0) | (chosen >= count)]
         if len(outside):
             raise InputError(
-                f"{type(policy).__name__}.choose: returns {outside[0]}; configurations are 0 to "
-                f"{count - 1}"
+                f"{name}.choose: returns {outside[0]}; configurations are 0 to {count - 1}"
             )
         columns[:, column] = chosen
     return columns

@@ -330,7 +330,9 @@ class OwnGRPO(GRPO):
         tried["next"] = TensorDict({"reward": drawn}, [count])
         self.reward_spread = 1.0
         self.prepare(0.0, True)
-        return self._with_rewards(tried.unflatten(0, (count // setup.networks, setup.networks)))
+        # no more than the buffer will hold
+        tried = tried.select(*self.stored).unflatten(0, (count // setup.networks, setup.networks))
+        return self._with_rewards(tried)
 
     def _with_rewards(self, minibatch: TensorDictBase) -> TensorDictBase:
         return self.setup.with_rewards(minibatch) if self.own_loss.exact else minibatch

@@ -261,11 +261,11 @@ class Trainer:
         return speed
 
     def _progress_note(self, stage: Stage) -> str:
-        """Say for the progress bar which stage trains, and the best score so far."""
+        """Say for the progress bar which stage trains, and the score of the weights kept so far."""
         best = self.state.best
         if best.state is None:  # none yet where the heads have just begun
             return stage.name
-        return f"{stage.name} · best {self.judged_by} {best.score:.4f}"
+        return f"{stage.name} · kept {self.judged_by} {best.score:.4f}"
 
     # -- evaluation --------------------------------------------------------------------------------
 

@@ -117,7 +117,7 @@ class RewardFunction:
         try:
             rewards = self._function(cells[0], cells[1], cells[2], by_knob)
         except Exception as error:
-            raise InputError(f"{self.key}: raises {in_a_line(error)}") from error
+            raise InputError(f"{self.key}: raises {in_a_line(error, self._function)}") from error
         returned = [*rewards.shape] if isinstance(rewards, Tensor) else type(rewards).__name__
         if returned != [*profiled.shape]:
             raise InputError(

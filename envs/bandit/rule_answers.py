@@ -60,7 +60,7 @@ def answer(rule: Rule, name: str, *cells: Tensor) -> Tensor:
     try:
         values: Tensor = getattr(rule, name)(*cells)
     except Exception as error:
-        raise InputError(f"{key}: raises {in_a_line(error)}") from error
+        raise InputError(f"{key}: raises {in_a_line(error, type(rule))}") from error
     returned = [*values.shape] if isinstance(values, Tensor) else type(values).__name__
     if returned != [*cells[0].shape]:
         raise InputError(

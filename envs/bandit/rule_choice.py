@@ -77,7 +77,9 @@ def own_rule(kind: type[Rule], budget: BudgetConfig) -> Rule:
     except InputError:
         raise
     except Exception as error:
-        raise InputError(f"budget={kind.name}: making one raises {in_a_line(error)}") from error
+        raise InputError(
+            f"budget={kind.name}: making one raises {in_a_line(error, kind)}"
+        ) from error
 
 
 def refuse_other_rule(taken: str | type[Rule], rule: Rule) -> None:
@@ -159,7 +161,7 @@ def try_rule(rule: Rule, table: ProfileTable) -> None:
     try:
         allowed = rule.allowed(table)
     except Exception as error:
-        raise InputError(f"{key}: allowed: raises {in_a_line(error)}") from error
+        raise InputError(f"{key}: allowed: raises {in_a_line(error, type(rule))}") from error
     right = isinstance(allowed, Tensor) and allowed.dtype == torch.bool
     if not right or allowed.shape != table.mask.shape:
         raise InputError(f"{key}: allowed: must return bool {[*table.mask.shape]}")

@@ -192,7 +192,8 @@ def run_hydra(
 
     def job(config: DictConfig) -> None:
         os.chdir(get_original_cwd())  # relative paths refer to it, but workers start elsewhere
-        words = list(HydraConfig.get().overrides.task)
+        # Hydra writes a backslash before the colon of module:Class, which the command line refuses
+        words = [word.replace(r"\:", ":") for word in HydraConfig.get().overrides.task]
         # what another job reads is left out where this one does not
         for key, reason in unread_options(config).items():
             if key in typed and "." in key:

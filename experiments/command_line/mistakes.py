@@ -39,6 +39,9 @@ PLAINER = {
 """What Hydra and OmegaConf say → the same without names of classes."""
 UNKNOWN_CHOICE = re.compile(r"In '[^']*': Could not find '(.+)/([^/]+)'\s+Available.*?:(.*)", re.S)
 
+IN_MAPPING = re.compile(r"Could not override '(.+)\.(.+)': Key '.+' is not in struct")
+"""An entry of an option that takes all its entries at once, such as `loss.settings`."""
+
 
 @contextmanager
 def explain_mistakes(
@@ -59,6 +62,8 @@ def explain_mistakes(
         if unknown := UNKNOWN_CHOICE.match(text):
             group, value, choices = unknown.groups()
             text = f"{group}={value}: no such choice; choose one of {', '.join(choices.split())}"
+        if entry := IN_MAPPING.match(text):
+            raise InputError(_whole_mapping(entry[1], entry[2], arguments)) from error
         lone = [word for word in arguments if "=" not in word and not word.startswith(("~", "-"))]
         if lone:
             text = f"{lone[0]}: is no option, which is key=value"
@@ -66,6 +71,17 @@ def explain_mistakes(
             # such an error does not say which word it means
             text = f"{' '.join(arguments)}: {text}"
         raise InputError(text + _suggestion(verb, arguments)) from error
+
+
+def _whole_mapping(key: str, name: str, arguments: Sequence[str]) -> str:
+    """Say how an option takes the entry of this name, which the arguments set by itself."""
+    settings = (word.lstrip("+~").partition("=") for word in arguments)
+    # an experiment may set it too
+    value = next((value for option, _, value in settings if option == f"{key}.{name}"), "VALUE")
+    # of a sweep; a list has commas of its own
+    values = [value] if "[" in value else value.split(",")
+    words = shell_word(key, ",".join(f"{{{name}:{each}}}" for each in values))
+    return f"{key}.{name}: {key} takes all its entries at once; did you mean {words}?"
 
 
 def _suggestion(verb: str, arguments: Sequence[str]) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+import traceback
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -60,7 +61,7 @@ def instance(
     except InputError:
         raise
     except Exception as error:
-        raise InputError(f"{key}: making one raises {in_a_line(error)}") from error
+        raise InputError(f"{key}: making one raises {in_a_line(error, code)}") from error
     for member in members:
         if not hasattr(value, member):
             raise InputError(
@@ -69,6 +70,12 @@ def instance(
     return value
 
 
-def in_a_line(error: BaseException) -> str:
-    """Return the kind of an error and the first line of its message."""
-    return f"{type(error).__name__}: {error}".splitlines()[0]
+def in_a_line(error: BaseException, code: Any = None) -> str:
+    """Return the kind of an error and the first line of its message; for a function or class of the
+    user's own, `code`, also the last line of its file that the error came through."""
+    message = f"{type(error).__name__}: {error}".splitlines()[0]
+    module = sys.modules.get(getattr(code, "__module__", None) or "")
+    file = getattr(module, "__file__", None)
+    frames = traceback.extract_tb(error.__traceback__)
+    lines = [frame.lineno for frame in frames if frame.filename == file]
+    return f"{message} ({Path(file).name}, line {lines[-1]})" if file and lines else message

@@ -176,6 +176,8 @@ MISTAKES = {
     "train policy=independent policy.teacher=true": "policy.fold_networks=1",
     "train policy.teacher=false": "policy.experts",
     "train policy.layers=0": "policy.layers=0",
+    "train loss.settings.most=2": "did you mean 'loss.settings={most:2}'?",
+    "train -m +loss.settings.most=2,3": "did you mean 'loss.settings={most:2},{most:3}'?",
     "train policy.budget_encoding=tree": "linear, sinusoidal",
     "train optimiser.schedule=linear": "optimiser.schedule='linear'",
     "train threads=0": "threads=0",

@@ -8,7 +8,7 @@ import torch
 from helpers import Always, close, input_error, small_table, table_of
 
 import knobwise
-from knobwise.agents import evaluate_policy
+from knobwise.agents import Controller, DeployedController, PolicyConfig, evaluate_policy
 from knobwise.agents.evaluation.baselines import fit_static
 from knobwise.envs import default_budgets
 from knobwise.envs.bandit.rules import MeanBudget
@@ -125,6 +125,17 @@ def test_what_is_no_choice_is_named(value, message):
     table = small_table(40)
     with input_error(message):
         evaluate_policy(Returns(value), table, torch.arange(40), torch.tensor([5.0]))
+
+
+def test_a_network_is_no_policy_until_it_is_deployed():
+    table = small_table(40)
+    rows, budgets = torch.arange(40), torch.tensor([5.0])
+    network = Controller.for_table(table, rows, PolicyConfig())
+    with input_error("Controller: .* DeployedController"):
+        evaluate_policy(network, table, rows, budgets)
+    assert (
+        evaluate_policy(DeployedController(network), table, rows, budgets).utility.isfinite().all()
+    )
 
 
 def test_choices_that_nobody_measured_are_refused_with_their_number():

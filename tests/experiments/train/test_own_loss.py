@@ -1,5 +1,6 @@
 """Losses of the user's own, from the command line and from Python."""
 
+import shlex
 import sys
 from pathlib import Path
 
@@ -57,6 +58,10 @@ class Raises(Plain):
     def forward(self, contexts):
         raise RuntimeError("boo")
 
+class OfActions(Plain):
+    def log_prob(self, contexts):
+        return self.actor.get_dist(contexts).log_prob_of_index(contexts["action"])
+
 class NoLoss(Plain):
     def forward(self, contexts):
         return TensorDict({"entropy": self.log_prob(contexts).mean()})
@@ -93,6 +98,7 @@ class NoModule:
     def __init__(self, actor):
         pass
 """
+BOO = OWN.splitlines().index('        raise RuntimeError("boo")') + 1
 CISPO = "loss=examples.losses:CISPOLoss"
 
 
@@ -164,10 +170,19 @@ def test_a_run_with_another_loss_is_another_run(table):
     assert read_json("runs/lean/x-2/results.json")["training"]["loss_settings"] == {"most": 3}
 
 
+def test_a_sweep_is_named_by_what_it_sweeps_and_its_commands_can_be_repeated(table):
+    launch("train -m", RUN[1:], CISPO, "loss.settings={most:2},{most:3}")
+    for most in (2, 3):
+        (folder,) = Path("runs/lean").glob(f"*most-{most}*")
+        assert "CISPO" not in folder.name
+        assert CISPO in shlex.split(read_json(folder / "results.json")["command"])
+
+
 @pytest.mark.parametrize(
     ("words", "part"),
     [
-        ("loss=own_losses:Raises", "boo"),
+        ("loss=own_losses:Raises", f"RuntimeError: boo (own_losses.py, line {BOO})"),
+        ("loss=own_losses:OfActions", "action"),
         ("loss=own_losses:Signature", "making one raises TypeError"),
         ("loss=own_losses:NoLoss", "entropy"),
         ("loss=own_losses:NotANumber", "loss_objective is nan"),
