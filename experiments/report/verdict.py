@@ -104,7 +104,8 @@ def _answer(results: RunResults, learned: Row) -> Sentence:
     wide = ci95 is None or ci95[0] < ci95[1]
     too_few: Sentence | str = ""
     if not sign and wide and is_known(results.get("test_samples")):
-        too_few = Sentence("too_few_to_tell", samples=f"{results['test_samples']:,}")
+        more = "" if "split_seeds" in results else Sentence("more_by_folds")
+        too_few = Sentence("too_few_to_tell", samples=f"{results['test_samples']:,}", more=more)
     return Sentence(
         OVER_STATIC[sign],
         static=_static(results),

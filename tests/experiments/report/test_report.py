@@ -340,7 +340,10 @@ def test_a_gap_without_width_and_a_gain_that_is_none_need_no_numbers():
     assert {"gap_closed", "too_few_to_tell"}.isdisjoint(told)
     wide = {"over_static": 0.0, "over_static_ci95": [-0.01, 0.01]}
     told = said(shown_by_run(results(wide) | {"test_samples": 40}))
-    assert told["too_few_to_tell"] == {"samples": "40"}
+    assert told["too_few_to_tell"]["samples"] == "40"
+    assert "more_by_folds" in told
+    folds = results(wide) | {"test_samples": 40, "split_seeds": [0, 1, 2, 3, 4]}
+    assert "more_by_folds" not in said(shown_by_run(folds))
 
 
 def test_the_verdict_says_nothing_else():
