@@ -17,6 +17,11 @@ Angelopoulos, Bates, Candès, Jordan and Lei 2025, "Learn then Test: Calibrating
 Algorithms to Achieve Risk Control", Annals of Applied Statistics, section 3); and a higher promise
 stops earlier, so it never deploys a bolder candidate.
 
+Where no candidate of a budget passes, the rule of the next smaller budget that has a promise goes
+on to decide: what it answers in time there is in time here, so its promise holds for these requests
+as well, and says nothing new that could be wrong. Below such a budget the safest candidate decides,
+and nothing is promised.
+
 The bound needs independent requests that are late or not. So of several measurements of an answer
 one is drawn, and of samples that belong together, such as the questions about an image, one: a
 cluster is kept with a probability in the ratio of its size to the largest, so that each request is
@@ -69,7 +74,8 @@ class PromiseRow(TypedDict):
     """What is left of it for the answer, which was promised for."""
     promise: float
     kept: bool
-    """False if no candidate passed: then the safest decides, and nothing is promised."""
+    """False if no candidate passed: then the rule of another budget decides (`deciding`), or the
+    safest candidate, which is that of this row, and nothing is promised."""
     configuration: int
     """That decides for all requests, or `POLICY`."""
     probability: float
@@ -283,8 +289,21 @@ def _chosen(
     return torch.stack(columns, 1)
 
 
+def deciding(rows: Sequence[PromiseRow]) -> list[PromiseRow]:
+    """Return the row whose rule decides at the budget of each row, in ascending order: its own, or
+    where no candidate passed that of the next smaller budget with a promise, if there is one."""
+    result: list[PromiseRow] = []
+    for row in rows:
+        # of what decided before, only a promise goes on
+        goes_on = not row["kept"] and bool(result) and result[-1]["kept"]
+        result.append(result[-1] if goes_on else row)
+    return result
+
+
 def arrays_of(rows: Sequence[PromiseRow]) -> dict[str, NDArray[Any]]:
-    """Collect the columns that `agents.deployed.promise.Promise` reads, [B] each."""
+    """Collect the columns that `agents.deployed.promise.Promise` reads, of the budgets [B] whose
+    own rule decides."""
+    rows = [row for row, decides in zip(rows, deciding(rows), strict=True) if decides is row]
     return {
         "budgets_ms": np.array([row["budget_ms"] for row in rows]),
         "planned_ms": np.array([row["planned_ms"] for row in rows]),

@@ -10,7 +10,13 @@ import torch
 from scipy.stats import beta
 
 from knobwise.agents.calibration.deployed_controller import DeployedController
-from knobwise.agents.calibration.promise import PromiseRow, late, requests_needed, requests_of
+from knobwise.agents.calibration.promise import (
+    PromiseRow,
+    deciding,
+    late,
+    requests_needed,
+    requests_of,
+)
 from knobwise.agents.deployed.promise import POLICY
 from knobwise.agents.evaluation.own_cost import OwnCost
 from knobwise.agents.evaluation.policy import choices_of, inputs_of_rows, reads_features
@@ -55,11 +61,12 @@ def _judged(
     problem = evaluator.problem
     requests = requests_of(problem, evaluator.rows)
     features, mask = inputs_of_rows(problem, requests.rows)
-    by_budget = {f"{row['budget_ms']:.6g}": row for row in promised}
+    pairs = zip(promised, deciding(promised), strict=True)
+    by_budget = {f"{row['budget_ms']:.6g}": (row, decides) for row, decides in pairs}
     for budget, cost_ms in zip(evaluator.conditions, costs_ms, strict=True):
-        row = by_budget.get(f"{budget:.6g}")
-        if row is None:
+        if (pair := by_budget.get(f"{budget:.6g}")) is None:
             continue
+        row, decides = pair
         left = np.array([max(budget - cost_ms, MIN_LATENCY_MS)])
         chosen = choices_of(policy, features, left, mask)
         reads = torch.from_numpy(reads_features(policy, left))
@@ -72,7 +79,8 @@ def _judged(
             "budget_ms": budget,
             "promise": row["promise"],
             "kept": row["kept"],
-            "rule": rule_words(row, evaluator.labels.to_list()),
+            "rule": rule_words(decides, evaluator.labels.to_list()),
+            "rule_ms": decides["budget_ms"],
             "held_out": row["on_time"],
             "held_out_bound": row["bound"],
             "held_out_requests": row["requests"],

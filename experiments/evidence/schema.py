@@ -316,6 +316,7 @@ class PromiseFacts(TypedDict, total=False):
     promise: float
     kept: bool
     rule: str
+    rule_ms: float
     held_out: float
     held_out_bound: float
     held_out_requests: int

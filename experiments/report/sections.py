@@ -9,8 +9,9 @@ from typing import Any
 
 from markupsafe import Markup
 
-from knobwise.common.words import format_number, join_words, setting
+from knobwise.common.words import format_number, join_words, quantity, setting
 from knobwise.envs.tables.units import TIMES
+from knobwise.experiments.evidence.results import unit_of
 from knobwise.experiments.evidence.schema import LiveFacts, PolicyRow, RunResults
 from knobwise.experiments.evidence.task import Row
 from knobwise.experiments.report.between_runs import between_runs, condition_name
@@ -26,7 +27,7 @@ from knobwise.experiments.report.content import (
 )
 from knobwise.experiments.report.sentences import Sentence, texts, write_sentences
 from knobwise.experiments.report.tables import Block, Content, Folded, Table, records, reword_costs
-from knobwise.experiments.report.verdict import verdict
+from knobwise.experiments.report.verdict import promise_at, verdict
 from knobwise.experiments.report.words import (
     LEARNED,
     POLICIES,
@@ -162,7 +163,12 @@ def _promises(comparison: Comparison) -> list[Row]:
     """List what was promised at each budget, and what came of it on test samples."""
     rows = []
     for row in _of_run("promises")(comparison):
-        promised = f"{100 * row['promise']:g}%" if row["kept"] else "nothing"
+        promised = f"{100 * row['promise']:g}%"
+        where = promise_at(row)
+        if where == "not_promised":
+            promised = "nothing"
+        elif where == "promise_goes_on":
+            promised += f", as at {quantity(row['rule_ms'], unit_of(comparison.reference.results))}"
         rows.append({**row, "promised": promised + ", broken" * row["broken"]})
     return sorted(rows, key=lambda row: row["budget_ms"])
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import Counter
 
 from knobwise.common.words import format_number, is_known, join_words, points, quantity
 from knobwise.experiments.evidence.results import (
@@ -240,6 +241,15 @@ def _on_time(results: RunResults, learned: Row) -> list[Sentence]:
     return [Sentence("on_time", share=share, too_short=too_short)]
 
 
+PROMISES = {
+    "promised": ("promise", "requests"),
+    "promise_goes_on": (),
+    "not_promised": ("bound", "too_few"),
+    "promise_broken": (),
+}
+"""Sentences on a promise → what they are filled with, beside budgets."""
+
+
 def _on_promise(results: RunResults) -> list[Sentence]:
     """Say at which budgets a share on time is promised, where it is not, and where test samples
     contradict it."""
@@ -253,11 +263,10 @@ def _on_promise(results: RunResults) -> list[Sentence]:
     budgets: dict[str, list[PromiseFacts]] = {}
     for row in promised:
         budgets.setdefault(quantity(row["budget_ms"], unit_of(results)), []).append(row)
-    places: dict[str, list[str]] = {"promised": [], "not_promised": [], "promise_broken": []}
+    places: dict[str, list[str]] = {name: [] for name in PROMISES}
     for budget, rows in budgets.items():
-        kept = sum(row["kept"] for row in rows)
-        broken = sum(row["broken"] for row in rows)
-        counts = {"promised": kept, "not_promised": len(rows) - kept, "promise_broken": broken}
+        counts = Counter(promise_at(row) for row in rows)
+        counts["promise_broken"] = sum(row["broken"] for row in rows)
         for name, count in counts.items():
             if count:
                 of_all = f" ({count} of {len(rows)} trainings)" * (count < len(rows))
@@ -266,23 +275,27 @@ def _on_promise(results: RunResults) -> list[Sentence]:
     if requests < needed:
         too_few = Sentence("too_few_to_promise", promise=promise, needed=f"{needed:,}")
     # a promise up to this would be made at each budget
-    bound = min((row["held_out_bound"] for row in promised if not row["kept"]), default=0.0)
+    unkept = [row["held_out_bound"] for row in promised if promise_at(row) == "not_promised"]
+    bound = min(unkept, default=0.0)
     filled = {
         "promise": promise,
         "requests": f"{requests:,}",
         "bound": format_number(bound, ".1%"),
         "too_few": too_few,
     }
-    used = {
-        "promised": ("promise", "requests"),
-        "not_promised": ("bound", "too_few"),
-        "promise_broken": (),
-    }
     return [
-        Sentence(name, budgets=join_words(where), **{key: filled[key] for key in used[name]})
+        Sentence(name, budgets=join_words(where), **{key: filled[key] for key in PROMISES[name]})
         for name, where in places.items()
         if where
     ]
+
+
+def promise_at(row: PromiseFacts) -> str:
+    """Return the sentence that says what is promised at a budget."""
+    if row["kept"]:
+        return "promised"
+    goes_on = row.get("rule_ms", row["budget_ms"]) < row["budget_ms"]
+    return "promise_goes_on" if goes_on else "not_promised"
 
 
 def _on_guard(results: RunResults) -> list[Sentence]:

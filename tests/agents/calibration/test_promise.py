@@ -15,7 +15,9 @@ from knobwise.agents.calibration import promise as promises
 from knobwise.agents.calibration.promise import (
     HELD_BACK,
     IndependentRequests,
+    arrays_of,
     check_promise,
+    deciding,
     in_order,
     late,
     least_share,
@@ -24,7 +26,7 @@ from knobwise.agents.calibration.promise import (
     requests_of,
     trials_of,
 )
-from knobwise.agents.deployed.promise import POLICY
+from knobwise.agents.deployed.promise import POLICY, Promise
 from knobwise.agents.evaluation.baselines import fit_static
 from knobwise.agents.problem import Problem
 from knobwise.envs.bandit.rules import MeanBudget
@@ -144,6 +146,32 @@ def test_the_most_accurate_that_passes_is_deployed_by_hand():
     assert found[0.97] == (0, True, 1, 100)
     # no miss of a hundred shows .9705
     assert found[0.99] == (0, False, 0, 100)
+
+
+def test_where_nothing_passes_the_promise_of_a_smaller_budget_goes_on():
+    """The first configuration takes 5 ms, but of two fitted samples 30; the second 15, but 60 of ten
+    of the hundred that are held back; the third 40."""
+    latency = torch.tensor([[5.0, 15.0, 40.0]] * 200)
+    latency[:2, 0] = 30.0
+    latency[100:110, 1] = 60.0
+    accuracy = torch.tensor([0.2, 0.5, 0.8]).expand(200, 3).contiguous()
+    table = table_of(accuracy, latency)
+    problem = Problem.from_table(table)
+    fitted, held = torch.arange(200).split(100)
+    static = fit_static(table, fitted)
+    budgets = torch.tensor([1.0, 10.0, 20.0, 50.0])
+    trials = trials_of(problem, fitted, requests_of(problem, held), budgets, static)
+    rows = [each.row(0.95) for each in trials]
+    # at 20 ms the second is the safest of the fitted samples, and fails
+    assert [row["configuration"] for row in rows] == [2, 0, 1, 2]
+    assert [row["kept"] for row in rows] == [False, True, False, True]
+    assert [row["budget_ms"] for row in deciding(rows)] == [1.0, 10.0, 10.0, 50.0]
+    promise = Promise(arrays_of(rows), static)
+    limits = np.array([0.5, 5.0, 15.0, 25.0, 60.0])
+    assert promise.shares_at(limits).tolist() == [0.0, 0.0, 0.95, 0.95, 0.95]
+    undecided = np.zeros(5, np.int64)
+    assert promise.with_fallback(undecided, limits, None)[2:].tolist() == [0, 0, 2]
+    assert promise.promised(25.0) == (10.0, 0.95)
 
 
 def test_the_policy_pays_for_its_decisions_and_for_the_first_look():

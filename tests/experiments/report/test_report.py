@@ -173,6 +173,13 @@ def promised(*rows, needed=59):
     return content | {"promises": facts}
 
 
+def going_on(content):
+    """The same where the rule of the smallest budget decides at all."""
+    for row in content["promises"]:
+        row["rule_ms"] = BUDGETS[0]
+    return content
+
+
 def attainable(low, attained=None):
     estimate = {"gain": 0.024, "gain_ci95": [low, 0.046], "samples": 48, "policies": [["ridge"]]}
     return results({"attained": attained}) | {"attainable": estimate}
@@ -250,6 +257,13 @@ FOREST = "random forest (0.580 [0.565, 0.595])"
             {
                 "promised": {"budgets": "480 ms"},
                 "not_promised": {"budgets": "120 ms", "bound": "96.0%", "too_few": ""},
+            },
+        ),
+        (
+            going_on(promised((True, False), (False, False))),
+            {
+                "promised": {"budgets": "120 ms"},
+                "promise_goes_on": {"budgets": "480 ms"},
             },
         ),
         (
