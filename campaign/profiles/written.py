@@ -7,6 +7,7 @@ from dataclasses import replace
 import torch
 
 from campaign.profiles.served import measured_once, uniform
+from knobwise.envs.tables.profile_table import Knob
 
 
 def scattered(table, draws, low, high):
@@ -107,6 +108,25 @@ def all_in_microseconds(table, draws):
     return measured_once(table, table.latency_ms * 1e3)
 
 
+def judged_twice(table, draws):
+    """Each answer once as it is, and once by a judge who takes some of the others for right."""
+    count = table.num_configurations
+    taken = scattered(table, draws, 0.05, 0.5) & table.mask
+    accuracy = torch.cat([table.accuracy, table.accuracy.masked_fill(taken, 1.0)], 1)
+    judge = torch.arange(2).repeat_interleave(count)[:, None]
+    return replace(
+        table,
+        accuracy=accuracy,
+        latency_ms=table.latency_ms.repeat(1, 2),
+        mask=table.mask.repeat(1, 2),
+        repeats_ms=None,
+        first_look_ms=None,
+        costs={},
+        knobs=(*table.knobs, Knob("filter", ("strict", "lenient"))),
+        configurations=torch.cat([table.configurations.repeat(2, 1), judge], 1),
+    )
+
+
 WRITTEN = {
     cells_in_seconds: "units_of_samples",
     times_of_day: "times_of_day",
@@ -116,6 +136,7 @@ WRITTEN = {
     # two of them with a value in common look like another machine
     cold_configurations: "cold_configurations, other_machine",
     cold_cells: "cold_cells",
+    judged_twice: "values_in_equal_times",
     errors_as_accuracy: "slower_is_worse",
     errors_of_a_configuration: "contrary_configurations",
     numbered: "numbers_of_samples",

@@ -81,6 +81,7 @@ CHECKS = (
     Check(cell_checks.slow_workers, WARNING, timed=True),
     Check(knob_checks.reversed_values),
     Check(knob_checks.value_elsewhere),
+    Check(knob_checks.values_in_equal_times, timed=True),
     Check(knob_checks.cold_configurations),
     Check(knob_checks.slower_is_worse),
     Check(knob_checks.contrary_configurations),

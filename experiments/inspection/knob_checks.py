@@ -24,6 +24,8 @@ from knobwise.experiments.inspection.measured import (
 COLD = 8
 """A configuration that takes so many times as long as its knobs explain was not warm: machines in
 use together differ by less."""
+FEWEST_EQUAL = 20
+"""Cells that may be equal to the last digit by chance are fewer."""
 FASTER = 1.5
 """Machines that differ by a smaller factor cannot be told from what a knob does."""
 ERRORS = "If errors were counted, accuracy is 1 minus that."
@@ -110,6 +112,36 @@ def _out_of_line(values: np.ndarray, times: np.ndarray, place: int) -> float:
         if slope < 4 * others.max():
             return 0.0
     return step if abs(step) > math.log(2) else 0.0
+
+
+def values_in_equal_times(measured: Measured) -> Findings:
+    """A knob changes no latency, as where one answer was judged in several ways.
+
+    Look for settings that differ in one knob alone, and whose latencies are equal to the last digit
+    in all samples, though a setting's own differ from sample to sample.
+    """
+    log_ms = measured.log_answered
+    several = [len(np.unique(column[~np.isnan(column)])) for column in log_ms.T]
+    if np.median(several) < 0.5 * np.median((~np.isnan(log_ms)).sum(0)):
+        # a coarse timer, or times that were computed
+        return
+    codes = measured.table.configurations.numpy()
+    for place, knob in enumerate(measured.table.knobs):
+        groups = np.unique(np.delete(codes, place, 1), axis=0, return_inverse=True)[1].reshape(-1)
+        equal, pairs = 0, 0
+        for group in np.unique(groups):
+            times = log_ms[:, groups == group]
+            together = (~np.isnan(times)).sum(1) > 1
+            equal += int((np.nanmin(times, 1) == np.nanmax(times, 1))[together].sum())
+            pairs += int(together.sum())
+        if equal == pairs >= FEWEST_EQUAL:
+            yield Finding(
+                f"No value of knob {knob.name} makes a difference to the latency, to the last "
+                f"digit, in {pairs:,} cells",
+                "likely",
+                f"If answers were judged in several ways, {knob.name} is no setting: keep the rows "
+                f"of one, such as {knob.name}={knob.values[0]}.",
+            )
 
 
 # -- configurations --------------------------------------------------------------------------------

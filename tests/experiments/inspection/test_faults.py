@@ -482,6 +482,24 @@ def test_the_value_from_another_machine_is_named(sound):
     assert fault.what.startswith("max_crops=6 takes 0.4")
 
 
+def test_a_knob_that_is_a_way_to_judge_is_named():
+    """Two models, whose answers two filters take apart: they took the same time."""
+    random = torch.Generator().manual_seed(0)
+    of_models = torch.tensor([100.0, 300.0]) * (1 + torch.rand(40, 2, generator=random))
+    knobs = (Knob("filter", ("strict", "flexible")), Knob("model", ("small", "large")))
+    both = torch.tensor([[0, 0], [0, 1], [1, 0], [1, 1]])
+    table = table_of(torch.rand(40, 4, generator=random).round(), of_models[:, both[:, 1]])
+    table = replace(table, knobs=knobs, configurations=both)
+    (fault,) = findings_by_check(table)["values_in_equal_times"]
+    assert "knob filter" in fault.what
+    assert "in 80 cells" in fault.what
+    one_differs = table.latency_ms.clone()
+    one_differs[7, 0] *= 1.001
+    coarse = of_models.div(100).round()[:, both[:, 1]]
+    for times in (one_differs, coarse):
+        assert not findings_by_check(replace(table, latency_ms=times))["values_in_equal_times"]
+
+
 @pytest.mark.parametrize(
     ("times", "named"),
     [
