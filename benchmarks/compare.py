@@ -39,7 +39,9 @@ def times_of(script: str, tree: Path) -> dict[str, float]:
     )
     if done.returncode:
         print(f"{script}, {tree.name}: {done.stderr.strip().splitlines()[-1]}", flush=True)
-    rows = [line.split("|") for line in done.stdout.splitlines()]
+    # commands that are timed say something, too
+    lines = [line for line in done.stdout.splitlines() if line.startswith("| ")]
+    rows = [line.split("|") for line in lines]
     return {what.strip(): float(time.split()[0]) for _, what, time, *_ in rows}
 
 
