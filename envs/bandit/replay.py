@@ -14,7 +14,7 @@ from knobwise.common.checks import one_of
 from knobwise.common.errors import InputError
 from knobwise.envs.bandit.actions import ActionForm
 from knobwise.envs.bandit.contexts import reward_for
-from knobwise.envs.bandit.faster import any_nan
+from knobwise.envs.bandit.faster import any_nan, keep_freed_memory
 from knobwise.envs.bandit.reward import RewardTable
 from knobwise.envs.bandit.rule_choice import rule_of
 from knobwise.envs.bandit.settings import BudgetConfig, RewardConfig
@@ -85,6 +85,7 @@ class Replay:
             raise TypeError(f"the environment got an unexpected keyword argument {name!r}")
         one_of("repeats", repeats, REPEATS)
         one_of("unprofiled", unprofiled, UNPROFILED)
+        keep_freed_memory()
         self.table = table
         self.unprofiled = unprofiled
         # everything lies on the device where decisions arrive
