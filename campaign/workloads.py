@@ -18,10 +18,15 @@ from knobwise.agents.learning.logged import read_log
 from knobwise.agents.teacher.regressors import FAMILIES
 from knobwise.agents.training.checkpoint import save_checkpoint
 
-QUICK = words_of(
-    TABLE, OPTIMISER, "seeds=[0] own_cost=false baselines=false policy.fold_networks=2"
-)
+ONCE = words_of("seeds=[0] own_cost=false baselines=false policy.fold_networks=2")
+QUICK = words_of(TABLE, OPTIMISER, ONCE)
 CONTROLLER = words_of("train experiment=controller policy.experts=[ridge]", QUICK)
+GRPO_ALONE = words_of(
+    "train experiment=grpo_alone optimiser.iterations=8 optimiser.contexts=32",
+    "optimiser.evaluate_every=4 policy.hidden=16 tracking=disabled",
+    TABLE,
+    ONCE,
+)
 LEAN = words_of("train experiment=lean", QUICK)
 REPLAY = words_of(
     "train experiment=selector_replay sft.epochs=1 grpo.epochs=1 "
@@ -145,6 +150,7 @@ def fewer_trees():
 fewer_trees()
 WORKLOADS = [
     Workload("train controller", write_table, CONTROLLER, "runs/**/*"),
+    Workload("train GRPO alone", write_table, GRPO_ALONE, "runs/**/*"),
     Workload("train selector, replay", _beams, REPLAY, "runs/**/*"),
     Workload("train selector, live", _nothing, _live, "runs/**/*"),
     Workload("sweep, joblib", write_table, SWEEP, "runs/**/*", fresh=True, varies=LAST),
