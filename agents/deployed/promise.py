@@ -101,7 +101,7 @@ class Promise:
 
     A request uses the rule of the largest calibrated budget that what is left of its own covers.
     Below the smallest nothing is promised, and the configuration decides that was most often on
-    time.
+    time. Budgets at which no rule passed, and that of a smaller one goes on, are not among them.
 
     Attributes:
         static: knows how often each configuration was on time.

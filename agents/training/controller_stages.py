@@ -331,8 +331,12 @@ class OwnGRPO(GRPO):
         self.reward_spread = 1.0
         self.prepare(0.0, True)
         # no more than the buffer will hold
-        tried = tried.select(*self.stored).unflatten(0, (count // setup.networks, setup.networks))
-        return self._with_rewards(tried)
+        tried = tried.select(*self.stored)
+        if self.own_loss.exact:
+            # nothing is drawn where nobody watches
+            tried = tried.exclude("configuration", "next")
+        shape = count // setup.networks, setup.networks
+        return self._with_rewards(tried.unflatten(0, shape))
 
     def _with_rewards(self, minibatch: TensorDictBase) -> TensorDictBase:
         return self.setup.with_rewards(minibatch) if self.own_loss.exact else minibatch

@@ -16,8 +16,6 @@ from torch import Tensor
 
 FEW = 16
 """So many alternatives are few."""
-KEPT = 24 << 20
-"""Bytes; see `keep_freed_memory`."""
 
 
 def flat_index(first: Tensor, second: Tensor, size: int) -> Tensor:
@@ -38,17 +36,6 @@ def remainder(values: Tensor, divisor: int) -> Tensor:
     multiples = numbers // np.uint64(divisor)
     multiples *= np.uint64(divisor)
     return torch.from_numpy(np.subtract(numbers, multiples, out=multiples).view(np.int64))
-
-
-def keep_freed_memory() -> None:
-    """Make glibc keep what a step frees, since the next step allocates as much.
-
-    It returns free memory at the end of its heap to the system where that is more than twice the
-    largest block that was freed so far, of those up to 32 MB (`man mallopt`, M_MMAP_THRESHOLD).
-    Then each step is given pages anew, which may take a third of its time. So one such block is
-    freed. Up to twice as much stays with the process; other C libraries do as they did.
-    """
-    torch.empty(KEPT, dtype=torch.uint8)
 
 
 def copy_when_changed(values: Tensor) -> Tensor:

@@ -12,15 +12,18 @@ from torch import Tensor
 
 from knobwise.common.checks import one_of
 from knobwise.common.errors import InputError
+from knobwise.common.memory import keep_freed_memory
 from knobwise.envs.bandit.actions import ActionForm
 from knobwise.envs.bandit.contexts import reward_for
-from knobwise.envs.bandit.faster import any_nan, keep_freed_memory
+from knobwise.envs.bandit.faster import any_nan
 from knobwise.envs.bandit.reward import RewardTable
 from knobwise.envs.bandit.rule_choice import rule_of
 from knobwise.envs.bandit.settings import BudgetConfig, RewardConfig
 from knobwise.envs.tables.cells import Cells
 from knobwise.envs.tables.profile_table import ProfileTable
 
+KEPT = 48 << 20
+"""Bytes of freed memory that are kept from step to step."""
 UNPROFILED = ("nearest", "error", "penalty")
 """Ways to treat an action that was never profiled for its sample, see `Replay`."""
 REPEATS = ("draw", "median")
@@ -85,7 +88,8 @@ class Replay:
             raise TypeError(f"the environment got an unexpected keyword argument {name!r}")
         one_of("repeats", repeats, REPEATS)
         one_of("unprofiled", unprofiled, UNPROFILED)
-        keep_freed_memory()
+        # the next step allocates what this one frees
+        keep_freed_memory(KEPT)
         self.table = table
         self.unprofiled = unprofiled
         # everything lies on the device where decisions arrive

@@ -32,6 +32,7 @@ from knobwise.envs.readers.design import (
 from knobwise.envs.readers.frames import KEYS
 from knobwise.envs.readers.layouts import Layout
 from knobwise.envs.readers.tool_rows import ONLY_TIMES
+from knobwise.envs.tables.units import own_unit
 
 SCORES = re.compile(
     r"(.*_)?(acc(uracy)?|score|(in)?correct|right|pass(ed)?|success(ful)?|solved|exact_match|em|f1"
@@ -87,7 +88,9 @@ def refuse_missing(
     if accuracy in missing:
         instead = _instead_of_accuracy(frame, others, [c for c in columns if c == latency])
     words += instead
-    times = [c for c in named_like(others, TIMES) if _is_number(frame[c])]
+    # no numbers of users or runs
+    times = [c for c in named_like(others, TIMES) if frame.schema[c].is_float() or own_unit(c)]
+    times = [c for c in times if _is_number(frame[c])]
     # of a table of models, or of times alone, all is said
     if latency in missing and times and (not instead or "profile.accuracy=" in instead):
         words += f"profile.latency=… may be {', '.join(times)}. "

@@ -77,7 +77,8 @@ def in_one_unit(
         notes.append(f"{cost}: spans of time, kept in ms; budgets are in ms")
         return frame.with_columns(spans), MS
     name = _unit_column(frame, cost)
-    in_name = own_unit(cost)
+    # a price for each hour is no time
+    in_name = None if PRICES.fullmatch(cost.casefold()) else own_unit(cost)
     if unit == MS and in_name in TIMES:
         unit = in_name
     if name is None:
@@ -119,7 +120,10 @@ def note_unit(latency: str, unit: str, notes: list[str]) -> None:
     """Note if times were converted to ms, or if the name of their column speaks of another unit."""
     kept, factor = kept_as(unit)
     if factor != 1:
-        notes.append(f"{latency}: read in {unit}, kept in ms; all budgets are in ms")
+        words = f"{latency}: read in {unit}, kept in ms; all budgets are in ms"
+        if own_unit(latency) == unit:
+            words += "; if the name is wrong, unit=msec says that it is in ms"
+        notes.append(words)
     elif kept == MS and in_other_unit(latency):
         notes.append(f"{latency}: read in ms; if it is in another unit, unit=… says so")
 

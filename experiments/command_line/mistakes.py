@@ -39,7 +39,9 @@ PLAINER = {
 """What Hydra and OmegaConf say → the same without names of classes."""
 UNKNOWN_CHOICE = re.compile(r"In '[^']*': Could not find '(.+)/([^/]+)'\s+Available.*?:(.*)", re.S)
 
-IN_MAPPING = re.compile(r"Could not override '(.+)\.(.+)': Key '.+' is not in struct")
+IN_MAPPING = re.compile(
+    r"Could not override '([^']+)\.([^'.]+)(?:\.[^']*)?': Key '\2' is not in struct"
+)
 """An entry of an option that takes all its entries at once, such as `loss.settings`."""
 
 
@@ -74,13 +76,24 @@ def explain_mistakes(
 
 
 def _whole_mapping(key: str, name: str, arguments: Sequence[str]) -> str:
-    """Say how an option takes the entry of this name, which the arguments set by itself."""
-    settings = (word.lstrip("+~").partition("=") for word in arguments)
+    """Say how an option takes the entries that the arguments set by themselves, as that of this
+    name."""
+    settings = [word.lstrip("+~").partition("=")[::2] for word in arguments]
+    entries = {
+        option.removeprefix(f"{key}."): value
+        for option, value in settings
+        if option.startswith(f"{key}.")
+    }
     # an experiment may set it too
-    value = next((value for option, _, value in settings if option == f"{key}.{name}"), "VALUE")
-    # of a sweep; a list has commas of its own
-    values = [value] if "[" in value else value.split(",")
-    words = shell_word(key, ",".join(f"{{{name}:{each}}}" for each in values))
+    entries = entries or {name: "VALUE"}
+    whole = [value[1:-1] for option, value in settings if option == key]
+    (first, *_) = entries.values()
+    if len(entries) == 1 and not whole and not set("[({'\"") & {*first}:
+        # of a sweep; a list has commas of its own
+        mappings = [f"{{{name}:{value}}}" for value in first.split(",")]
+    else:
+        mappings = [f"{{{','.join([*whole, *map(':'.join, entries.items())])}}}"]
+    words = shell_word(key, ",".join(mappings))
     return f"{key}.{name}: {key} takes all its entries at once; did you mean {words}?"
 
 

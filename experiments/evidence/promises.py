@@ -80,7 +80,7 @@ def _judged(
             "promise": row["promise"],
             "kept": row["kept"],
             "rule": rule_words(decides, evaluator.labels.to_list()),
-            "rule_ms": decides["budget_ms"],
+            "rule_ms": budget if decides is row else decides["budget_ms"],
             "held_out": row["on_time"],
             "held_out_bound": row["bound"],
             "held_out_requests": row["requests"],
@@ -90,7 +90,7 @@ def _judged(
             "test_ci95": ci95,
             "test_requests": count,
             "accuracy": float(accuracy.nan_to_num().mean()),
-            "broken": row["kept"] and ci95[1] < row["promise"],
+            "broken": decides["kept"] and ci95[1] < row["promise"],
         }
 
 

@@ -169,6 +169,8 @@ def _promises(comparison: Comparison) -> list[Row]:
             promised = "nothing"
         elif where == "promise_goes_on":
             promised += f", as at {quantity(row['rule_ms'], unit_of(comparison.reference.results))}"
+            # of a rule that does not decide
+            row = {**row, "held_out": None, "held_out_bound": None}
         rows.append({**row, "promised": promised + ", broken" * row["broken"]})
     return sorted(rows, key=lambda row: row["budget_ms"])
 

@@ -105,7 +105,10 @@ def _answer(results: RunResults, learned: Row) -> Sentence:
     wide = ci95 is None or ci95[0] < ci95[1]
     too_few: Sentence | str = ""
     if not sign and wide and is_known(results.get("test_samples")):
-        more = "" if "split_seeds" in results else Sentence("more_by_folds")
+        more: Sentence | str = ""
+        # mean budgets have no folds, and there are none after the training
+        if "training" in results and "split_seeds" not in results and not task.equal_latency:
+            more = Sentence("more_by_folds")
         too_few = Sentence("too_few_to_tell", samples=f"{results['test_samples']:,}", more=more)
     return Sentence(
         OVER_STATIC[sign],
@@ -201,9 +204,12 @@ def _needed(estimate: Attainable) -> Sentence | str:
     their root; "" where no number of them may."""
     gain = estimate["gain"]
     ratio = (1 - estimate["gain_ci95"][0] / gain) ** 2 if gain > 0 else math.inf
-    if ratio > MOST_NEEDED:
+    if not ratio <= MOST_NEEDED:
         return ""
-    samples = float(f"{ratio * estimate['samples']:.2g}")
+    needed = ratio * estimate["samples"]
+    # up to two digits
+    digit = 10.0 ** math.floor(math.log10(needed) - 1)
+    samples = digit * math.ceil(needed / digit)
     return Sentence("needed_to_tell", samples=f"{samples:,.0f}")
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import hashlib
 import json
 import platform
@@ -16,8 +15,11 @@ import torch
 from knobwise.common.errors import InputError
 from knobwise.common.files import is_cut_short, write_text
 from knobwise.common.json_text import decode_json
+from knobwise.common.memory import keep_freed_memory
 
 T = TypeVar("T")
+KEPT = 1 << 30
+"""Bytes of freed memory that a process that measures keeps."""
 
 
 def claim_machine(path: Path, identity: Mapping[str, Any]) -> None:
@@ -72,28 +74,12 @@ def one_thread() -> Iterator[None]:
     """Run torch on one thread: on products this small more threads only wait for each other. Freed
     memory is kept (`keep_freed_memory`)."""
     threads = torch.get_num_threads()
-    keep_freed_memory()
+    keep_freed_memory(KEPT)
     torch.set_num_threads(1)
     try:
         yield
     finally:
         torch.set_num_threads(threads)
-
-
-def keep_freed_memory() -> None:
-    """Tell glibc to keep freed memory for this process.
-
-    By default it gives the memory of every large tensor back to the system. The next tensor then
-    begins with page faults, which take up to a fifth of a model's time, and another share each
-    time. Other C libraries are left as they are.
-    """
-    # the constants of malloc.h
-    trim_threshold = -1
-    mmap_threshold = -3
-    with suppress(OSError, AttributeError):
-        libc = ctypes.CDLL("libc.so.6")
-        for option in (trim_threshold, mmap_threshold):
-            libc.mallopt(option, 1 << 30)
 
 
 def cpu_name() -> str:

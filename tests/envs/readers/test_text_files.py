@@ -203,6 +203,8 @@ def test_na_is_missing(tmp_path):
         ("time_ms", False, 1),
         # may be a minimum
         ("t_min", False, 1),
+        # a price
+        ("cost_per_hour", True, 1),
     ],
 )
 def test_a_unit_in_the_name_of_the_latency_is_read_and_noted(tmp_path, column, noted, ms):

@@ -177,6 +177,8 @@ MISTAKES = {
     "train policy.teacher=false": "policy.experts",
     "train policy.layers=0": "policy.layers=0",
     "train loss.settings.most=2": "did you mean 'loss.settings={most:2}'?",
+    "train loss.settings.most=2 loss.settings.least=1": "'loss.settings={most:2,least:1}'",
+    "train loss.settings={most:2} loss.settings.least.of=1": "'loss.settings={most:2,least.of:1}'",
     "train -m +loss.settings.most=2,3": "did you mean 'loss.settings={most:2},{most:3}'?",
     "train policy.budget_encoding=tree": "linear, sinusoidal",
     "train optimiser.schedule=linear": "optimiser.schedule='linear'",

@@ -1,0 +1,54 @@
+"""What results say of a promise at each judged budget, by hand."""
+
+from types import SimpleNamespace
+
+import polars as pl
+import pytest
+import torch
+from helpers import table_of
+
+from knobwise.agents.calibration.promise import arrays_of, requests_of, trials_of
+from knobwise.agents.deployed.promise import Promise
+from knobwise.agents.evaluation.baselines import StaticUnderPromise, fit_static
+from knobwise.agents.problem import Problem
+from knobwise.experiments.evidence.promises import promises_on_test
+
+
+def test_a_rule_that_goes_on_is_judged_where_it_decides():
+    """At 20 ms the second configuration is the safest of the fitted samples, and fails: of those
+    that are held back, it is late for a tenth. Of the test samples the first is late for half."""
+    latency = torch.tensor([[5.0, 15.0]] * 300)
+    latency[:2, 0] = 30.0
+    latency[100:110, 1] = 60.0
+    latency[200:250, 0] = 60.0
+    table = table_of(torch.tensor([0.2, 0.5]).expand(300, 2).contiguous(), latency)
+    problem = Problem.from_table(table)
+    fitted, held, test = torch.arange(300).split(100)
+    static = fit_static(table, fitted)
+    budgets = [10.0, 20.00000001]
+    requests = requests_of(problem, held)
+    trials = trials_of(problem, fitted, requests, torch.tensor(budgets).double(), static)
+    rows = [each.row(0.95) for each in trials]
+    policy = StaticUnderPromise(Promise(arrays_of(rows), static))
+    calibration = SimpleNamespace(promise=[], promise_of_static=rows)
+    controller = SimpleNamespace(
+        static_under_promise=policy, calibration=calibration, decider=policy
+    )
+    evaluator = SimpleNamespace(
+        problem=problem, rows=test, conditions=[10.0, 20.0], labels=pl.Series(["a", "b"])
+    )
+    costs = {0: SimpleNamespace(charged_ms=torch.zeros(2))}
+    first, second = promises_on_test(evaluator, [controller], [0], costs)
+    assert [first["kept"], second["kept"]] == [True, False]
+    assert [first["rule_ms"], second["rule_ms"]] == [10.0, 10.0]
+    assert [first["rule"], second["rule"]] == ["a", "a"]
+    assert second["held_out"] == pytest.approx(0.9)
+    # the first decides at both, and what was promised of it is not so
+    for row in (first, second):
+        assert (row["test"], row["broken"]) == (0.5, True)
+    only_safest = [row | {"kept": False} for row in rows]
+    calibration.promise_of_static = only_safest
+    unkept = promises_on_test(evaluator, [controller], [0], costs)
+    # its own rule, of a budget that is equal to six digits
+    assert [row["rule_ms"] for row in unkept] == [10.0, 20.0]
+    assert not any(row["broken"] for row in unkept)
