@@ -1,6 +1,7 @@
 """What computes fast equals the plain form that it stands for, to the bit."""
 
 import math
+import os
 import platform
 import subprocess
 import sys
@@ -159,23 +160,39 @@ def test_an_action_is_the_configuration_that_has_its_values(seed, by_knobs):
 
 STEPS = """
 import resource
+import statistics
 import torch
 from knobwise.envs import ConfigBanditVectorEnv, builtin_profile
+
+def pages():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 
 torch.set_num_threads(1)
 env = ConfigBanditVectorEnv(4096, builtin_profile())
 env.reset(seed=0)
 actions = env.action_space.sample()
-for step in range(30):
-    if step == 20:
-        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+counts = []
+for _ in range(50):
+    before = pages()
     env.step(actions)
-print((resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before) / 10)
+    counts.append(pages() - before)
+print(statistics.median(counts[20:]))
 """
+GIVEN_BACK = {"MALLOC_TRIM_THRESHOLD_": "131072", "MALLOC_MMAP_THRESHOLD_": "131072"}
+"""glibc's first limits, fixed: else they follow what was freed before, in each process another."""
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="others do as they did")
 def test_what_a_step_frees_is_there_for_the_next():
-    """Of its 10 MB some pages are new, without `keep_freed_memory` more than a thousand."""
-    done = subprocess.run([sys.executable, "-c", STEPS], capture_output=True, text=True, check=True)
-    assert float(done.stdout.split()[-1]) < 200
+    """Of its 10 MB no page is new; without `keep_freed_memory` 4,300 are.
+
+    One of Python's own arenas, 256 pages, may come and go with the dicts of the observations.
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", STEPS],
+        env=os.environ | GIVEN_BACK,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert float(done.stdout.split()[-1]) < 300
