@@ -39,6 +39,7 @@ from knobwise.envs.readers.quantities import (
     check_costs,
     in_one_unit,
     note_unit,
+    unit_of_wide,
 )
 from knobwise.envs.readers.tool_files import BUDGET, read_files
 from knobwise.envs.tables.cells import unread
@@ -194,6 +195,7 @@ def table_from_frame(
         other = {*needed, *costs, "dataset", "repeat"} | described.names
 
         # measurements as numbers
+        unit = unit_of_wide(described.wide_latency, unit, notes)
         frame, unit = in_one_unit(frame, latency, unit, notes)
         check_costs(latency, unit, costs, notes)
         kept, factor = kept_as(unit)

@@ -116,6 +116,38 @@ def in_one_unit(
     return frame.with_columns((numbers * factor).alias(cost)), MS
 
 
+def unit_of_wide(costs: Sequence[str | float] | None, unit: str, notes: list[str]) -> str:
+    """Return the unit of the costs of a wide table: the given one, or where none is given the unit
+    of time that the names of all their columns end in.
+
+    Args:
+        costs: a column, or a number, for each configuration.
+        unit: the unit that was asked for; `ms` may mean that nothing was.
+        notes: what is noticed.
+
+    Raises:
+        InputError: the names end in several units of time.
+    """
+    if unit != MS or not costs:
+        return unit
+    names = [cost for cost in costs if isinstance(cost, str)]
+    last_words = [own_unit(name) for name in names]
+    times = list(dict.fromkeys(word for word in last_words if word in TIMES))
+    if len({TIMES[time] for time in times}) > 1:
+        raise InputError(
+            f"wide_latency={list_columns(names)}: the names end in several units, "
+            f"{list_columns(times)}; write all in one, or say which it is with unit="
+        )
+    # the s of lat_s beside lat_m is a size
+    if len(names) == len(costs) and all(word in TIMES for word in last_words):
+        return times[0]
+    if others := [name for name in names if in_other_unit(name)]:
+        notes.append(
+            f"{list_columns(others)}: read in ms; if it is in another unit, unit=… says so"
+        )
+    return unit
+
+
 def note_unit(latency: str, unit: str, notes: list[str]) -> None:
     """Note if times were converted to ms, or if the name of their column speaks of another unit."""
     kept, factor = kept_as(unit)

@@ -213,6 +213,26 @@ def test_a_wide_table_from_a_file(tmp_path):
     assert (made.unit, made.latency_ms[0].tolist()) == ("USD", [2.0, 0.5])
 
 
+@pytest.mark.parametrize(
+    ("columns", "words", "factor", "noted"),
+    [
+        (("small_s", "large_s"), {}, 1000.0, "read in s, kept in ms"),
+        (("small_s", "large_s"), {"unit": "msec"}, 1.0, ""),
+        (("small_s", "large_s"), {"unit": "min"}, 60_000.0, "read in min, kept in ms"),
+        (("small_us", "large_us"), {}, 0.001, "read in us"),
+        # the sizes of models, as in YOLO's names
+        (("lat_s", "lat_m"), {}, 1.0, "lat_s: read in ms; if it is in another unit"),
+        (("small_cost", "large_cost"), {}, 1.0, "small_cost, large_cost: read in ms"),
+    ],
+)
+def test_the_unit_of_a_wide_table(columns, words, factor, noted):
+    times = dict(zip(columns, ([1.0, 2.0, 3.0], [4.0, 5.0, 6.0]), strict=True))
+    options = {"id": "prompt", "wide": ["small", "large"], "wide_latency": list(columns)}
+    made = read(wide(**times), **options, **words)
+    torch.testing.assert_close(made.latency_ms[0], torch.tensor([4.0, 1.0]) * factor)
+    assert noted in "\n".join(made.notes)
+
+
 def test_a_wide_table_with_knobs_and_features():
     rows = pl.concat([wide(tokens=t, length=[1, 2, 3], large=t / 200) for t in (100, 200)])
     rows = rows.with_columns(small=pl.Series([0, 1, 1] * 2))
@@ -258,6 +278,11 @@ def test_rows_of_a_wide_table_without_ids_are_samples():
         (wide(), WIDE | {"wide_latency": [1, True]}, "wide_latency=True"),
         (wide(), WIDE | {"wide_latency": [1, -1]}, "latency_ms"),
         (wide(), WIDE | {"wide_latency": [1, "prompt"]}, "'prompt'"),
+        (
+            wide(a_s=1.0, b_ms=2.0),
+            WIDE | {"wide_latency": ["a_s", "b_ms"]},
+            "a_s, b_ms: .*several units, s, ms",
+        ),
         (wide(), WIDE | {"wide": ["small", "huge"]}, "wide=huge: .*but prompt, small, large"),
         (wide(), WIDE | {"wide": ["small", "small"]}, "wide="),
         (wide(), WIDE | {"wide": [], "wide_latency": []}, "wide="),
