@@ -282,7 +282,7 @@ def inspect(config: InspectRun) -> None:
 
         workers = workers_of(getattr(config.profile, "path", None))
         table = read_profile(config.profile)
-        facts = inspect_table(table, config.learning_curve, workers)
+        facts = inspect_table(table, config.learning_curve, workers, config.budgets_ms)
         inspection.print_inspection(facts, Console())
         if config.html is not None:
             print(f"page: {inspection.write_inspection(facts, config.html)}")

@@ -21,7 +21,7 @@ from knobwise.agents.evaluation.baselines import Oracle, fit_static
 from knobwise.agents.evaluation.evaluation import evaluate_policy
 from knobwise.agents.evaluation.texts import encoded_by, fit_encoders
 from knobwise.common.errors import InputError
-from knobwise.envs.bandit.budgets import default_budgets, log_moments
+from knobwise.envs.bandit.budgets import judged_budgets, log_moments
 from knobwise.envs.tables.cells import unread
 from knobwise.envs.tables.cost_words import in_words
 from knobwise.envs.tables.profile_table import ProfileTable, median_of
@@ -46,7 +46,10 @@ EXAMPLES = 6
 
 
 def inspect_table(
-    table: ProfileTable, curve: bool = False, workers: Sequence[Facts] = ()
+    table: ProfileTable,
+    curve: bool = False,
+    workers: Sequence[Facts] = (),
+    budgets_ms: Sequence[float] | None = None,
 ) -> dict[str, Any]:
     """Return the facts about a profile, as plain values for JSON.
 
@@ -54,6 +57,7 @@ def inspect_table(
         table: the profile.
         curve: also estimate the learning curve, which takes minutes.
         workers: those that measured it, as `profile.json` notes them.
+        budgets_ms: at which gains are estimated; None for `default_budgets`.
 
     Returns:
         - `name`, `digest`, `unit` of latencies, `notes` (of the reader), `workers`
@@ -61,13 +65,16 @@ def inspect_table(
           `_accuracies` and `_latencies`
         - `knobs`: means over the profiled cells with each value
         - `costs`: the further costs, whose means are `cost_usd_mean` in knobs and configurations
-        - `headroom`: see `_headroom`
+        - `headroom`: see `_headroom`; `default_budgets`: whether no others were given
         - `attainable`, `oracle_of_halves`: see `knobwise.experiments.inspection.attainable`
         - `learning_curve`: likewise; [] without `curve`
         - `configuration_means`: see `_configurations`; `pareto`: which of them are on the front
         - `examples`: samples from easy to hard, with the latency of their cheapest right answer
         - `findings`: what the checks notice, refused ones first, see `_findings`; `faults` and
           `warnings`: the same in sentences
+
+    Raises:
+        InputError: no budget, or one that is not positive.
     """
     if table.texts:
         table = _encoded(table)
@@ -77,7 +84,7 @@ def inspect_table(
     means = _configurations(table)
     plane = pl.DataFrame(means).select("accuracy", "latency_ms")
     front = pareto_front(*(column.to_numpy() for column in plane)).nonzero()[0]
-    budgets_ms = default_budgets(table)
+    judged_at = judged_budgets(table, budgets_ms)
     facts = {
         "name": table.name,
         "digest": whole.digest,
@@ -87,10 +94,11 @@ def inspect_table(
         **_latencies(table),
         "knobs": _marginals(table),
         "costs": costs_of(table),
-        "headroom": _headroom(table, budgets_ms),
-        "attainable": attainable(whole, budgets_ms),
-        "oracle_of_halves": oracle_of_halves(table, budgets_ms),
-        "learning_curve": learning_curve(whole, budgets_ms) if curve else [],
+        "default_budgets": budgets_ms is None,
+        "headroom": _headroom(table, judged_at),
+        "attainable": attainable(whole, judged_at),
+        "oracle_of_halves": oracle_of_halves(table, judged_at),
+        "learning_curve": learning_curve(whole, judged_at) if curve else [],
         "configuration_means": means,
         "notes": list(table.notes),
         "workers": list(workers),

@@ -103,8 +103,9 @@ def useless_knobs(measured: Measured) -> Findings:
 
 def few_distinct_budgets(measured: Measured) -> Findings:
     """Default budgets are fewer than usual."""
-    budgets = torch.tensor(measured.facts["headroom"]["budgets_ms"])
-    yield from map(_certain, few_budgets(budgets))
+    if measured.facts["default_budgets"]:
+        budgets = torch.tensor(measured.facts["headroom"]["budgets_ms"])
+        yield from map(_certain, few_budgets(budgets))
 
 
 def refused_split(measured: Measured) -> Findings:

@@ -96,6 +96,19 @@ def test_inspect_shows_how_much_repeated_measurements_vary(folder, capsys):
     assert read_json("facts.json")["latency_jitter_within_cell"] is None
 
 
+def test_inspect_estimates_the_gain_at_budgets_of_ones_own(folder, capsys):
+    launch("inspect", TABLE, "budgets_ms=[30,12.5] json=facts.json")
+    facts = read_json("facts.json")
+    assert facts["headroom"]["budgets_ms"] == [30.0, 12.5]
+    assert len(facts["headroom"]["oracle"]) == 2
+    # two budgets are what was asked for
+    assert "default budgets" not in " ".join(facts["warnings"])
+    assert "12.5" in capsys.readouterr().out
+    for wrong in ("[]", "[0]", "[10,-1]"):
+        words = words_of("inspect", TABLE, f"budgets_ms={wrong}")
+        assert "budgets_ms" in commands.refused(words, capsys)
+
+
 @pytest.mark.campaign
 def test_inspect_says_how_many_cells_are_enough(folder, capsys):
     launch("inspect", TABLE, "learning_curve=true json=facts.json html=page.html")

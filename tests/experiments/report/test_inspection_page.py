@@ -99,11 +99,9 @@ def test_a_learning_curve_says_what_measuring_more_would_bring(curve, name, fiel
     assert fields.items() <= said([enough(curve, 20)])[name].items()
 
 
-def test_facts_worked_out_by_hand(monkeypatch):
+def test_facts_worked_out_by_hand():
     budgets = torch.tensor([10.0, 25.0, 40.0])
-    name = "knobwise.experiments.inspection.facts.default_budgets"
-    monkeypatch.setattr(name, lambda table: budgets)
-    facts = inspect_table(by_hand())
+    facts = inspect_table(by_hand(), budgets_ms=budgets.tolist())
     wanted = {
         "samples": 4,
         "configurations": 3,
