@@ -143,7 +143,7 @@ def judged_budgets(
     """
     if budgets_ms is None:
         return default_budgets(table, rows)
-    if not budgets_ms or not min(budgets_ms) > 0:
+    if not budgets_ms or not all(budget > 0 for budget in budgets_ms):
         raise InputError(
             f"budgets_ms={list(budgets_ms)}: give at least one budget in {table.unit}, all positive"
         )

@@ -37,7 +37,8 @@ class Layout(NamedTuple):
     """The columns of a table with one row per sample that hold the accuracies, one for each
     configuration, which is named after it; None for one row per measurement."""
     wide_latency: Sequence[str | float] | None = None
-    """A latency for each of these columns: a number, or the name of the column that holds it."""
+    """A latency for each of these columns: a number, or the name of the column that holds it. Where
+    no unit is given, that of time in which all these names end holds."""
 
     @property
     def names(self) -> set[str]:

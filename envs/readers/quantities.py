@@ -126,20 +126,26 @@ def unit_of_wide(costs: Sequence[str | float] | None, unit: str, notes: list[str
         notes: what is noticed.
 
     Raises:
-        InputError: the names end in several units of time.
+        InputError: the names end in several units of time, or one is a rate.
     """
-    if unit != MS or not costs:
+    names = [cost for cost in costs or () if isinstance(cost, str)]
+    for name in names:
+        check_costs(name, unit, [], notes)
+    if unit != MS or not names:
         return unit
-    names = [cost for cost in costs if isinstance(cost, str)]
-    last_words = [own_unit(name) for name in names]
+    last_words = [None if PRICES.fullmatch(n.casefold()) else own_unit(n) for n in names]
     times = list(dict.fromkeys(word for word in last_words if word in TIMES))
     if len({TIMES[time] for time in times}) > 1:
         raise InputError(
             f"wide_latency={list_columns(names)}: the names end in several units, "
-            f"{list_columns(times)}; write all in one, or say which it is with unit="
+            f"{list_columns(times)}; write all in one, or say which it is with unit= (unit=msec "
+            "for ms)"
         )
     # the s of lat_s beside lat_m is a size
-    if len(names) == len(costs) and all(word in TIMES for word in last_words):
+    if len(names) == len(costs or ()) and all(word in TIMES for word in last_words):
+        if TIMES[times[0]] != 1:
+            listing = list_columns(names)
+            notes.append(f"{listing}: read in {times[0]}; if the names are wrong, unit=msec is ms")
         return times[0]
     if others := [name for name in names if in_other_unit(name)]:
         notes.append(

@@ -80,9 +80,9 @@ class InspectRun:
     log: str | None = None
     """Instead of a profile: the folder of `AdaptiveModel(log=…)`."""
     budgets_ms: list[float] | None = None
-    """Budgets to estimate the gain at, in ms, or in the unit of costs that are no times, such as
-    the deadlines of your requests; None for five quantiles of the table's latencies, as in `train`.
-    """
+    """With a profile: budgets to estimate the gain at, in ms, or in the unit of costs that are no
+    times, such as the deadlines of your requests; None for five quantiles of the table's latencies,
+    as in `train`."""
     learning_curve: bool = False
     """Estimate what a policy would gain if fewer cells had been measured. It takes minutes."""
     json: str | None = None

@@ -223,6 +223,13 @@ def test_a_wide_table_from_a_file(tmp_path):
         # the sizes of models, as in YOLO's names
         (("lat_s", "lat_m"), {}, 1.0, "lat_s: read in ms; if it is in another unit"),
         (("small_cost", "large_cost"), {}, 1.0, "small_cost, large_cost: read in ms"),
+        (("a_usd_per_hour", "b_usd_per_hour"), {"unit": "USD"}, 1.0, ""),
+        (
+            ("a_usd_per_hour", "b_usd_per_hour"),
+            {},
+            1.0,
+            "a_usd_per_hour, b_usd_per_hour: read in ms",
+        ),
     ],
 )
 def test_the_unit_of_a_wide_table(columns, words, factor, noted):
@@ -282,6 +289,11 @@ def test_rows_of_a_wide_table_without_ids_are_samples():
             wide(a_s=1.0, b_ms=2.0),
             WIDE | {"wide_latency": ["a_s", "b_ms"]},
             "a_s, b_ms: .*several units, s, ms",
+        ),
+        (
+            wide(a_tokens_per_s=1.0, b_tokens_per_s=2.0),
+            WIDE | {"wide_latency": ["a_tokens_per_s", "b_tokens_per_s"]},
+            "a_tokens_per_s: lower must be better",
         ),
         (wide(), WIDE | {"wide": ["small", "huge"]}, "wide=huge: .*but prompt, small, large"),
         (wide(), WIDE | {"wide": ["small", "small"]}, "wide="),
