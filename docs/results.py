@@ -98,6 +98,8 @@ TASKS = {
     "selector_language": "SmolLM2",
 }
 """Experiments that compare ways of choosing, each with its own answers."""
+NEAREST = {"selector": "question_similarity", "selector_language": "similarity"}
+"""The nearest demonstrations of these, by how near their queries are."""
 
 Numbers = dict[str, Any]
 
@@ -107,35 +109,61 @@ Numbers = dict[str, Any]
 
 def collect(runs: Path, comparisons: Path) -> Numbers:
     """Return the numbers of the page from the folders of both studies."""
+    # what is not finished stays, with its commit
+    earlier: Numbers = json.loads(KEPT.read_text(encoding="utf-8"))
     controllers = {}
     for profile in PROFILES:
-        controllers[profile] = controller_of(runs / "controller" / profile)
+        run = runs / "controller" / profile
+        finished = is_finished(run)
+        controllers[profile] = controller_of(run) if finished else earlier["controllers"][profile]
+    earlier_rows = {(row["section"], row["profile"]): row for row in earlier["ablations"]}
     ablations = []
     for section in ABLATIONS:
         for profile in ("builtin", "calibrated"):
             path = comparisons / f"{section}_{profile}.json"
-            ablations.append(ablation_of(path, section, profile))
-    means = {
-        profile: mean_of(runs / "mean_budget" / profile) for profile in ("builtin", "calibrated")
-    }
-    unseen = []
-    for folder in sorted((runs / "leave_one_out").glob("calibrated*")):
-        unseen.append(unseen_of(folder))
-    selectors = {}
+            run = runs / section / profile
+            if is_finished(run) and path.exists():
+                commit = {"commit": commit_of(read(run))}
+                ablations.append(ablation_of(path, section, profile) | commit)
+            else:
+                ablations.append(earlier_rows[section, profile])
+    means = {}
+    for profile in ("builtin", "calibrated"):
+        run = runs / "mean_budget" / profile
+        means[profile] = mean_of(run) if is_finished(run) else earlier["means"][profile]
+    unseen = {row["left_out"]: row for row in earlier["unseen"]}
+    for results in sorted((runs / "leave_one_out").glob("calibrated*/results.json")):
+        row = unseen_of(results.parent)
+        unseen[row["left_out"]] = row
+    selectors, shots = {}, earlier.get("shots", {})
     for experiment in SELECTORS:
         run = runs / experiment / "reference"
-        if (run / "results.json").exists():
-            selectors[experiment] = selector_of(run)
-        else:
-            print(f"left out, since it is not finished: {run}")
+        finished = is_finished(run)
+        selectors[experiment] = selector_of(run) if finished else earlier["selectors"][experiment]
+        if experiment in NEAREST and finished:
+            shots[experiment] = shots_of(run, NEAREST[experiment])
     return {
-        "commit": read(runs / "controller" / "builtin")["run"]["commit"][:8],
         "controllers": controllers,
         "ablations": ablations,
         "means": means,
-        "unseen": unseen,
+        "unseen": list(unseen.values()),
         "selectors": selectors,
+        "shots": shots,
     }
+
+
+def is_finished(run: Path) -> bool:
+    """Return whether a run has results; say so if it has none."""
+    finished = (run / "results.json").exists()
+    if not finished:
+        print(f"kept as it was, since it is not finished: {run}")
+    return finished
+
+
+def commit_of(results: Numbers) -> str:
+    """Return the commit that trained a run, by its first eight digits."""
+    commit: str = results["run"]["commit"][:8]
+    return commit
 
 
 def read(run: Path) -> Numbers:
@@ -155,6 +183,7 @@ def controller_of(run: Path) -> Numbers:
     learned = rows["controller"]
     best = max(SIMPLE, key=lambda name: rows[name]["utility"])
     numbers = {
+        "commit": commit_of(results),
         "test_samples": results["test_samples"],
         "configurations": results["profile"]["configurations"],
         "utility": {name: round(rows[name]["utility"], 3) for name in POLICIES if name in rows},
@@ -171,24 +200,24 @@ def controller_of(run: Path) -> Numbers:
         gain = results["grpo_gain"]
         numbers["grpo"] = rounded(gain["test"], gain["test_ci95"])
         numbers["grpo_held_out"] = rounded(gain["held_out"], gain["held_out_ci95"])
-        numbers["grpo_curve"] = curve_of(run, results["training"]["warmup_iterations"])
+        numbers["grpo_last"] = last_of(run, results["training"]["warmup_iterations"])
     return numbers
 
 
-def curve_of(run: Path, start: int) -> list[float]:
-    """Return what GRPO, which starts at this iteration, changes on held-out samples after 100, 200,
-    300 and 400 iterations, in points, as a mean over seeds. Where patience ended it, its last
-    evaluation counts."""
+def last_of(run: Path, start: int) -> list[float]:
+    """Return what GRPO, which starts at this iteration, changes on held-out samples until its last
+    evaluation, in points, and its iterations until then; both are means over seeds."""
     import polars as pl
 
     metrics = pl.read_csv(run / "metrics.csv", infer_schema_length=None)
     evaluations = metrics.drop_nulls("Val/Utility").sort("step")
-    curve = []
-    for iterations in (0, 100, 200, 300, 400):
-        until = evaluations.filter(pl.col("step") <= start + iterations)
-        last = until.group_by("seed").agg(pl.col("Val/Utility").last())
-        curve.append(100 * float(last["Val/Utility"].mean()))
-    return [round(value - curve[0], 2) for value in curve[1:]]
+    before = evaluations.filter(pl.col("step") <= start)
+    first, last = (
+        part.group_by("seed").agg(pl.col("step", "Val/Utility").last()).mean()
+        for part in (before, evaluations)
+    )
+    change = 100 * float(last["Val/Utility"][0] - first["Val/Utility"][0])
+    return [round(change, 2), round(float(last["step"][0]) - start)]
 
 
 def over(run: Path, baseline: str) -> list[float] | None:
@@ -213,11 +242,13 @@ def ablation_of(path: Path, section: str, profile: str) -> Numbers:
     return {"section": section, "profile": profile, "points": points, "shown": row["shown"]}
 
 
-def mean_of(run: Path) -> list[float]:
+def mean_of(run: Path) -> Numbers:
     """Return the gain under mean budgets over the static mix, in points of accuracy."""
-    rows = read(run)["rows"]
+    results = read(run)
+    rows = results["rows"]
     (row,) = (row for row in rows if row["policy"] == "controller" and row["budget_ms"] is None)
-    return rounded(row["over_static_mix"], row["over_static_mix_ci95"])
+    points = rounded(row["over_static_mix"], row["over_static_mix_ci95"])
+    return {"commit": commit_of(results), "points": points}
 
 
 def unseen_of(run: Path) -> Numbers:
@@ -227,7 +258,8 @@ def unseen_of(run: Path) -> Numbers:
     learned = rows["controller"]
     (left_out,) = (word for word in results["command"].split() if "split.leave_out=" in word)
     points = rounded(learned["over_static"], learned["over_static_ci95"])
-    return {"left_out": left_out.split("=")[1].strip("'"), "points": points}
+    name = left_out.split("=")[1].strip("'")
+    return {"left_out": name, "points": points, "commit": commit_of(results)}
 
 
 def selector_of(run: Path) -> Numbers:
@@ -247,7 +279,31 @@ def selector_of(run: Path) -> Numbers:
     if results["experiment"] not in OF_ANOTHER_KIND:
         first = results["variants"][0]
     queries = results["test_queries"]
-    return {"queries": queries, "first": first, "accuracy": accuracy, "gains": gains}
+    return {
+        "commit": commit_of(results),
+        "queries": queries,
+        "first": first,
+        "accuracy": accuracy,
+        "gains": gains,
+    }
+
+
+def shots_of(run: Path, nearest: str) -> Numbers:
+    """Return what each stage of a selector gains over the one before, and GRPO over the nearest and
+    over random demonstrations, at each number of shots."""
+    results = read(run)
+    share: dict[str, list[float]] = {"random": [], nearest: []}
+    for row in results["rows"]:
+        if row["policy"] in share:
+            share[row["policy"]].append(round(row["accuracy"], 3))
+    learned = [("sft", nearest), ("rce", "sft"), ("grpo_recorded", "rce"), ("grpo_live", "rce")]
+    pairs = [*learned, ("grpo_live", nearest), ("grpo_live", "random")]
+    gains: dict[str, list[list[float]]] = {" − ".join(pair): [] for pair in pairs}
+    for row in results["differences"]:
+        pair = f"{row['policy']} − {row['against']}"
+        if pair in gains:
+            gains[pair].append(rounded(row["difference"], row["ci95"]))
+    return {"shots": results["shots"], "share": share, "gains": gains}
 
 
 # -- the page --------------------------------------------------------------------------------------
@@ -300,12 +356,35 @@ def tables(numbers: Numbers) -> str:
         ("What each part of the training adds", ablations_table(numbers["ablations"])),
         ("Mean budgets, and data sets never seen", others_table(numbers)),
         ("Choosing demonstrations", choices_table(numbers["selectors"])),
+        ("At one to four shots", shots_table(numbers["shots"])),
         ("What changes a selector", selectors_table(numbers["selectors"])),
     ]
     texts = []
     for title, body in parts:
         texts.append(f"## {title}\n\n{ABOUT[title]}\n\n{body}")
+    texts.append(commits_of(numbers))
     return "\n".join(texts)
+
+
+def commits_of(numbers: Numbers) -> str:
+    """Return a paragraph that says of which commits the runs are, those of most runs last."""
+    runs = [
+        (row["commit"], f"the controller of {PROFILES[name]}")
+        for name, row in numbers["controllers"].items()
+    ]
+    for row in numbers["ablations"]:
+        runs.append((row["commit"], f"`{row['section']}` ({PROFILES[row['profile']]})"))
+    for profile, row in numbers["means"].items():
+        runs.append((row["commit"], f"`mean_budget` ({PROFILES[profile]})"))
+    for row in numbers["unseen"]:
+        runs.append((row["commit"], f"`split.leave_out={row['left_out']}`"))
+    runs += [(row["commit"], f"`{name}`") for name, row in numbers["selectors"].items()]
+    names: dict[str, list[str]] = {}
+    for commit, name in runs:
+        names.setdefault(commit, []).append(name)
+    ordered = sorted(names, key=lambda commit: len(names[commit]))
+    parts = [f"Of commit {commit}: {', '.join(names[commit])}." for commit in ordered[:-1]]
+    return " ".join([*parts, f"All {'other ' * bool(parts)}runs: {ordered[-1]}."]) + "\n"
 
 
 ABOUT = {
@@ -314,9 +393,10 @@ ABOUT = {
     "is charged for its decisions. *Predictable* is the [predictable "
     "gain](profiles.md#predictable-gain). Profiles that were split three times are not tested "
     "against the predictors.",
-    "What GRPO adds to the policy": "Change in utility on held-out samples, in points, "
-    "after 100 and 400 iterations of GRPO; then the deployed policy minus the one before "
-    "GRPO, which is kept where GRPO does not improve it.",
+    "What GRPO adds to the policy": "Change in utility, in points, on the held-out samples that "
+    "choose the iteration, at the last evaluation of GRPO, and its iterations until then (a mean "
+    "over seeds); then the deployed policy minus the one before GRPO, which is kept where GRPO "
+    "does not improve it.",
     "Every policy": "Utility × 100.",
     "What each part of the training adds": "Points of utility, five seeds, in bold where "
     "significant after Holm's correction.",
@@ -326,6 +406,9 @@ ABOUT = {
     "Choosing demonstrations": "The share of right answers with two demonstrations, on test "
     "queries; three seeds. "
     "[Metrics](metrics.md#results) explains the policies.",
+    "At one to four shots": "The share of right answers with the nearest and with random "
+    "demonstrations, then differences in points: what each stage of training gains over the one "
+    "before it, and GRPO over both. All train with two shots.",
     "What changes a selector": "Points with two demonstrations, in bold where the interval "
     "excludes 0. A reference has its share of right answers, too.",
 }
@@ -351,17 +434,14 @@ def controllers_table(controllers: Numbers) -> str:
 
 
 def grpo_table(controllers: Numbers) -> str:
-    """Return what GRPO changes, by iterations and in the end."""
+    """Return what GRPO changes at its last evaluation, and in the deployed policy."""
     rows = []
     for name, numbers in controllers.items():
-        if "grpo_curve" in numbers:
-            row = [PROFILES[name]]
-            after_100, _, _, after_400 = numbers["grpo_curve"]
-            for value in (after_100, after_400):
-                row.append(f"{value + 0.0:+.2f}".replace("-", "−"))
-            row.append(text_of(numbers["grpo"]))
-            rows.append(row)
-    header = ["profile", "after 100", "after 400", "deployed, on test samples"]
+        if "grpo_last" in numbers:
+            change, iterations = numbers["grpo_last"]
+            shown = f"{change + 0.0:+.2f}".replace("-", "−")
+            rows.append([PROFILES[name], str(iterations), shown, text_of(numbers["grpo"])])
+    header = ["profile", "iterations", "at the last evaluation", "deployed, on test samples"]
     return table(header, rows)
 
 
@@ -394,7 +474,8 @@ def ablations_table(ablations: list[Numbers]) -> str:
 def others_table(numbers: Numbers) -> str:
     """Return the gains under mean budgets and on unseen data sets."""
     rows = []
-    for profile, points in numbers["means"].items():
+    for profile, mean in numbers["means"].items():
+        points = mean["points"]
         cell = emphasised(points, excludes_0(points))
         rows.append([f"`mean_budget`, {PROFILES[profile]}", cell])
     for row in numbers["unseen"]:
@@ -414,6 +495,22 @@ def choices_table(selectors: Numbers) -> str:
             row.append(f"{accuracy['2']:.3f}" if "2" in accuracy else "–")
         rows.append(row)
     return table(["policy", *TASKS.values()], rows)
+
+
+def shots_table(shots: Numbers) -> str:
+    """Return what each stage of a selector gains, with a column for each number of shots."""
+    rows = []
+    for experiment, numbers in shots.items():
+        task = TASKS[experiment]
+        for policy, shares in numbers["share"].items():
+            rows.append([task, f"`{policy}`", *(f"{share:.3f}" for share in shares)])
+        for pair, gains in numbers["gains"].items():
+            policy, against = pair.split(" − ")
+            cells = [emphasised(points, excludes_0(points)) for points in gains]
+            rows.append([task, f"`{policy}` − `{against}`", *cells])
+    columns = next(iter(shots.values()))["shots"]
+    names = [f"{count} shot{'s' * (count > 1)}" for count in columns]
+    return table(["task", "policy", *names], rows)
 
 
 def selectors_table(selectors: Numbers) -> str:
@@ -479,7 +576,8 @@ def differences(numbers: Numbers) -> list[Difference]:
         clear = row["shown"] in ("better", "worse")
         shown.append(Difference(title, label, row["profile"], clear, row["points"]))
     title = "Mean budgets, and data sets never seen"
-    for profile, points in numbers["means"].items():
+    for profile, mean in numbers["means"].items():
+        points = mean["points"]
         clear = excludes_0(points)
         shown.append(Difference(title, "mean_budget − static mix", profile, clear, points))
     for row in numbers["unseen"]:
