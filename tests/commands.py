@@ -22,6 +22,7 @@ import knobwise.__main__
 from knobwise.__main__ import main
 from knobwise.agents import load_checkpoint
 from knobwise.agents.training.trainer import Trainer
+from knobwise.common.progress import say
 from knobwise.envs.readers.feature_files import write_features
 from knobwise.envs.readers.long_table import write_long_table
 from knobwise.experiments.command_line.compose import run_hydra
@@ -100,8 +101,12 @@ def mistake(words, capsys, begun=""):
     before, if it had got so far."""
     capsys.readouterr()
     # on a busy machine even short work takes long enough for a line of progress
-    with patch("knobwise.common.progress.say"):
+    with patch("knobwise.common.progress.say") as silent:
         assert main(words) == 2
+    # a module that was imported meanwhile would stay silent in all tests to come
+    for module in list(sys.modules.values()):
+        if getattr(module, "__dict__", {}).get("say") is silent:
+            module.say = say
     printed = capsys.readouterr()
     lines = printed.err.removesuffix("\n").split("\n")
     # what is noted of a server begins with its address
