@@ -275,6 +275,9 @@ def inspect(config: InspectRun) -> None:
     if config.log is not None:
         from knobwise.experiments.inspection.logs import inspect_log
 
+        for name in ("budgets_ms", "learning_curve", "html"):
+            if value := getattr(config, name):
+                raise InputError(f"{name}={value}: is for profile=…; leave it out with log=…")
         facts = inspect_log(config.log)
         inspection.print_log(facts, Console())
     else:

@@ -214,7 +214,8 @@ def capped(measured: Measured) -> Findings:
     advice = "They look like time-outs"
     if not scored:
         advice += ", with accuracy 0 as they should"
-    advice += ": default budgets leave them out."
+    by_default = measured.facts.get("default_budgets", True)
+    advice += ": default budgets leave them out." if by_default else "."
     # an answer that was cut at a number of tokens may be right
     if scored and measured.table.unit == MS:
         advice += f" Give accuracy 0 to the {scored:,} of them that have more, unless they were in "

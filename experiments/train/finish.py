@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 import time
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -74,23 +76,40 @@ def print_finished(folder: Path, results: RunResults, mode: str) -> None:
     if mode == "offline":
         print(f"W&B:    wandb sync {shlex.quote(str(folder / 'wandb'))}/offline-run-*")
     rule = results["rule"]["name"] if "rule" in results else None
-    print(f"next:   {next_command(folder, is_worse_than_static(results), rule)}")
+    about = [word for word in shlex.split(results["command"]) if re.match(r"profile[.=]", word)]
+    print(f"next:   {next_command(folder, sign_of_gain(results), rule, about)}")
 
 
-def is_worse_than_static(results: RunResults) -> bool:
-    """Tell whether the controller is shown to be worse than what it is compared with."""
+def sign_of_gain(results: RunResults) -> int | None:
+    """Return 1 or −1 for a controller that is shown to be better or worse than static, 0 for one
+    that is neither, and None where nothing is compared."""
     task = task_of(results)
     learned: Row = task.row(results, "controller", task.main_condition(results))
-    return any(sign_of(learned.get(f"{name}_ci95")) < 0 for name in task.compared[:1])
+    ci95 = learned.get(f"{task.compared[0]}_ci95") if task.compared else None
+    return None if ci95 is None else sign_of(ci95)
 
 
-def next_command(folder: Path, worse: bool = False, rule: str | None = None) -> str:
-    """Return the command that usually follows a run, as a shell takes it; a controller that is
-    `worse` than static is not for export. A rule of the user's own is given again."""
+def next_command(
+    folder: Path,
+    gain: int | None = None,
+    rule: str | None = None,
+    about: Sequence[str] = (),
+) -> str:
+    """Return the command that usually follows a run, as a shell takes it.
+
+    Args:
+        gain: see `sign_of_gain`. A controller that gains nothing makes one look at its profile, one
+            that loses is to be compared with others, and the rest are exported.
+        rule: of the user's own, which is given again.
+        about: words of the profile.
+    """
+    if gain == 0 and about:
+        # what its features can tell, and what is wrong with it
+        return shlex.join(["knobwise", "inspect", *about])
     checkpoint = shell_word("checkpoint", folder)
     if rule is not None:
         checkpoint += f" {shell_word('rule', rule)}"
-    if (folder / "controller.npz").exists() and not worse:
+    if (folder / "controller.npz").exists() and gain != -1:
         return f"knobwise export {checkpoint}"
     # to compare takes two
     if len(find_runs([str(folder.parent)])[0]) > 1:

@@ -107,6 +107,8 @@ def test_inspect_estimates_the_gain_at_budgets_of_ones_own(folder, capsys):
     for wrong in ("[]", "[0]", "[10,-1]"):
         words = words_of("inspect", TABLE, f"budgets_ms={wrong}")
         assert "budgets_ms" in commands.refused(words, capsys)
+    for word in ("budgets_ms=[30]", "learning_curve=true", "html=page.html"):
+        assert word[:5] in commands.refused(["inspect", "log=requests", word], capsys)
 
 
 @pytest.mark.campaign

@@ -26,6 +26,7 @@ from campaign.profiles.written import (
 from knobwise.envs.readers.long_table import long_frame, table_from_frame
 from knobwise.envs.tables.columns import Column
 from knobwise.envs.tables.profile_table import Knob
+from knobwise.experiments.inspection.cell_checks import capped
 from knobwise.experiments.inspection.checks import (
     CHECKS,
     FAULT,
@@ -574,6 +575,10 @@ def test_time_outs_that_count_as_wrong_need_no_advice_to_count_them_so():
         advice.append(fault.advice)
     assert "Give accuracy 0" not in advice[0]
     assert "Give accuracy 0 to the 30 " in advice[1]
+    # budgets of one's own may be longer
+    for default in (True, False):
+        (fault,) = capped(Measured(table, {"default_budgets": default}))
+        assert ("default budgets" in fault.advice) == default
 
 
 @pytest.mark.parametrize("torn", [True, False])

@@ -40,7 +40,7 @@ from knobwise.experiments.report.sentences import Sentence
 from knobwise.experiments.report.tables import Table
 from knobwise.experiments.report.verdict import shown_by_run, verdict
 from knobwise.experiments.report.words import policy_name
-from knobwise.experiments.train.finish import is_worse_than_static
+from knobwise.experiments.train.finish import sign_of_gain
 
 BUDGETS = (120.0, 480.0)
 SHOWN = ("controller", "budget_aware_static", "random_forest", "oracle")
@@ -329,13 +329,15 @@ def test_the_verdict(content, wanted):
 
 
 @pytest.mark.parametrize(
-    ("ci95", "worse"),
-    [((-0.1, -0.01), True), ((-0.1, 0.0), False), ((0.01, 0.1), False), (None, False)],
+    ("ci95", "sign"),
+    [((-0.1, -0.01), -1), ((-0.1, 0.0), 0), ((-0.1, 0.2), 0), ((0.01, 0.1), 1), (None, None)],
 )
-def test_a_controller_is_worse_than_static_where_its_interval_says_so(ci95, worse):
+def test_the_sign_of_a_gain_is_that_of_its_interval(ci95, sign):
     content = results({"over_static": -0.05, "over_static_ci95": ci95})
-    assert is_worse_than_static(content) == worse
-    assert (shown_by_run(content)[0].name == "loses") == worse
+    assert sign_of_gain(content) == sign
+    # without its interval, the verdict goes by that of the gap
+    names = {-1: "loses", 0: "no_gain", 1: "beats", None: "beats"}
+    assert shown_by_run(content)[0].name == names[sign]
 
 
 def test_the_verdict_is_silent_on_budgets_that_were_not_judged():
