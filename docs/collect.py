@@ -31,8 +31,11 @@ SIMPLE = (
 )
 OF_ANOTHER_KIND = ("selector", "selector_careful", "selector_language", "selector_seeds")
 
-NEAREST = {"selector": "question_similarity", "selector_language": "similarity"}
-"""The nearest demonstrations of these, by how near their queries are."""
+SHOTS = {
+    "selector": ("reference", "question_similarity"),
+    "selector_language": ("recorded", "similarity"),
+}
+"""The runs of these that are shown at one to four shots, and what chooses the nearest there."""
 
 
 def collect(runs: Path, comparisons: Path) -> Numbers:
@@ -68,8 +71,9 @@ def collect(runs: Path, comparisons: Path) -> Numbers:
         run = runs / experiment / "reference"
         finished = is_finished(run)
         selectors[experiment] = selector_of(run) if finished else earlier["selectors"][experiment]
-        if experiment in NEAREST and finished:
-            shots[experiment] = shots_of(run, NEAREST[experiment])
+    for experiment, (name, nearest) in SHOTS.items():
+        if is_finished(run := runs / experiment / name):
+            shots[experiment] = shots_of(run, nearest)
     return {
         "controllers": controllers,
         "ablations": ablations,
@@ -212,21 +216,25 @@ def selector_of(run: Path) -> Numbers:
 
 
 def shots_of(run: Path, nearest: str) -> Numbers:
-    """Return what each stage of a selector gains over the one before, and GRPO over the nearest and
-    over random demonstrations, at each number of shots."""
+    """Return what each stage of a selector gains over the one before, and the last over the nearest
+    and over random demonstrations, at each number of shots."""
     results = read(run)
     share: dict[str, list[float]] = {"random": [], nearest: []}
     for row in results["rows"]:
         if row["policy"] in share:
             share[row["policy"]].append(round(row["accuracy"], 3))
-    learned = [("sft", nearest), ("rce", "sft"), ("grpo_recorded", "rce"), ("grpo_live", "rce")]
-    pairs = [*learned, ("grpo_live", nearest), ("grpo_live", "random")]
+    stages = [("sft", nearest), ("rce", "sft"), ("grpo_recorded", "rce")]
+    if "grpo_live" in results["variants"]:
+        stages.append(("grpo_live", "rce"))
+    last, _ = stages[-1]
+    pairs = [*stages, (last, nearest), (last, "random")]
     gains: dict[str, list[list[float]]] = {" − ".join(pair): [] for pair in pairs}
     for row in results["differences"]:
         pair = f"{row['policy']} − {row['against']}"
         if pair in gains:
             gains[pair].append(rounded(row["difference"], row["ci95"]))
-    return {"shots": results["shots"], "share": share, "gains": gains}
+    commit = commit_of(results)
+    return {"commit": commit, "shots": results["shots"], "share": share, "gains": gains}
 
 
 if __name__ == "__main__":

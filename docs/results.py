@@ -160,6 +160,8 @@ def commits_of(numbers: Numbers) -> str:
     for row in numbers["unseen"]:
         runs.append((row["commit"], f"`split.leave_out={row['left_out']}`"))
     runs += [(row["commit"], f"`{name}`") for name, row in numbers["selectors"].items()]
+    for name, row in numbers["shots"].items():
+        runs.append((row["commit"], f"`{name}` at one to four shots"))
     names: dict[str, list[str]] = {}
     for commit, name in runs:
         names.setdefault(commit, []).append(name)
