@@ -73,7 +73,7 @@ def collect(runs: Path, comparisons: Path) -> Numbers:
         selectors[experiment] = selector_of(run) if finished else earlier["selectors"][experiment]
     for experiment, (name, nearest) in SHOTS.items():
         if is_finished(run := runs / experiment / name):
-            shots[experiment] = shots_of(run, nearest)
+            shots[experiment] = shots_of(read(run), nearest)
     return {
         "controllers": controllers,
         "ablations": ablations,
@@ -215,10 +215,9 @@ def selector_of(run: Path) -> Numbers:
     }
 
 
-def shots_of(run: Path, nearest: str) -> Numbers:
+def shots_of(results: Numbers, nearest: str) -> Numbers:
     """Return what each stage of a selector gains over the one before, and the last over the nearest
     and over random demonstrations, at each number of shots."""
-    results = read(run)
     share: dict[str, list[float]] = {"random": [], nearest: []}
     for row in results["rows"]:
         if row["policy"] in share:
@@ -233,6 +232,8 @@ def shots_of(run: Path, nearest: str) -> Numbers:
         pair = f"{row['policy']} − {row['against']}"
         if pair in gains:
             gains[pair].append(rounded(row["difference"], row["ci95"]))
+    # a table has a cell for each number of shots
+    assert {len(cells) for cells in gains.values()} == {len(results["shots"])}, gains
     commit = commit_of(results)
     return {"commit": commit, "shots": results["shots"], "share": share, "gains": gains}
 

@@ -90,6 +90,41 @@ def test_links_work_on_github_too():
 RESULTS = (ROOT / "docs/results.md").read_text()
 
 
+@pytest.mark.parametrize("last", ["grpo_recorded", "grpo_live"])
+def test_the_stages_of_a_selector_are_collected_at_each_number_of_shots(last, monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "docs")
+    shots_of = runpy.run_path(str(ROOT / "docs/collect.py"))["shots_of"]
+    stages = ["nearest", "sft", "rce", "grpo_recorded"]
+    pairs = [*zip(stages[1:], stages, strict=False), ("grpo_live", "rce")]
+    pairs += [
+        (policy, other) for policy in [*stages[2:], "grpo_live"] for other in ("nearest", "random")
+    ]
+    content = {
+        "run": {"commit": "0123456789"},
+        "shots": [1, 2],
+        "variants": ["grpo_recorded"] + ["grpo_live"] * (last == "grpo_live"),
+        "rows": [
+            {"policy": name, "accuracy": share}
+            for name in ("random", "rce", "nearest")
+            for share in (0.1, 0.2004)
+        ],
+        "differences": [
+            {"policy": policy, "against": other, "difference": 0.1, "ci95": [0.05, 0.125 * shots]}
+            for shots in (1, 2)
+            for policy, other in pairs
+        ],
+    }
+    collected = shots_of(content, "nearest")
+    assert collected["commit"] == "01234567"
+    assert collected["share"] == {"random": [0.1, 0.2], "nearest": [0.1, 0.2]}
+    assert list(collected["gains"])[-2:] == [f"{last} − nearest", f"{last} − random"]
+    assert all(cells == [[10, 5, 12.5], [10, 5, 25]] for cells in collected["gains"].values())
+    # one that was not judged at both
+    content["differences"].pop()
+    with pytest.raises(AssertionError):
+        shots_of(content | {"variants": ["grpo_live"]}, "nearest")
+
+
 def test_tables_and_chart_are_made_from_the_numbers_that_are_kept():
     """`python docs/results.py` after a change of the script or of docs/results.json."""
     names = runpy.run_path(str(ROOT / "docs/results.py"))

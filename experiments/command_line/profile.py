@@ -276,7 +276,8 @@ def inspect(config: InspectRun) -> None:
         from knobwise.experiments.inspection.logs import inspect_log
 
         for name in ("budgets_ms", "learning_curve", "html"):
-            if value := getattr(config, name):
+            value = getattr(config, name)
+            if value not in (None, False):
                 raise InputError(f"{name}={value}: is for profile=…; leave it out with log=…")
         facts = inspect_log(config.log)
         inspection.print_log(facts, Console())

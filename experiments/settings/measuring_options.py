@@ -84,8 +84,9 @@ class InspectRun:
     times, such as the deadlines of your requests; None for five quantiles of the table's latencies,
     as in `train`."""
     learning_curve: bool = False
-    """Estimate what a policy would gain if fewer cells had been measured. It takes minutes."""
+    """With a profile: estimate what a policy would gain if fewer cells had been measured. It takes
+    minutes."""
     json: str | None = None
     """Write the summary to this file, as JSON."""
     html: str | None = None
-    """Write an HTML report with charts to this file."""
+    """With a profile: write an HTML report with charts to this file."""

@@ -76,8 +76,20 @@ def print_finished(folder: Path, results: RunResults, mode: str) -> None:
     if mode == "offline":
         print(f"W&B:    wandb sync {shlex.quote(str(folder / 'wandb'))}/offline-run-*")
     rule = results["rule"]["name"] if "rule" in results else None
-    about = [word for word in shlex.split(results["command"]) if re.match(r"profile[.=]", word)]
+    about = words_of_inspect(results)
     print(f"next:   {next_command(folder, sign_of_gain(results), rule, about)}")
+
+
+def words_of_inspect(results: RunResults) -> list[str]:
+    """Return the words with which `inspect` asks the same of the same profile: profile and budgets
+    that were typed. [] where it cannot, since the experiment chose the profile, or what counts is a
+    mean budget, a promise or a rule of the user's own."""
+    words = shlex.split(results["command"])
+    words = [word for word in words if re.match(r"profile[.=]|budgets_ms=", word)]
+    counts_otherwise = "rule" in results or results.get("promises")
+    if counts_otherwise or task_of(results).equal_latency:
+        return []
+    return words if any(word.startswith("profile=") for word in words) else []
 
 
 def sign_of_gain(results: RunResults) -> int | None:
@@ -98,10 +110,10 @@ def next_command(
     """Return the command that usually follows a run, as a shell takes it.
 
     Args:
-        gain: see `sign_of_gain`. A controller that gains nothing makes one look at its profile, one
-            that loses is to be compared with others, and the rest are exported.
+        gain: see `sign_of_gain`. A controller that loses is to be compared with others, and where
+            one gains nothing, one looks at its profile.
         rule: of the user's own, which is given again.
-        about: words of the profile.
+        about: see `words_of_inspect`.
     """
     if gain == 0 and about:
         # what its features can tell, and what is wrong with it

@@ -26,7 +26,7 @@ from knobwise.experiments.deploy.update import CURRENT
 from knobwise.experiments.evidence.run_folder import command_of, run_name
 from knobwise.experiments.settings.profiles import read_profile
 from knobwise.experiments.settings.words import shell_word
-from knobwise.experiments.train.finish import next_command
+from knobwise.experiments.train.finish import next_command, print_finished, words_of_inspect
 
 NAMES = [
     "ü",
@@ -233,6 +233,38 @@ def test_the_next_command_of_the_only_run_without_a_controller_runs(trained, tmp
     assert main([*words, "json=alone.json"]) == 0
 
 
+RUN = {"experiment": "controller", "rows": []}
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (
+            {"command": "knobwise train profile=ocr profile.samples=30 seeds=[0]"},
+            ["profile=ocr", "profile.samples=30"],
+        ),
+        (
+            {"command": "knobwise train 'budgets_ms=[3,4]' profile=ocr"},
+            ["budgets_ms=[3,4]", "profile=ocr"],
+        ),
+        # chosen by the experiment
+        ({"command": "knobwise train experiment=shots profile.samples=30"}, []),
+        # what inspect does not ask
+        (
+            {
+                "command": "knobwise train profile=ocr rule=mine:Rule",
+                "rule": {"name": "mine:Rule", "numbers": {}},
+            },
+            [],
+        ),
+        ({"command": "knobwise train profile=ocr policy.promise=0.9", "promises": [{}]}, []),
+        ({"command": "knobwise train profile=ocr budget=mean", "sense": "mean"}, []),
+    ],
+)
+def test_a_run_without_a_gain_is_inspected_where_inspect_asks_the_same(content, words):
+    assert words_of_inspect(RUN | content) == words
+
+
 def test_the_next_command_of_a_run_is_printed_and_runs(trained, monkeypatch, capsys):
     monkeypatch.chdir(trained)
     name = "ü,b (c)=[d]{e}~'\"$x${y}"
@@ -245,7 +277,17 @@ def test_the_next_command_of_a_run_is_printed_and_runs(trained, monkeypatch, cap
     assert following[0] == "inspect"
     assert main(following) == 0
     run = Path("runs/controller") / name
-    assert main([*pasted(next_command(run)), "out=odd"]) == 0
+    # with a gain it is exported
+    content = read_json(run / "results.json")
+    (row,) = (
+        row for row in content["rows"] if (row["policy"], row["budget_ms"]) == ("controller", None)
+    )
+    row["over_static_ci95"] = [0.1, 0.2]
+    print_finished(run, content, "disabled")
+    (following,) = [
+        line for line in capsys.readouterr().out.splitlines() if line.startswith("next:")
+    ]
+    assert main([*pasted(following.partition(":")[2].strip()), "out=odd"]) == 0
     # its settings are read again as text, and the command in its results is the same
     launch(["evaluate", f"checkpoint={run}", "json=e.json"])
     command = read_json(run / "results.json")["command"]
