@@ -82,14 +82,16 @@ def print_finished(folder: Path, results: RunResults, mode: str) -> None:
 
 def words_of_inspect(results: RunResults) -> list[str]:
     """Return the words with which `inspect` asks the same of the same profile: profile and budgets
-    that were typed. [] where it cannot, since the experiment chose the profile, or what counts is a
-    mean budget, a promise or a rule of the user's own."""
+    that were typed, or the built-in profile. [] where it cannot, since the experiment chose another
+    profile, or what counts is a mean budget, a promise or a rule of the user's own."""
     words = shlex.split(results["command"])
     words = [word for word in words if re.match(r"profile[.=]|budgets_ms=", word)]
     counts_otherwise = "rule" in results or results.get("promises")
     if counts_otherwise or task_of(results).equal_latency:
         return []
-    return words if any(word.startswith("profile=") for word in words) else []
+    if any(word.startswith("profile=") for word in words):
+        return words
+    return ["profile=builtin", *words] if results["profile"].get("name") == "builtin" else []
 
 
 def sign_of_gain(results: RunResults) -> int | None:

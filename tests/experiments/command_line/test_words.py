@@ -233,7 +233,7 @@ def test_the_next_command_of_the_only_run_without_a_controller_runs(trained, tmp
     assert main([*words, "json=alone.json"]) == 0
 
 
-RUN = {"experiment": "controller", "rows": []}
+RUN = {"profile": {"name": "ocr"}}
 
 
 @pytest.mark.parametrize(
@@ -247,7 +247,8 @@ RUN = {"experiment": "controller", "rows": []}
             {"command": "knobwise train 'budgets_ms=[3,4]' profile=ocr"},
             ["budgets_ms=[3,4]", "profile=ocr"],
         ),
-        # chosen by the experiment
+        # the default, and what the experiment chose
+        ({"command": "knobwise train", "profile": {"name": "builtin"}}, ["profile=builtin"]),
         ({"command": "knobwise train experiment=shots profile.samples=30"}, []),
         # what inspect does not ask
         (
