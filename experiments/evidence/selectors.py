@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -18,6 +18,7 @@ from knobwise.agents.selector.actor import SelectorActor
 from knobwise.agents.selector.baselines import SIMPLE
 from knobwise.agents.selector.evaluation import Decided
 from knobwise.agents.training.checkpoint import Loaded
+from knobwise.common.progress import progress
 from knobwise.envs.demonstrations.beam_table import BeamTable
 from knobwise.experiments.evidence.decisions import SAMPLE, Columns
 from knobwise.experiments.evidence.evaluate import evaluate
@@ -107,20 +108,28 @@ def evaluate_selectors(
     """
     # policy → number of shots → its choices
     decided: dict[str, dict[int, Decided]] = defaultdict(dict)
-    for shots in judged_shots if baselines else ():
-        simple = evaluation.decide_baselines(
-            data.test,
-            data.test_scorer,
-            shots,
-            seeds=seeds,
-            rows=data.test_rows,
-            trusted=data.trusted,
-            kinds=data.kinds,
-        )
-        for name, outcome in simple.items():
-            decided[name][shots] = outcome
-    for name, loaded in trained.items():
-        decided[name] = _decided(data, loaded, judged_shots, hidden[name])
+    # a model answers what was not recorded, which may take hours
+    done, steps = 0, len(judged_shots) * (baselines + len(trained))
+    with progress("choosing", steps, quiet_s=2) as tick:
+        for shots in judged_shots if baselines else ():
+            simple = evaluation.decide_baselines(
+                data.test,
+                data.test_scorer,
+                shots,
+                seeds=seeds,
+                rows=data.test_rows,
+                trusted=data.trusted,
+                kinds=data.kinds,
+            )
+            for name, outcome in simple.items():
+                decided[name][shots] = outcome
+            done += 1
+            tick(done, f"baselines, shots={shots}")
+        for name, loaded in trained.items():
+            for shots, outcome in _decided(data, loaded, judged_shots, hidden[name]):
+                decided[name][shots] = outcome
+                done += 1
+                tick(done, f"{name}, shots={shots}")
     evaluator = Demonstrations(data.test, data.test_rows, judged_shots)
     decisions = selector_decisions(evaluator, decided, seeds)
     blocks = sorted(set(itertools.chain(*hidden.values())))
@@ -129,8 +138,8 @@ def evaluate_selectors(
 
 def _decided(
     data: SelectorData, loaded: Sequence[Loaded], judged_shots: Sequence[int], blocks: list[str]
-) -> dict[int, Decided]:
-    """Return the choices of a policy, of all seeds, by the number of shots.
+) -> Iterator[tuple[int, Decided]]:
+    """Yield each number of shots with the choices of a policy, of all seeds.
 
     Args:
         loaded: the checkpoint of each seed.
@@ -142,7 +151,6 @@ def _decided(
     for checkpoint in loaded:
         table = table_for(test, checkpoint, data.items)
         actors.append(SelectorActor(checkpoint.selector, table, judged_shots[0]))
-    decided = {}
     for shots in judged_shots:
         # the same embeddings serve every number of shots
         for actor in actors:
@@ -154,8 +162,7 @@ def _decided(
             votes = torch.stack([scorer.vote(data.test_rows, sequences) for sequences in chosen])
             times = evaluation.selector_decision_us(actors[0], data.test_rows)
             outcome = outcome._replace(vote=votes.float().cpu(), decision_us=times)
-        decided[shots] = outcome
-    return decided
+        yield shots, outcome
 
 
 def selector_decisions(
