@@ -17,6 +17,7 @@ from pathlib import Path
 import polars as pl
 from results import ABLATIONS, KEPT, POLICIES, PROFILES, SELECTORS, Numbers
 
+from knobwise.common.files import write_text
 from knobwise.experiments.report.paired import differences
 from knobwise.experiments.report.runs import read_runs
 
@@ -242,5 +243,5 @@ if __name__ == "__main__":
     if len(sys.argv) != 3:
         sys.exit(__doc__)
     numbers = collect(*map(Path, sys.argv[1:]))
-    KEPT.write_text(json.dumps(numbers, indent=1) + "\n", encoding="utf-8")
+    write_text(KEPT, json.dumps(numbers, indent=1) + "\n")
     print(f"written: {KEPT}")
