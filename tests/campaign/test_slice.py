@@ -6,8 +6,9 @@ from random import Random
 
 import pytest
 
-from campaign import hostile
 from campaign.formats import FORMATS, trials
+from campaign.hostile.trials import load as hostile_load
+from campaign.hostile.trials import odd
 from campaign.kills import BY_NAME, kill_trial, reference_of
 from campaign.limits import limit_trial
 from campaign.server import load
@@ -54,11 +55,11 @@ def test_no_answer_is_lost_and_no_label_mixed_up_when_workers_are_killed(tmp_pat
 
 
 def test_no_answer_of_a_hostile_endpoint_is_lost_or_taken_for_what_it_is_not(tmp_path):
-    seen, faults, examples, _ = hostile.load(tmp_path, 6, SEED, workers=2, clients=8)
+    seen, faults, examples, _ = hostile_load(tmp_path, 6, SEED, workers=2, clients=8)
     assert not faults, examples
     assert seen["workers killed"] > 1
 
 
 def test_odd_names_leave_nothing_in_a_server(tmp_path):
-    seen, faults = hostile.odd(tmp_path, 500)
+    seen, faults = odd(tmp_path, 500)
     assert not faults, seen

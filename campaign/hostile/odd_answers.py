@@ -1,268 +1,42 @@
-"""Odd answers of an endpoint, with what each one is, and a server that gives them.
+"""Odd answers of an endpoint, with what each one is.
 
-Each is drawn from a table, and says itself whether it is an answer and what tokens it may be priced
-by, so that the log of `knobwise serve` can be held against what was sent.
+Each says itself whether it is an answer and what tokens it may be priced by, so that the log of
+`knobwise serve` can be held against what was sent.
 """
 
-import asyncio
 import gzip
-import json
-import random
-import re
-import threading
 import zlib
-from collections import Counter, defaultdict
-from typing import Any, NamedTuple
 
-FAULT = "fault"
-"""Of what is no answer."""
-LEFT = "left"
-"""Of what breaks off, so that the client sees that too."""
-TEXT = "no text"
-"""Of an answer whose text is none, which only passes as it is."""
-UNPRICED = "unpriced"
-"""Of an answer whose tokens nobody knows."""
-CUT = None
-"""A piece of content at which the connection breaks."""
-NAN = float("nan")
-NUMBER = re.compile(r"What is (\d+) \+ 0")
-RESPONSES = "/responses"
-
-
-class Asked(NamedTuple):
-    """A request as the endpoint got it."""
-
-    path: str
-    body: dict[str, Any]
-    number: int
-    turn: int
-    """How many times it was asked for before."""
-
-    @property
-    def streams(self):
-        return bool(self.body.get("stream"))
-
-    @property
-    def tokens(self):
-        """How many tokens it reads and writes."""
-        return 10 + self.number % 90, 1 + self.number % 30
-
-    @property
-    def name(self):
-        """The id of its answer."""
-        return f"answer-{self.number}-{self.turn}"
-
-
-class Sent(NamedTuple):
-    """What was sent, and what it is.
-
-    `tokens` is FAULT, LEFT, TEXT, UNPRICED, or how many tokens were read, were written, and were
-    cached.
-    """
-
-    kind: str
-    model: str
-    path: str
-    tokens: object
-    name: object
-    """The id of the answer, if it has one of its own."""
-    counted: tuple[int, int, int]
-    """The tokens of every answer to this request, if they are counted rightly."""
-
-
-class Reply(NamedTuple):
-    """The bytes of an answer: pieces, waits in s between them, or CUT."""
-
-    pieces: list[Any]
-    tokens: object
-    name: object = ""
-    closes: bool = False
-
-
-def head(status=200, kind="application/json", headers=(), reason="OK"):
-    """The beginning of an answer."""
-    first = f"HTTP/1.1 {status:03d} {reason}\r\n".encode("latin-1")
-    pairs = [("content-type", kind), *headers] if kind else [*headers]
-    lines = [f"{name}: {value}\r\n".encode("latin-1") for name, value in pairs]
-    return first + b"".join(lines)
-
-
-def sized(content, size=None, **about):
-    """An answer with its length."""
-    length = len(content) if size is None else size
-    return [head(**about) + f"content-length: {length}\r\n\r\n".encode() + content]
-
-
-def chunked(parts, **about):
-    """An answer in chunks."""
-    pieces = [head(**about) + b"transfer-encoding: chunked\r\n\r\n"]
-    for part in parts:
-        if isinstance(part, bytes):
-            pieces.append(b"%x\r\n%s\r\n" % (len(part), part))
-        else:
-            pieces.append(part)
-    return pieces if CUT in pieces else [*pieces, b"0\r\n\r\n"]
-
-
-def dumped(content):
-    return content if isinstance(content, bytes) else json.dumps(content).encode()
-
-
-def event(content):
-    return b"data: " + dumped(content) + b"\n\n"
-
-
-DONE = b"data: [DONE]\n\n"
-COMMENT = b": keep-alive\n\n"
-
-
-# -- tokens ----------------------------------------------------------------------------------------
-
-
-def usages(read, wrote):
-    """What an endpoint may say of tokens, in the words of chats, and what can be priced of it."""
-    counted = {"prompt_tokens": read, "completion_tokens": wrote, "total_tokens": read + wrote}
-    return {
-        "counted": (counted, (read, wrote, 0)),
-        "missing": (None, UNPRICED),
-        "empty": ({}, UNPRICED),
-        "negative": ({**counted, "completion_tokens": -wrote}, UNPRICED),
-        "huge": ({**counted, "completion_tokens": 10**400}, UNPRICED),
-        "beyond floats": ({**counted, "prompt_tokens": float("inf")}, UNPRICED),
-        "NaN": ({**counted, "prompt_tokens": NAN}, UNPRICED),
-        "zero": (dict.fromkeys(counted, 0), UNPRICED),
-        "of the prompt alone": ({"prompt_tokens": read}, UNPRICED),
-        "of the text alone": ({"completion_tokens": wrote}, UNPRICED),
-        "in the total": ({"prompt_tokens": read, "total_tokens": read + wrote}, (read, wrote, 0)),
-        "more in the total": ({**counted, "total_tokens": read + wrote + 7}, (read, wrote + 7, 0)),
-        "floats": (
-            {"prompt_tokens": float(read), "completion_tokens": float(wrote)},
-            (read, wrote, 0),
-        ),
-        "halves": ({**counted, "completion_tokens": wrote + 0.5}, UNPRICED),
-        "texts": ({**counted, "prompt_tokens": str(read)}, UNPRICED),
-        "truth values": ({**counted, "prompt_tokens": True}, UNPRICED),
-        "cached": ({**counted, "prompt_tokens_details": {"cached_tokens": 5}}, (read, wrote, 5)),
-        "more cached": ({**counted, "prompt_tokens_details": {"cached_tokens": 10_000}}, UNPRICED),
-        "odd details": (
-            {**counted, "prompt_tokens_details": [1], "completion_tokens_details": "x"},
-            (read, wrote, 0),
-        ),
-        "a list": ([read, wrote], UNPRICED),
-        "nested": ({**counted, "cost": nested(900)}, (read, wrote, 0)),
-    }
-
-
-def nested(depth):
-    value: Any = []
-    for _ in range(depth):
-        value = [value]
-    return value
-
-
-def of_responses(usage):
-    """The same in the words of /v1/responses."""
-    if not isinstance(usage, dict):
-        return usage
-    names = {"prompt_tokens": "input_tokens", "completion_tokens": "output_tokens"}
-    names["prompt_tokens_details"] = "input_tokens_details"
-    names["completion_tokens_details"] = "output_tokens_details"
-    return {names.get(name, name): value for name, value in usage.items()}
-
-
-# -- answers ---------------------------------------------------------------------------------------
-
-
-def whole(asked, usage="counted", text="yes", **fields):
-    """An answer in one piece, as JSON holds it."""
-    counts = usages(*asked.tokens)[usage][0] if isinstance(usage, str) else usage
-    if asked.path == RESPONSES:
-        content = {"type": "output_text", "text": text, "annotations": []}
-        item = {"type": "message", "id": "msg_1", "role": "assistant", "status": "completed"}
-        answer = {"id": asked.name, "object": "response", "created_at": 1, "model": "m"}
-        answer |= {"status": "completed", "error": None, "output": [{**item, "content": [content]}]}
-        answer |= {"usage": of_responses(counts)}
-    else:
-        choice = {
-            "index": 0,
-            "message": {"role": "assistant", "content": text},
-            "finish_reason": "stop",
-        }
-        answer = {"id": asked.name, "object": "chat.completion", "created": 1, "model": "m"}
-        answer |= {"choices": [choice], "usage": counts}
-    return {**answer, **fields}
-
-
-def of_chat(asked, delta, finish=None, **fields):
-    """An event of a chat."""
-    choice = {"index": 0, "delta": delta, "finish_reason": finish}
-    first = {"id": asked.name, "object": "chat.completion.chunk", "created": 1, "model": "m"}
-    return event({**first, "choices": [choice], **fields})
-
-
-def of_response(kind, **fields):
-    """An event of an answer to /v1/responses."""
-    return f"event: {kind}\n".encode() + event({"type": kind, **fields})
-
-
-class Parts(NamedTuple):
-    """The events of a stream."""
-
-    begin: bytes
-    word: bytes
-    stop: bytes
-    counts: bytes
-    last: bytes
-
-    @property
-    def all(self):
-        return [part for part in self if part]
-
-
-def parts(asked, usage="counted", text="yes", **fields):
-    counts = usages(*asked.tokens)[usage][0] if isinstance(usage, str) else usage
-    if asked.path == RESPONSES:
-        answer = whole(asked, counts, text, **fields)
-        begin = of_response(
-            "response.created", response={"id": answer["id"], "status": "in_progress"}
-        )
-        word = of_response("response.output_text.delta", delta=text, item_id="msg_1")
-        stop = of_response("response.completed", response=answer)
-        return Parts(begin, word, stop, b"", b"")
-    begin = of_chat(asked, {"role": "assistant", "content": ""}, **fields)
-    word = of_chat(asked, {"content": text}, **fields)
-    stop = of_chat(asked, {}, "stop", **fields)
-    last = (
-        b""
-        if counts is None
-        else event({"id": asked.name, "choices": [], "usage": counts, **fields})
-    )
-    return Parts(begin, word, stop, last, DONE)
-
-
-EVENTS = {"kind": "text/event-stream"}
-
-
-def good(asked, usage="counted", tokens=None, name=None, about=None, **fields):
-    """An answer, streamed if it was asked for so, with the tokens by which it is priced."""
-    if tokens is None:
-        tokens = usages(*asked.tokens)[usage][1]
-    name = asked.name if name is None else name
-    about = about or {}
-    if asked.streams:
-        return Reply(chunked(parts(asked, usage, **fields).all, **EVENTS | about), tokens, name)
-    return Reply(sized(dumped(whole(asked, usage, **fields)), **about), tokens, name)
-
-
-def stream(asked, events, tokens=None, **about):
-    """A stream, also if none was asked for."""
-    tokens = (*asked.tokens, 0) if tokens is None else tokens
-    return Reply(chunked(events, **EVENTS | about), tokens, asked.name)
-
-
-def fault(content, **about):
-    return Reply(sized(dumped(content), **about), FAULT)
-
+from campaign.hostile.answers import (
+    EVENTS,
+    fault,
+    good,
+    nested,
+    of_chat,
+    of_response,
+    parts,
+    stream,
+    usages,
+    whole,
+)
+from campaign.hostile.wire import (
+    COMMENT,
+    CUT,
+    DONE,
+    FAULT,
+    LEFT,
+    NAN,
+    RESPONSES,
+    TEXT,
+    UNPRICED,
+    Reply,
+    chunked,
+    dumped,
+    event,
+    head,
+    one_by_one,
+    sized,
+)
 
 ERROR = {"error": {"message": "overloaded", "type": "server_error", "code": 503}}
 
@@ -279,10 +53,6 @@ def about_model(code, kind="invalid_request_error"):
 def with_head(*pairs, **about):
     """An answer with further headers."""
     return lambda asked: good(asked, about={"headers": pairs, **about})
-
-
-def one_by_one(content):
-    return [content[i : i + 1] for i in range(len(content))]
 
 
 def compressed(asked, coding, pack):
@@ -714,120 +484,3 @@ STREAMED = {
     "stream, id: 7": with_name(7),
     "stream without a route": no_route,
 }
-HARMLESS = 0.4
-"""The share of good answers."""
-
-
-class HostileEndpoint:
-    """Answers by drawing from the tables; use it as a context.
-
-    Attributes:
-        sent: by the number of a request, what it got.
-        kinds: how often each kind was drawn.
-        others: requests to other routes.
-    """
-
-    def __init__(self, seed=0, only=None, harmless=HARMLESS):
-        self.sent: dict[int, list[Sent]] = defaultdict(list)
-        self.kinds: Counter[str] = Counter()
-        self.others: Counter[str] = Counter()
-        self._draw = random.Random(seed)
-        self._only = only
-        self._harmless = harmless
-
-    def __enter__(self):
-        began = threading.Event()
-
-        async def serve():
-            self._loop, self._ended = asyncio.get_running_loop(), asyncio.Event()
-            server = await asyncio.start_server(self._serve, "127.0.0.1", 0, backlog=1024)
-            self.url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/v1"
-            began.set()
-            await self._ended.wait()
-            server.close()
-
-        # which cancels at its end what is still under way
-        self._thread = threading.Thread(target=asyncio.run, args=(serve(),), daemon=True)
-        self._thread.start()
-        began.wait()
-        return self
-
-    def __exit__(self, *_):
-        self._loop.call_soon_threadsafe(self._ended.set)
-        self._thread.join()
-
-    async def _serve(self, reader, writer):
-        try:
-            while await self._answered(reader, writer):
-                pass
-        except (OSError, asyncio.CancelledError, asyncio.IncompleteReadError):
-            # it is asked by processes that are killed
-            pass
-        finally:
-            writer.close()
-
-    async def _answered(self, reader, writer):
-        """Answer a request; False where the connection ends."""
-        text = await reader.readuntil(b"\r\n\r\n")
-        first, *lines = text.decode("latin-1").rstrip().split("\r\n")
-        headers = {
-            name.lower(): value.strip()
-            for name, _, value in (line.partition(":") for line in lines)
-        }
-        content = await reader.readexactly(int(headers.get("content-length", 0)))
-        path = first.split()[1].partition("?")[0].removeprefix("/v1")
-        reply = self._reply(path, content)
-        for piece in reply.pieces:
-            if piece is CUT:
-                return False
-            if isinstance(piece, float):
-                await asyncio.sleep(piece)
-            else:
-                writer.write(piece)
-                await writer.drain()
-        return not reply.closes
-
-    def _reply(self, path, content):
-        body = json.loads(content) if content[:1] == b"{" else {}
-        match = NUMBER.search(json.dumps(body.get("messages") or body.get("input") or ""))
-        if match is None or path not in ("/chat/completions", RESPONSES):
-            self.others[path] += 1
-            return self._other(path)
-        number = int(match[1])
-        asked = Asked(path, body, number, len(self.sent[number]))
-        kinds = STREAMED if asked.streams else PLAIN
-        if self._only is not None:
-            kind = self._only(asked)
-        elif self._draw.random() < self._harmless:
-            kind = next(iter(kinds))
-        else:
-            kind = self._draw.choice([*kinds])
-        reply = kinds[kind](asked)
-        self.kinds[kind] += 1
-        self.sent[number].append(
-            Sent(kind, body.get("model"), path, reply.tokens, reply.name, (*asked.tokens, 0))
-        )
-        return reply
-
-    def _other(self, path):
-        """Answers on other routes are odd too."""
-        if self._draw.random() < self._harmless:
-            return Reply(sized(dumped({"object": "list", "data": [{"id": "m"}]})), UNPRICED)
-        replies = [
-            sized(dumped({"object": "list", "data": [{"id": "m"}]})),
-            sized(dumped({"object": "list", "data": [{"id": "m", "x": NAN}]})),
-            sized(dumped({"object": "list", "data": [{"id": "\ud800"}]})),
-            sized(dumped({"object": "list", "data": [{"id": nested(900)}]})),
-            sized(dumped({"data": None})),
-            sized(b"[" * 2_000),
-            sized(b"", status=404),
-            sized(b"{}", status=600),
-            sized(b"{}", status=99),
-            [head(204, "") + b"\r\n"],
-            [*chunked([b"{}", CUT])],
-            chunked(one_by_one(b'{"data": []}')),
-            sized(gzip.compress(b'{"data": []}'), headers=[("content-encoding", "gzip")]),
-            sized(b"{}", headers=[("x-own", "a\x0bb")]),
-            [CUT],
-        ]
-        return Reply(self._draw.choice(replies), UNPRICED)
