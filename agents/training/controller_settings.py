@@ -24,7 +24,8 @@ class ControllerSettings:
             mean budget, validation uses values of a right answer instead.
         reward: the reward; under a mean budget it is always `priced`.
         balance: how often each sample is drawn.
-        cost_ms: the time that a decision and its features take, which the reward charges.
+        cost_ms: the time that a decision and its features take. Budgets of training are what is
+            left for the answer, as a deployed controller is asked; validation charges it.
         init_from: a checkpoint whose heads training starts from, with the statistics that its
             inputs are standardised by (`started_from`); None for fresh weights. Samples that it was
             trained on count as seen.

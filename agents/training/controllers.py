@@ -167,7 +167,6 @@ class ControllerSetup:
             unprofiled="error",
             action="configuration",
             observe_features=False,
-            cost_ms=self.cost_ms,
             cells=copies.cells,
             device=self.device,
         )

@@ -32,7 +32,7 @@ class HeldOut:
         limits: float [B], the judged budgets in ms, or 1/price under mean budgets.
         rewards: the rewards of training.
         judged_by: `utility` or `reward`, the outcome that is the score.
-        cost_ms: the time of a decision, which budgets pay for.
+        cost_ms: the time of a decision. Networks decide for what it leaves of a budget.
 
     Attributes:
         rows: int64 [n], all held-out samples, fold by fold.
@@ -55,17 +55,13 @@ class HeldOut:
         self.rewards = rewards
         self.judged_by = judged_by
         self.cost_ms = cost_ms
+        self.left = problem.rule.left(limits, cost_ms)
         self.rows = torch.cat([*rows])
         columns = pad_sequence([*rows], padding_value=-1)
         network, position = (columns.T >= 0).nonzero(as_tuple=True)
         self.positions = position, network
         # the network of all samples is not judged: its column is a filler
         self.by_network = functional.pad(columns.clamp_min(0), (0, networks - len(rows)))
-        # judging takes the cost of a decision off the budgets, so rewards do not charge it
-        device = rewards.accuracy.device
-        self.free_rewards = RewardTable(
-            problem.values, rewards.config, device, cells=problem.cells, rule=problem.rule
-        )
 
     @torch.no_grad()
     def log_probs(self, actor: Actor, limit: Tensor) -> Tensor:
@@ -82,8 +78,9 @@ class HeldOut:
         return log_probs.unflatten(0, self.by_network.shape)[self.positions]
 
     def policies(self, log_probs: Callable[[Tensor], Tensor]) -> Tensor:
-        """Return the log-probs that a function gives for each judged limit, [B, n, C]."""
-        return torch.stack([log_probs(limit).cpu() for limit in self.limits])
+        """Return the log-probs that a function gives for what is left of each judged limit,
+        [B, n, C]."""
+        return torch.stack([log_probs(limit).cpu() for limit in self.left])
 
     def scores(self, policies: Tensor) -> Tensor:
         """Return the score of each sample by log-probs [B, n, C], the mean over the limits: [n]."""
@@ -106,15 +103,16 @@ class HeldOut:
         chosen = policies.argmax(-1).T
         return self.problem.outcomes(
             Decisions(self.rows, chosen, self.limits, self.cost_ms),
-            rewards=self.free_rewards,
+            rewards=self.rewards,
             checked=False,
         )
 
     @functools.cached_property
     def _all_rewards(self) -> Tensor:
-        """Rewards of held-out samples under each judged limit, [B, n, C], 0 where not profiled."""
+        """Rewards of held-out samples for what is left of each judged limit, [B, n, C], 0 where not
+        profiled."""
         device = self.rewards.accuracy.device
         rows = self.rows.to(device)
-        limits = self.limits.to(device)
+        limits = self.left.to(device)
         rewards = [self.rewards.all(rows, limit.expand(len(rows))) for limit in limits]
         return torch.stack(rewards).nan_to_num().cpu()

@@ -19,6 +19,7 @@ from knobwise.common.checks import one_of
 from knobwise.common.errors import InputError
 from knobwise.envs.bandit.budgets import (
     DRAWN_BY,
+    MIN_LATENCY_MS,
     STRATEGIES,
     AnswerValues,
     Strategy,
@@ -268,6 +269,11 @@ class Rule:
         """Return the limits that predictors of latencies learn to keep, float [≤ B]."""
         return limits
 
+    def left(self, limits: Tensor, cost_ms: float) -> Tensor:
+        """Return what is left of limits for the answer, float [B], where a decision takes so
+        long."""
+        return (limits - cost_ms).clamp_min(MIN_LATENCY_MS)
+
     def expected(self, accuracy: Tensor, expected: Expected, limits: Tensor) -> Tensor:
         """Return what decisions are expected to be worth: accuracies [*, C] and limits [*] →
         [*, C]. It is the mean utility over `NODES` quantiles of the predicted latency, for an
@@ -376,6 +382,10 @@ class MeanBudget(Rule):
     def deadlines(self, limits: Tensor) -> Tensor:
         """See `Rule`: none."""
         return limits[:0]
+
+    def left(self, limits: Tensor, cost_ms: float) -> Tensor:
+        """See `Rule`: a right answer is worth as much, whatever the decision takes."""
+        return limits
 
     def expected(self, accuracy: Tensor, expected: Expected, limits: Tensor) -> Tensor:
         """See `Rule`: Â − L̂/w, with w the ms that a right answer may cost."""

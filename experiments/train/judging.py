@@ -160,9 +160,8 @@ def judge_controllers(
     scores = [float(loaded.extra["validation_utility"]) for loaded in best]
     controllers = [loaded.controller for loaded in best]
     before = [before_grpo(loaded) for loaded in best]
-    # the column of rewards is free of the decision's own cost
-    free_rewards = training.trainers[0].setup.held_out.free_rewards
-    evaluator = evaluator_of(training.problem, training.budgets_ms, free_rewards)
+    rewards = training.trainers[0].setup.held_out.rewards
+    evaluator = evaluator_of(training.problem, training.budgets_ms, rewards)
     experts = training.experts if config.baselines else None
     with threadpool_limits(config.threads):
         results, decisions = evaluate_beside_baselines(

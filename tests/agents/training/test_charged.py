@@ -11,9 +11,12 @@ from knobwise.agents.calibration.calibrate import calibrate_controller
 from knobwise.agents.calibration.deployed_controller import DeployedController
 from knobwise.agents.controller.settings import PolicyConfig
 from knobwise.agents.evaluation.baselines import fit_static
+from knobwise.agents.evaluation.evaluation import evaluate_policy
+from knobwise.agents.training.settings import OptimiserConfig
 from knobwise.envs.bandit.budgets import default_budgets
 from knobwise.envs.bandit.reward import RewardTable
-from knobwise.envs.bandit.settings import RewardConfig
+from knobwise.envs.bandit.settings import BudgetConfig, RewardConfig
+from knobwise.envs.tables.profile_table import Knob
 
 ONCE = small_table(40, holes=0.2)
 
@@ -40,13 +43,43 @@ def test_a_cost_is_as_if_every_measurement_took_that_much_longer(table, repeats,
     identical(table.latency_ms, before)
 
 
-@pytest.mark.parametrize("constraint", ["deadline", "mean"])
-def test_training_learns_from_what_its_decisions_leave(constraint):
+@pytest.mark.parametrize(("constraint", "left"), [("deadline", 2.0), ("mean", 0.0)])
+def test_training_is_for_what_a_decision_leaves_of_a_budget(constraint, left):
     table = small_table(60)
     student = trainer_on(table, PolicyConfig(hidden=8), constraint, cost_ms=2.0)
-    learned = student.env.rewards
-    close(learned.latency_ms, table.latency_ms + 2)
-    assert torch.equal(student.setup.held_out.free_rewards.latency_ms, table.latency_ms)
+    held_out = student.setup.held_out
+    # as a deployed controller is asked: the cost is charged where decisions are judged, and once
+    identical(student.env.rewards.latency_ms[:60], table.latency_ms)
+    close(held_out.left, student.setup.limits - left)
+
+
+def test_a_cost_is_charged_once():
+    """Right after 9 ms, or half of the time after 5: with 1.5 ms for the decision, the first is on
+    time from a budget of 10.5 ms on."""
+    samples = 60
+    latency_ms = torch.tensor([9.0, 5.0]).repeat(samples, 1)
+    table = replace(
+        small_table(samples),
+        knobs=(Knob("k", ("slow", "quick")),),
+        configurations=torch.tensor([[0], [1]]),
+        accuracy=torch.tensor([1.0, 0.5]).repeat(samples, 1),
+        latency_ms=latency_ms,
+        mask=torch.ones(samples, 2, dtype=torch.bool),
+    )
+    student = trainer_on(
+        table,
+        PolicyConfig(hidden=16, dropout=0.0),
+        budget=BudgetConfig(strategy="spread", values_ms=(6.0, 14.0)),
+        optimiser=OptimiserConfig(
+            pretrain_iterations=0, iterations=100, contexts=64, minibatch=64, lr=1e-2, keep="last"
+        ),
+        budgets_ms=torch.tensor([11.0]),
+        cost_ms=1.5,
+    )
+    policy = DeployedController(student.run())
+    budgets_ms = torch.tensor([10.0, 11.0])
+    judged = evaluate_policy(policy, table, torch.arange(samples), budgets_ms, cost_ms=1.5)
+    close(judged.utility.mean(0), torch.tensor([0.5, 1.0]))
 
 
 def test_a_policy_that_costs_more_than_every_budget_gives_way_to_static_and_its_teacher_does_not():
