@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from knobwise.agents.calibration.deployed_controller import DeployedController
+from knobwise.agents.calibration.guard import cluster_numbers
 from knobwise.agents.problem import Problem
 from knobwise.agents.teacher.distiller import Distiller
 from knobwise.agents.teacher.experts import Experts
@@ -86,10 +87,14 @@ def gained_by_sample(trainer: Trainer) -> dict[str, Tensor]:
     If the kept weights are from before GRPO, it added nothing, and both are their scores.
 
     Returns:
-        Mean scores over the limits, [n], under `start` and `best`; {} without warm-up or GRPO.
+        Mean scores over the limits, [n], under `start` and `best`, and the number of the cluster of
+        each sample, int64 [n], under `clusters`; {} without warm-up or GRPO.
     """
     before = trainer.stages[-1].scores_before
     best = trainer.state.best.by_sample
     if before is None or best is None:
         return {}
-    return {"start": before if best_is_of_grpo(trainer) else best, "best": best}
+    setup = trainer.setup
+    clusters = cluster_numbers(setup.problem.facts, setup.held_out.rows)
+    start = before if best_is_of_grpo(trainer) else best
+    return {"start": start, "best": best, "clusters": clusters}

@@ -16,9 +16,11 @@ from numpy.typing import NDArray
 from knobwise.agents.deployed.controller import Drift, NumpyController
 from knobwise.agents.problem import Problem
 from knobwise.envs.bandit.budgets import MIN_LATENCY_MS
+from knobwise.envs.bandit.reward import share_on_time
 from knobwise.envs.tables.cells import Cells, unread
 from knobwise.envs.tables.profile_table import ProfileTable
 from knobwise.experiments.evidence.decisions import SCHEMA
+from knobwise.experiments.evidence.evaluate import clusters_of
 from knobwise.experiments.evidence.schema import (
     AgreementRow,
     LiveFacts,
@@ -78,7 +80,7 @@ Record = dict[str, Array]
 
 
 # keys that a stream leaves open; every request has a budget of its own
-OPEN = ("condition", "seed", "split", "dataset", "cluster")
+OPEN = ("condition", "seed", "split", "dataset")
 # what is compared with the replay: each number is the mean of one column of the decisions
 COMPARED = {
     "accuracy": "accuracy",
@@ -137,16 +139,21 @@ def _frame(
     served: Record,
     latency_ms: Array,
 ) -> pl.DataFrame:
-    """Return the decisions of P policies for n requests, with latencies [P, n, M] of M
-    measurements."""
+    """Return the decisions of P policies for n requests, with latencies [P, n, M] of up to M
+    measurements, NaN for none."""
     n = len(stream.rows)
     accuracy = served["score"].astype(np.float64)
-    on_time = (latency_ms <= stream.budgets_ms[:, None]).mean(-1)
+    budgets_ms = torch.from_numpy(stream.budgets_ms)
+    on_time = share_on_time(torch.from_numpy(latency_ms), budgets_ms).numpy()
     labels = np.array([table.label(c) for c in range(table.num_configurations)])
+    # the requests for a sample belong together, as samples of a cluster do
+    names = clusters_of(table) or table.sample_ids
+    pairs = zip(stream.rows.tolist(), stream.ids, strict=True)
+    clusters = [names[row] if row >= 0 else name for row, name in pairs]
     columns = {
         "choice": labels[served["choice"].astype(int)],
         "accuracy": accuracy,
-        "latency_ms": latency_ms.mean(-1),
+        "latency_ms": np.nanmean(latency_ms, -1),
         "on_time": on_time,
         "utility": accuracy * on_time,
         "decision_us": served["decision_us"],
@@ -158,6 +165,7 @@ def _frame(
             "policy": np.repeat(policies, n),
             "request": np.tile(np.arange(n), len(policies)),
             "sample": stream.ids * len(policies),
+            "cluster": clusters * len(policies),
             "condition": np.tile(stream.budgets_ms, len(policies)),
             **{name: np.ravel(values) for name, values in columns.items()},
         }
@@ -200,7 +208,8 @@ def live_results(
     decisions. The first policy is the controller.
 
     Live and replay agree if the replay lies in the interval of what was served, and for accuracy if
-    every answer is the same. Intervals are 95 % bootstrap intervals over requests.
+    every answer is the same. Intervals are 95 % bootstrap intervals over samples, or clusters, each
+    with all of its requests.
     """
     table = problem.facts
     decisions = live_decisions(problem, stream, policies, served)

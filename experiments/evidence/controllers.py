@@ -105,8 +105,7 @@ def evaluate_controllers(
     if BEFORE in policies:
         score = evaluator.judged_by
         gained = with_score_of(decisions, BEFORE, score, "before", seeds=True)
-        # of single samples, wherever they belong
-        gained = gained.filter(policy=LEARNED).with_columns(cluster=None)
+        gained = gained.filter(policy=LEARNED)
         metric = Metric("test", value=pl.col(score) - pl.col("before"))
         (row,) = summarise(gained, [metric], conditions=False)
         results["grpo_gain"] = {"test": row["test"], "test_ci95": row["test_ci95"]}
@@ -249,4 +248,7 @@ def gain_on_held_out(loaded: Sequence[Loaded]) -> GrpoGain:
     if not all(scores):
         return {}
     gains = torch.stack([each["best"].double() - each["start"].double() for each in scores])
-    return cast("GrpoGain", with_interval("held_out", gains.numpy()))
+    # checkpoints of before 0.2 do not say them
+    clusters = scores[0].get("clusters")
+    known = None if clusters is None else clusters.numpy()
+    return cast("GrpoGain", with_interval("held_out", gains.numpy(), known))

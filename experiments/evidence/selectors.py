@@ -59,7 +59,12 @@ class Demonstrations:
     task = DEMONSTRATIONS
 
     def __init__(self, test: BeamTable, rows: Tensor, shots: Sequence[int]) -> None:
-        self.samples = pl.DataFrame({"sample": [test.query_ids[row] for row in rows.tolist()]})
+        names: dict[str, Any] = {"sample": test.query_ids, "cluster": None}
+        if test.query_images:
+            # where the image is unknown, a query stands alone
+            pairs = zip(test.query_ids, test.query_images, strict=True)
+            names["cluster"] = [f"image {image}" if image else query for query, image in pairs]
+        self.samples = pl.DataFrame(names)[rows.numpy()]
         self.conditions = list(map(float, shots))
 
     def outcomes(self, policy: Judged, cost_ms: Tensor | float = 0.0) -> Columns:
@@ -225,7 +230,7 @@ def selector_results(
         "differences": differences,
         "controls": [row for row in rows if row["policy"] in CONTROLS],
     }
-    if data.test is not data.table:
+    if data.has_own_test:
         results["test_digest"] = data.test.digest
         results["test_candidates"] = len(data.test.candidates)
     if votes:

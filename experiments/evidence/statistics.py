@@ -111,26 +111,51 @@ def ends_of(drawn: np.ndarray) -> list[list[float]]:
     return intervals
 
 
-def mean_intervals(values: Sequence[ArrayLike]) -> list[list[float]]:
+def ends_of_means(values: Sequence[ArrayLike], drawn: np.ndarray) -> list[list[float]]:
+    """Return the 95 % intervals of the means over samples and seeds of K arrays, float [S, n] or
+    [n], of their draws, float [D, K]. A few seeds widen them, see `paired_differences`."""
+    intervals = ends_of(drawn)
+    for k, array in enumerate(values):
+        seeds = np.atleast_2d(np.asarray(array, dtype=np.float64))
+        mean = seeds.mean()
+        if len(seeds) > 1 and not np.isnan(mean):
+            # a draw may hold no sample of the splits that it holds
+            known = drawn[~np.isnan(drawn[:, k])][:, [k]]
+            (wider,), _ = _for_seeds([seeds[..., None]], known, np.array([mean]))
+            if wider != 1:
+                intervals[k] = [float(mean + wider * (end - mean)) for end in intervals[k]]
+    return intervals
+
+
+def mean_intervals(
+    values: Sequence[ArrayLike], clusters: np.ndarray | None = None
+) -> list[list[float]]:
     """Return 95 % bootstrap intervals of the means over samples and seeds of K arrays, float [S, n]
-    or [n]."""
-    if len(values):
-        return ends_of(resampled_means(values))
-    return []
+    or [n]; see `ends_of_means`.
+
+    Args:
+        clusters: int [n], the number of the cluster of each sample; by default each is one.
+    """
+    if not len(values):
+        return []
+    splits = None if clusters is None else np.stack([np.zeros_like(clusters), clusters])
+    return ends_of_means(values, resampled_means(values, splits=splits))
 
 
-def mean_interval(values: ArrayLike) -> list[float]:
-    """Return the 95 % bootstrap interval of the mean of an array, float [S, n] or [n]. For the
-    difference of two policies it is the paired interval."""
-    return mean_intervals([values])[0]
+def mean_interval(values: ArrayLike, clusters: np.ndarray | None = None) -> list[float]:
+    """Return the 95 % bootstrap interval of the mean of an array, float [S, n] or [n], see
+    `mean_intervals`. For the difference of two policies it is the paired interval."""
+    return mean_intervals([values], clusters)[0]
 
 
-def with_interval(name: str, values: np.ndarray) -> dict[str, float | list[float] | None]:
+def with_interval(
+    name: str, values: np.ndarray, clusters: np.ndarray | None = None
+) -> dict[str, float | list[float] | None]:
     """Return the mean of an array, float [S, n] or [n], and its 95 % interval, under `name` and
-    `{name}_ci95`; None without samples."""
+    `{name}_ci95`; None without samples. For clusters see `mean_intervals`."""
     if not values.size:
         return {name: None, f"{name}_ci95": None}
-    return {name: float(values.mean()), f"{name}_ci95": mean_interval(values)}
+    return {name: float(values.mean()), f"{name}_ci95": mean_interval(values, clusters)}
 
 
 # -- differences -----------------------------------------------------------------------------------

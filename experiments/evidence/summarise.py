@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from knobwise.experiments.evidence.decisions import SAMPLE, splits_of
 from knobwise.experiments.evidence.schema import ReliabilityBin, UsageRow
-from knobwise.experiments.evidence.statistics import ends_of, resampled_means
+from knobwise.experiments.evidence.statistics import ends_of, ends_of_means, resampled_means
 from knobwise.experiments.evidence.task import Metric, Task
 
 if TYPE_CHECKING:
@@ -174,19 +174,20 @@ def _divided(above: Array | np.float64, below: Array | np.float64) -> Array:
 
 
 def _intervals(ratios: Sequence[_Ratio], splits: NDArray[np.int64] | None) -> list[list[float]]:
-    """Return the 95 % interval of each ratio of means, see `resampled_means`. A draw in which
-    nothing could be gained says nothing."""
+    """Return the 95 % interval of each ratio of means, see `ends_of_means`. A draw in which nothing
+    could be gained says nothing."""
     arrays = [side for ratio in ratios for side in ratio if side is not None]
     if not arrays:
         return []
     drawn = iter(resampled_means(arrays, splits=splits).T)
-    columns = []
+    intervals = []
     for ratio in ratios:
-        column = next(drawn)
-        if ratio.below is not None:
-            column = _divided(column, next(drawn))
-        columns.append(column)
-    return ends_of(np.stack(columns, 1))
+        column = next(drawn)[:, None]
+        if ratio.below is None:
+            intervals += ends_of_means([ratio.above], column)
+        else:
+            intervals += ends_of(_divided(column, next(drawn)[:, None]))
+    return intervals
 
 
 # -- beside others ---------------------------------------------------------------------------------

@@ -23,11 +23,12 @@ from torch import Tensor
 
 from knobwise.agents.deployed.controller import NumpyController
 from knobwise.agents.training.checkpoint import load_checkpoint
+from knobwise.envs.bandit.reward import share_on_time
 from knobwise.envs.tables.divisions import divide
 from knobwise.envs.tables.drift import drawn_drift
 from knobwise.envs.tables.profile_table import ProfileTable
 from knobwise.experiments.evidence.results import read_results
-from knobwise.experiments.evidence.statistics import ends_of, resampled_means
+from knobwise.experiments.evidence.statistics import ends_of_means, resampled_means
 from knobwise.experiments.settings.config_file import of_run
 from knobwise.experiments.settings.profiles import PROFILES, read_profile
 from knobwise.experiments.settings.settings_of_run import group_of_run
@@ -55,11 +56,12 @@ def utilities(
     for offset in machines:
         for budget_ms in budgets_ms:
             limits = np.full(len(rows), budget_ms)
+            budget = torch.tensor(budget_ms, dtype=torch.float64)
             chosen = decider.choose(features, limits, mask, (offset, 1.0))
             cells = np.arange(len(rows)), chosen
             took_ms = measured_ms[cells] * np.exp(offset[chosen])[:, None]
-            on_time = np.nanmean(took_ms <= budget_ms, 1)
-            total += accuracy[cells] * on_time
+            on_time = share_on_time(torch.from_numpy(took_ms), budget)
+            total += accuracy[cells] * on_time.numpy()
     return total / (len(machines) * len(budgets_ms))
 
 
@@ -94,7 +96,7 @@ def main(folder: Path) -> None:
     splits = np.concatenate(tested, 1)
     # samples are numbered from 0
     splits[1] = np.unique(splits[1], return_inverse=True)[1]
-    (interval,) = ends_of(resampled_means([gain], splits=splits))
+    (interval,) = ends_of_means([gain], resampled_means([gain], splits=splits))
     low, high = (100 * bound for bound in interval)
     name = folder.resolve().name
     print(f"{name:16} {100 * gain.mean():+.2f} [{low:+.2f}, {high:+.2f}]", flush=True)

@@ -293,6 +293,19 @@ def test_what_is_served_as_the_profile_says_agrees_with_its_replay():
     assert live["overhead"]["share"] == pytest.approx(0.5 / took_ms)
 
 
+def test_requests_for_one_sample_are_drawn_together():
+    stream, record = by_hand(slower=1.0)
+    once = judged(stream, record)["rows"]
+    # each request a hundred times
+    of_sample = np.repeat([0, 1], 100)
+    again = {name: values[:, of_sample] for name, values in record.items()}
+    budgets_ms, ids = stream.budgets_ms[of_sample], [stream.ids[i] for i in of_sample]
+    many = judged(Stream(stream.rows[of_sample], budgets_ms, ids, {}, {}), again)["rows"]
+    for row, wanted in zip(many, once, strict=True):
+        for key in ("utility_ci95", "over_static_ci95", "latency_ms_mean_ci95"):
+            assert row[key] == pytest.approx(wanted[key])
+
+
 def test_the_timeline_by_hand():
     stream, record = by_hand(slower=3.0)
     record["log_latency"][0] = np.log(record["inference_ms"][0] / 6)

@@ -83,6 +83,26 @@ def test_intervals_by_the_textbook():
     assert [mean_interval(np.ones((3, n))) for n in range(1, 60)] == [[1, 1]] * 59
 
 
+def test_a_few_seeds_widen_an_interval():
+    # two seeds that differ by 1: the mean of a draw is 0, .5 or 1, with variance .125; they
+    # estimate a variance of .25, of one degree of freedom
+    apart = np.repeat([[0.0], [1.0]], 50, 1)
+    half = 0.5 * np.sqrt(0.25 / 0.125) * 12.7062 / 1.95996
+    assert mean_interval(apart) == pytest.approx([0.5 - half, 0.5 + half], rel=0.1)
+    # one seed tells nothing of others, nor do seeds that are equal
+    values = np.random.default_rng(0).random(50)
+    assert mean_interval([values] * 2) == pytest.approx(mean_interval(values))
+
+
+def test_samples_of_a_cluster_are_drawn_together():
+    values = np.random.default_rng(0).random(50)
+    copies = np.repeat(values, 3)
+    clusters = np.repeat(np.arange(50), 3)
+    assert mean_interval(copies, clusters) == pytest.approx(mean_interval(values))
+    low, high = mean_interval(copies)
+    assert high - low < 0.7 * np.ptp(mean_interval(values))
+
+
 # -- paired differences ----------------------------------------------------------------------------
 
 
