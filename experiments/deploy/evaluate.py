@@ -219,7 +219,7 @@ def evaluate_selector(loaded: Loaded, config: EvaluateRun) -> tuple[RunResults, 
     # have another digest, and the same name
     digest = as_read(data.table, data.items).digest
     same = loaded.profile_digest == digest or loaded.profile_name == data.table.name
-    if same and data.test is data.table:
+    if same and not data.has_own_test:
         if "fitted" not in loaded.extra:
             raise InputError(
                 f"{config.checkpoint}: does not say which queries it was trained on; use a best.pt"

@@ -324,7 +324,8 @@ def task_of(results: RunResults) -> Task:
         numbers = ", ".join(f"{name}={value}" for name, value in rule["numbers"].items())
         words = f"{rule['name']} ({numbers})" if numbers else rule["name"]
         task = replace(task, agents=f"controllers under the rule {words}")
-    if results.get("promises"):
+    # [] where none of the budgets was calibrated
+    if "promises" in results:
         task = PROMISED
     if results.get("judged_by") == "best_beam":
         task = BEST_BEAM

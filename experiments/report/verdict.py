@@ -66,7 +66,7 @@ def shown_by_run(results: RunResults) -> list[Sentence]:
         if is_known(learned.get("attained")):
             share = Sentence("share_attained", share=format_number(learned["attained"], ".0%"))
         lines.append(Sentence("attained", learnable=learnable(estimate), share=share))
-    if not results.get("promises"):
+    if "promises" not in results:
         # others promise nothing, so a higher accuracy is no better
         lines += _on_rivals(results, learned)
     lines += _on_time(results, learned)
@@ -107,7 +107,8 @@ def _answer(results: RunResults, learned: Row) -> Sentence:
     if not sign and wide and is_known(results.get("test_samples")):
         more: Sentence | str = ""
         # mean budgets have no folds, and there are none after the training
-        if "training" in results and "split_seeds" not in results and not task.equal_latency:
+        trained = "ended_at" in results.get("training", {})
+        if trained and "split_seeds" not in results and not task.equal_latency:
             more = Sentence("more_by_folds")
         too_few = Sentence("too_few_to_tell", samples=f"{results['test_samples']:,}", more=more)
     return Sentence(
@@ -236,7 +237,7 @@ def _on_rivals(results: RunResults, learned: Row) -> list[Sentence]:
 
 def _on_time(results: RunResults, learned: Row) -> list[Sentence]:
     """Say how often the controller is on time, where nothing is promised about that."""
-    promised = results.get("promises") or results.get("live", {}).get("promises")
+    promised = "promises" in results or results.get("live", {}).get("promises")
     if promised or not is_known(learned.get("satisfaction_feasible")):
         return []
     share = format_number(learned["satisfaction_feasible"], ".1%")
@@ -259,9 +260,11 @@ PROMISES = {
 def _on_promise(results: RunResults) -> list[Sentence]:
     """Say at which budgets a share on time is promised, where it is not, and where test samples
     contradict it."""
-    promised = [row for row in results.get("promises", []) if row["policy"] == LEARNED]
-    if not promised:
+    if "promises" not in results:
         return []
+    promised = [row for row in results["promises"] if row["policy"] == LEARNED]
+    if not promised:
+        return [Sentence("promised_elsewhere")]
     promise = f"{100 * promised[0]['promise']:g}%"
     requests = min(row["held_out_requests"] for row in promised)
     needed = promised[0]["requests_needed"]

@@ -81,6 +81,12 @@ class SelectorData(NamedTuple):
     items: ClipItems | None = None
     """Pictures and texts of the queries and candidates, for encoder=clip."""
 
+    @property
+    def has_own_test(self) -> bool:
+        """True if `test` has queries and a bank of its own, which no selector was trained on."""
+        # sequences with the highest score are marked in a copy with the same bank
+        return self.test.candidates is not self.table.candidates
+
 
 def read_data(
     config: BuiltinBeams | BeamFiles, encoder: StoredEncoder | ClipLora | None = None

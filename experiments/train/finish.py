@@ -86,7 +86,7 @@ def words_of_inspect(results: RunResults) -> list[str]:
     profile, or what counts is a mean budget, a promise or a rule of the user's own."""
     words = shlex.split(results["command"])
     words = [word for word in words if re.match(r"profile[.=]|budgets_ms=", word)]
-    counts_otherwise = "rule" in results or results.get("promises")
+    counts_otherwise = "rule" in results or "promises" in results
     if counts_otherwise or task_of(results).equal_latency:
         return []
     if any(word.startswith("profile=") for word in words):

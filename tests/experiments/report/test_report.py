@@ -162,7 +162,7 @@ def drawn(content):
 def promised(*rows, needed=59):
     """Results with what was promised at so many budgets: whether it is kept, and broken."""
     facts = []
-    for budget, (kept, broken) in zip(BUDGETS, rows, strict=True):
+    for budget, (kept, broken) in zip(BUDGETS, rows, strict=False):
         row = {"policy": "controller", "budget_ms": budget, "promise": 0.95, "kept": kept}
         row |= {"broken": broken, "held_out_requests": 58, "requests_needed": needed}
         row |= {"rule": "the policy", "held_out": 0.98, "held_out_bound": 0.96, "seed": 0}
@@ -273,6 +273,8 @@ FOREST = "random forest (0.580 [0.565, 0.595])"
                 "too_few_to_promise": {"promise": "95%", "needed": "59"},
             },
         ),
+        # judged at other budgets than those of the training
+        (promised() | {"promises": []}, {"promised_elsewhere": {}}),
         (
             stopped_at(180, 600),
             {
@@ -357,7 +359,7 @@ def test_a_gap_without_width_and_a_gain_that_is_none_need_no_numbers():
     wide = {"over_static": 0.0, "over_static_ci95": [-0.01, 0.01]}
     told = said(shown_by_run(results(wide) | {"test_samples": 40}))
     assert told["too_few_to_tell"]["samples"] == "40"
-    once = results(wide) | trained(39) | {"test_samples": 40}
+    once = results(wide) | trained(39, ended_at=[139]) | {"test_samples": 40}
     assert "more_by_folds" in said(shown_by_run(once))
     folds = once | {"split_seeds": [0, 1, 2, 3, 4]}
     assert "more_by_folds" not in said(shown_by_run(folds))
