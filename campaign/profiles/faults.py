@@ -18,7 +18,7 @@ from campaign import ROOT
 from campaign.profiles.served import SERVED, UNNOTICED, measured_once, normal, uniform
 from campaign.profiles.written import SELDOM, WRITTEN
 from knobwise.envs.readers.long_table import read_long_table
-from knobwise.envs.tables.profile_table import ProfileTable, median_of
+from knobwise.envs.tables.profile_table import Knob, ProfileTable, median_of
 from knobwise.experiments.inspection.checks import findings_by_check
 from knobwise.testbeds.profiles import builtin_profile, ocr_profile
 from knobwise.testbeds.simulated.calibrated import simulate
@@ -136,6 +136,23 @@ def samples_in_percent(table, draws):
     return replace(table, accuracy=table.accuracy * torch.where(rows, 0.01, 1.0)[:, None])
 
 
+def one_cache_for_two_models(table, draws):
+    """The second of two models was never asked: its scores are those of the first."""
+    first, second = draws.choice(table.num_configurations, 2, replace=False)
+    latency_ms = table.latency_ms[:, [first, second]]
+    accuracy = table.accuracy[:, [first, first]]
+    mask = table.mask[:, [first, second]].all(1, keepdim=True).expand(-1, 2)
+    knobs = (Knob("model", ("large", "small")),)
+    configurations = torch.tensor([[0], [1]])
+    changed = {"knobs": knobs, "configurations": configurations, "mask": mask}
+    once = {"repeats_ms": None, "first_look_ms": None, "costs": {}, "sampling_weight": None}
+    outcomes = {
+        "accuracy": accuracy.masked_fill(~mask, torch.nan),
+        "latency_ms": latency_ms.masked_fill(~mask, torch.nan),
+    }
+    return replace(table, **changed, **once, **outcomes)
+
+
 def copied_samples(table, draws):
     copies = draws.integers(table.num_samples, size=max(2, table.num_samples // 20))
     rows = np.concatenate([np.arange(table.num_samples), copies])
@@ -227,6 +244,7 @@ NOTICED_BY = {
     samples_in_seconds: "units_of_samples",
     configurations_in_microseconds: "units_of_configurations",
     samples_in_percent: "percent",
+    one_cache_for_two_models: "equal_scores",
     copied_samples: "same_samples",
     measured_twice: "same_samples",
     time_outs_as_zero: "costs_of_zero",

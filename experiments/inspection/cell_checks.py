@@ -44,6 +44,8 @@ for normal, uniform and heavy-tailed times, or two kinds of them."""
 ORDINALS = ("first", "second", "third")
 FEWEST_EQUAL = 10
 """Fewer cells with equal repeats may be copied rows, and say nothing of the timer."""
+FEWEST_MIXED = 5
+"""Fewer samples that are right, or wrong, may be so for every model."""
 IN_MS = "Write all latencies in ms."
 ALONE = "Measure every cell by itself, with a finer timer."
 COLD = "If the model was not warm yet, measure them again, or leave them out."
@@ -125,6 +127,25 @@ def percent(measured: Measured) -> Findings:
             "likely",
             "Write all accuracies in the same unit; some may be shares and others per cent.",
         )
+
+
+def equal_scores(measured: Measured) -> Findings:
+    """Models or servers have the same score in each sample, as where a cache answers for both."""
+    table = measured.table
+    named = [any(isinstance(value, str) for value in knob.values) for knob in table.knobs]
+    # what is right, or wrong, throughout is easily equal
+    right = (measured.accuracy > 0.5).sum(0)
+    wrong = (measured.accuracy <= 0.5).sum(0)
+    mixed = np.minimum(right, wrong) >= FEWEST_MIXED
+    _, number = np.unique(np.nan_to_num(measured.accuracy, nan=-1), axis=1, return_inverse=True)
+    names = table.configurations[:, named].numpy()
+    for group in range(number.max() + 1):
+        same = (number == group) & mixed
+        if len(np.unique(names[same], axis=0)) > 1:
+            words = f"The accuracies of {measured.labels(same)} are equal in each sample"
+            advice = "If they are different models, a cache may have answered for several, as some "
+            advice += "do where servers call their models alike: measure again without it."
+            yield Finding(words, "perhaps", advice)
 
 
 # -- samples ---------------------------------------------------------------------------------------

@@ -70,6 +70,7 @@ CHECKS = (
     Check(cell_checks.units_of_repeats, timed=True),
     Check(cell_checks.units_of_configurations, timed=True),
     Check(cell_checks.percent),
+    Check(cell_checks.equal_scores),
     Check(cell_checks.same_samples),
     Check(cell_checks.costs_of_zero),
     Check(cell_checks.capped),
