@@ -444,12 +444,35 @@ class Runtime:
             chances = self._exploration.chances(decision.best, close, share)
         return result._replace(request_id=self.log.add(row_of(result, chances)))
 
-    def abandon(self, what: str, error: BaseException | str) -> None:
+    def abandon(
+        self, what: str, error: BaseException | str, overdue: Decision | None = None
+    ) -> None:
         """Count a request without an answer, because `what` raised an error, or did what a text
-        says; nothing can be learned from it."""
+        says; nothing can be learned from it, unless its answer was overdue.
+
+        Args:
+            overdue: the decision whose answer was still to come, so that it takes longer than until
+                now. Where that is more ms than are expected, they are learned as its time: whoever
+                leaves at the deadline would otherwise hide that answers have become slower.
+        """
         problem = error if isinstance(error, str) else f"raised {type(error).__name__}"
+        now = self.now()
         with self._lock:
-            self.tracker.ignore(f"{what} {problem}")
+            if overdue is None or not self._learned(overdue, (now - overdue.made) * 1e3):
+                self.tracker.ignore(f"{what} {problem}")
+
+    def _learned(self, decision: Decision, least_ms: float) -> bool:
+        """Learn from an answer that takes at least so many ms, if that is more than is expected;
+        return whether it was."""
+        if not self._tracks or decision.request.controller.unit != MS or least_ms <= 0:
+            return False
+        # with the drift of now, so that it never speaks for faster answers
+        drift = self.tracker.drift
+        offset = 0.0 if drift is None else float(drift[0][decision.choice])
+        if not math.log(least_ms) > decision.log_latency + offset:
+            return False
+        self.tracker.update(decision.choice, decision.log_latency, decision.spread, least_ms)
+        return True
 
 
 def controller_of(policy: ServedPolicy) -> NumpyController:

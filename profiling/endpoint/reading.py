@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import AsyncIterable, AsyncIterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,6 +18,9 @@ from knobwise.profiling.endpoint.token_counts import count_tokens
 NO_ANSWER = "the answer is none of the protocol's"
 THOUGHTS = ("reasoning_content", "reasoning")
 """The names by which servers send thoughts."""
+BROKEN_OFF = ("abort", "error")
+"""What servers give as finish_reason of an answer that they broke off, beside a status of 200: vLLM
+and SGLang say abort, gateways error."""
 
 
 class ImpossibleTokens(Exception):
@@ -82,7 +86,7 @@ async def read_stream(lines: AsyncIterable[str], reply: EndpointReply, start: fl
                 chunks += 1
                 reply.first_ms = reply.first_ms or 1e3 * (time.perf_counter() - start)
             reply.text += text
-            finish = choice.get("finish_reason") or finish
+            finish = _finish_of(choice) or finish
             if refusal or finish == "content_filter":
                 reply.failed = "refused"
     reply.total_ms = 1e3 * (time.perf_counter() - start)
@@ -109,8 +113,16 @@ def read_whole(content: bytes, reply: EndpointReply, start: float) -> None:
     message = _fields(choice.get("message", choice))
     refusal = text_in(message.get("refusal"))
     reply.text = refusal or text_in(message.get("content")) or text_in(message.get("text"))
-    if refusal or choice.get("finish_reason") == "content_filter":
+    if _finish_of(choice) == "content_filter" or refusal:
         reply.failed = "refused"
+
+
+def _finish_of(choice: Mapping[str, Any]) -> object:
+    """Return why an answer ended, None for not yet. Raises ValueError if it was broken off."""
+    finish = choice.get("finish_reason")
+    if finish in BROKEN_OFF:
+        raise ValueError(f"the server gives {finish} as finish_reason")
+    return finish
 
 
 async def _events(lines: AsyncIterable[str]) -> AsyncIterator[dict[str, Any]]:
@@ -125,6 +137,12 @@ async def _events(lines: AsyncIterable[str]) -> AsyncIterator[dict[str, Any]]:
             if content == "[DONE]":
                 return
             yield _object(content)
+    # the last event may lack the empty line after it; where the stream was cut, it is no JSON
+    last = None
+    with suppress(json.JSONDecodeError):
+        last = _object("\n".join(data)) if data else None
+    if last is not None:
+        yield last
 
 
 def _object(content: str | bytes) -> dict[str, Any]:

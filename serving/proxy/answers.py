@@ -16,6 +16,8 @@ from typing import Any
 
 import orjson
 
+from knobwise.profiling.endpoint.reading import BROKEN_OFF
+
 CONTENT = (
     "content", "refusal", "reasoning_content", "reasoning", "tool_calls", "function_call", "audio",
 )  # fmt: skip
@@ -183,8 +185,8 @@ class ChatReader(AnswerReader):
             self.has_text = True
             self._open.add(index)
         finish = choice.get("finish_reason")
-        if finish == "error":
-            self.fault = "an error as finish_reason"
+        if finish in BROKEN_OFF:
+            self.fault = f"{finish} as finish_reason"
         elif finish:
             self.began = True
             self._ended = True

@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING
 
+import aiohttp
 from starlette.types import Scope, Send
 
 from knobwise.common.errors import InputError
@@ -64,6 +65,7 @@ class Exchange:
         self._scope = scope
         self._path = path
         self._send = send
+        self._attempt: Attempt | None = None
         self._gave_up = False
         self._settled = False
         self.ended = False
@@ -74,6 +76,7 @@ class Exchange:
         self._metrics.overhead.observe(self._walk.runtime.now() - self._arrived)
         while True:
             attempt = Attempt(self._proxy, self._request, self._choice, self._scope, self._path)
+            self._attempt = attempt
             try:
                 if await self._passed(attempt):
                     return
@@ -98,7 +101,7 @@ class Exchange:
         if fault is not None and self._choice is not None:
             other = self._walk.again(self._choice)
             if other is not None:
-                self._walk.runtime.abandon("the endpoint", fault_of(fault))
+                self._abandon("the endpoint", fault)
                 self._choice = other
                 return False
             # a client's own attempts would only repeat those of here
@@ -215,10 +218,11 @@ class Exchange:
         self.end("answered", began=attempt.began)
         self._metrics.choices.labels(label_of(self._choice.decision.configuration)).inc()
         ended = attempt.began if self._proxy.first_counts else now
+        choice = self._choice
+        if self._proxy.first_counts and not attempt.is_stream:
+            choice = choice.unlearned()
         # a disk may take its time for a row, which other streams do not wait for
-        await asyncio.to_thread(
-            self._walk.finish, self._choice, ended, attempt.usd(), reader.answer_id
-        )
+        await asyncio.to_thread(self._walk.finish, choice, ended, attempt.usd(), reader.answer_id)
         # whoever has its last byte was not broken off
         self.settle()
 
@@ -239,7 +243,8 @@ class Exchange:
     def end(
         self, outcome: str, error: BaseException | None = None, began: float | None = None
     ) -> None:
-        """Count how the request ended, once; nothing is learned where an error ended it.
+        """Count how the request ended, once; where an error ended it, nothing is learned but that
+        an answer takes longer.
 
         Args:
             began: when the answer had its first content.
@@ -252,9 +257,18 @@ class Exchange:
             return
         if error is not None:
             who = "the client" if outcome == "client_left" else "the endpoint"
-            self._walk.runtime.abandon(who, fault_of(error))
+            self._abandon(who, error)
             return
         now = self._walk.runtime.now()
         self._metrics.answer.observe(now - self._arrived)
         if began is not None:
             self._metrics.first.observe(began - self._arrived)
+
+    def _abandon(self, who: str, error: BaseException) -> None:
+        """Count that the present setting gave no answer."""
+        overdue = self.left or isinstance(error, aiohttp.SocketTimeoutError)
+        if self._proxy.first_counts:
+            # of an answer that is no stream nobody sees when it begins
+            begun = self._attempt is not None and self._attempt.began is not None
+            overdue = overdue and bool(self._request.chat.get("stream")) and not begun
+        self._walk.abandon(self._choice, who, fault_of(error), overdue)

@@ -40,7 +40,8 @@ class Freedom(NamedTuple):
     allowed: Array | None
     """The configurations that may be chosen, bool [C]; None for all."""
     capped: bool = False
-    """True if none is as short as the client wants it: the shortest are allowed, and cut."""
+    """True if none is as short as the client wants it: the shortest are allowed, and cut. Also if
+    that is shorter than the length in a field of every request."""
 
 
 class KnobFields:
@@ -85,9 +86,11 @@ class KnobFields:
         """Return which configurations are within what a client has set itself; None if it gave a
         knob a value that no configuration has, so that nothing can be expected of any. Raises
         InputError for a length that nobody can count with."""
-        self._cap(body)
+        cap = self._cap(body)
+        # a client's length goes before one of `extra`, whatever is overridden
+        capped = cap is not None and cap < self._extra_length()
         if self._override:
-            return Freedom(None)
+            return Freedom(None, capped)
         allowed = np.ones(len(self._configurations), bool)
         # values first: they hold whatever the length
         for name in self._names:
@@ -97,9 +100,7 @@ class KnobFields:
             allowed &= [values[name] == value for values in self._configurations]
         if not allowed.any():
             return None
-        capped = False
         for name in self._names:
-            cap = self._cap(body)
             if name not in LENGTHS or cap is None:
                 continue
             # None is a length without an end
@@ -182,6 +183,15 @@ class KnobFields:
         raise InputError(
             f"default={dict(knobs)}: is no configuration; one is {dict(self._configurations[0])}"
         )
+
+    def _extra_length(self) -> float:
+        """Return how long an answer may be by `extra`, with which the profile was measured; −∞ if
+        it says nothing of that, or a knob sets it."""
+        known = [name for name in LENGTHS if type(self._extra.get(name)) is int]
+        lengths = [_number(self._extra[name]) for name in known]
+        if not lengths or any(name in LENGTHS for name in self._names):
+            return -np.inf
+        return min(lengths)
 
     def _cap(self, body: Mapping[str, Any]) -> int | None:
         """Return the client's own limit of tokens; None for none, or for what is no number. Raises

@@ -92,7 +92,8 @@ def serve(config: ServeRun, controller: NumpyController) -> None:
                     shadow=shadow,
                     prices=prices,
                 )
-                first_counts = config.timed == "first_chunk"
+                # what is no time is the cost of a whole answer
+                first_counts = config.timed == "first_chunk" and controller.unit == MS
                 chats = ChatProxy(guards, walk, upstream, metrics, first_counts, _at_once(config))
                 models = [str(values["model"]) for values in known if "model" in values]
                 models = [*dict.fromkeys(models)]

@@ -22,6 +22,9 @@ CONNECT_S = 10.0
 """Seconds until an endpoint that cannot be reached is given up."""
 FIRST_CONNECT_S = 5.0
 """The same when the server starts."""
+IDLE_S = 4.0
+"""Seconds that a connection is kept for the next request. Uvicorn, and with it vLLM and others, and
+Node close theirs after 5: a request sent at that moment would look like a fault of the model."""
 LONGEST_ANSWER = 256_000_000
 """Bytes of an answer that is no stream, from which on it counts as a fault."""
 HOP_BY_HOP = frozenset((
@@ -78,7 +81,7 @@ class Upstream:
         )
         return aiohttp.ClientSession(
             # as many connections as there are requests: a queue here would hide in their times
-            connector=aiohttp.TCPConnector(limit=0),
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=IDLE_S),
             timeout=timeout,
             skip_auto_headers=("user-agent", "accept", "content-type"),
             cookie_jar=aiohttp.DummyCookieJar(),

@@ -50,6 +50,14 @@ class Choice(NamedTuple):
     attempts: int = 1
     """How many settings were tried, this one included."""
 
+    def unlearned(self) -> Choice:
+        """Return the choice for an answer that tells neither tracker nor updates anything, as that
+        of a whole answer where the time until its first chunk counts."""
+        decision = self.decision
+        # marked in the log as nothing to learn from, so that nothing counts as drawn
+        decision = decision._replace(features=None, best=decision.choice)
+        return self._replace(decision=decision, learns=False)
+
 
 class Walk:
     """Decides for requests and finishes them.
@@ -163,9 +171,7 @@ class Walk:
         decision = choice.decision
         request = decision.request
         controller = request.controller
-        left = request.budget_ms
-        if self.runtime.timed:
-            left -= request.waited_ms + (self.runtime.now() - request.begun) * 1e3
+        left = self._left_ms(request)
         if left <= 0 or self._shadow is not None:
             return None
         configurations = self.runtime.configurations
@@ -240,14 +246,45 @@ class Walk:
             result = self.runtime.finish(decision, ended=ended, learns=choice.learns, cost=usd)
         if not (result.met or math.isnan(result.total_ms)):
             self._metrics.late.inc()
-        slower = math.exp(self.runtime.tracker.level)
-        self._metrics.level.set(slower)
-        # an answer with other knobs than were decided keeps no promise
-        promised = decision.promised
-        if promised is not None and promised.share and choice.learns:
-            budget = f"{promised.budget_ms:.6g}"
-            self._metrics.watch_promise(budget, promised.share, result.met, slower)
+        self._metrics.level.set(math.exp(self.runtime.tracker.level))
+        # other knobs than were decided, or a cost that is not known, say nothing of a promise
+        if choice.learns and not math.isnan(result.total_ms):
+            self._watch_promise(decision, result.met)
         return result
+
+    def _watch_promise(self, decision: Decision, met: bool) -> None:
+        """Count whether a request was on time, if that was promised."""
+        promised = decision.promised
+        if promised is not None and promised.share:
+            budget = f"{promised.budget_ms:.6g}"
+            slower = math.exp(self.runtime.tracker.level)
+            self._metrics.watch_promise(budget, promised.share, met, slower)
+
+    def abandon(self, choice: Choice | None, what: str, fault: str, overdue: bool) -> None:
+        """Count a setting that gave no answer; see `Runtime.abandon`.
+
+        Args:
+            choice: the setting; None for a request that was sent as it is.
+            what: who ended it.
+            fault: what happened, in words.
+            overdue: True if the answer was still to come.
+        """
+        if choice is None or not (overdue and choice.learns):
+            self.runtime.abandon(what, fault)
+            return
+        decision = choice.decision
+        self.runtime.abandon(what, fault, decision)
+        self._metrics.level.set(math.exp(self.runtime.tracker.level))
+        # what might still have come in time breaks no promise
+        if self._left_ms(decision.request) < 0:
+            self._watch_promise(decision, False)
+
+    def _left_ms(self, request: PendingRequest) -> float:
+        """Return what is left of a budget now: all of it, unless it is a deadline."""
+        if not self.runtime.timed:
+            return request.budget_ms
+        spent_ms = request.waited_ms + (self.runtime.now() - request.begun) * 1e3
+        return request.budget_ms - spent_ms
 
     def lose(self, choice: Choice, fault: str) -> None:
         """Log a request whose answer came to nothing; see `Runtime.lose`."""

@@ -187,3 +187,29 @@ def test_a_request_without_an_answer_is_counted(stack):
     runtime.abandon("the stream", ConnectionError())
     assert runtime.tracker.answers == 0
     assert [*runtime.tracker.ignored.values()] == [1]
+
+
+def test_clients_that_leave_at_the_deadline_hide_no_slower_model(stack):
+    agent, table = stack
+    runtime = runtime_of(agent)
+    first = runtime.decide(runtime.begin(40.0), features_of(table, 0))
+    expected_ms = np.exp(first.log_latency)
+    only = np.arange(len(runtime.configurations)) == first.choice
+    # whoever leaves before an answer is expected says nothing of it
+    runtime.now.go_on(0.9 * expected_ms / 1e3)
+    runtime.abandon("the client", "left", overdue=first)
+    assert runtime.tracker.answers == 0
+    assert sum(runtime.tracker.ignored.values()) == 1
+    for row in range(60):
+        decision = runtime.decide(runtime.begin(40.0, mask=only), features_of(table, row))
+        assert decision.choice == first.choice
+        # three times slower, so that nobody sees an answer
+        runtime.now.go_on(decision.limit_ms / 1e3)
+        assert decision.limit_ms < 3 * expected_ms
+        runtime.abandon("the client", ConnectionError(), overdue=decision)
+    # until the answer is expected at the deadline
+    factor = np.exp(runtime.tracker.drift[0][first.choice])
+    assert factor == pytest.approx(40 / expected_ms, rel=0.05)
+    assert runtime.tracker.answers > 0
+    free = runtime.decide(runtime.begin(40.0), features_of(table, 0))
+    assert free.log_latency < first.log_latency

@@ -226,6 +226,10 @@ def test_a_time_out_takes_exactly_so_long(endpoint):
     launch(words(endpoint, values, timeout_s=0.5, **{"knobs.warm_up": 0, "knobs.samples": 4}))
     late = table_of().filter(pl.col("model") != "small")
     assert late.select("latency_ms", "prefill_ms", "accuracy").unique().rows() == [(500, 500, 0)]
+    # what nobody counted is not nothing
+    assert late.select("tokens_in", "tokens_out").unique().rows() == [(None, None)]
+    known = table_of().filter(pl.col("model") == "small")
+    assert (known["tokens_in"] > 0).all()
     reply = ask(endpoint, model="large?first_ms=0&chunks=9&chunk_ms=9000", timeout_s=0.5)
     assert (reply.total_ms, reply.failed, reply.text) == (500, "timed out", "word0")
     assert reply.first_ms < 500

@@ -1,6 +1,8 @@
 """A profile measured through servers that do not do what the protocol says, or do it slowly."""
 
+import asyncio
 import itertools
+import json
 import math
 import threading
 import time
@@ -12,11 +14,23 @@ import polars as pl
 import pytest
 from commands import launch, mistake, read_json, refused
 from helpers import input_error
-from scripted_endpoint import USAGE, Broken, ScriptedChats, Turned
+from scripted_endpoint import (
+    DONE,
+    STOP,
+    USAGE,
+    WORD,
+    Broken,
+    ScriptedChats,
+    Turned,
+    chat,
+    chunk,
+    event,
+)
 
 from knobwise.profiling.endpoint.client import EndpointClient, listed_models
 from knobwise.profiling.endpoint.model_changes import measure_changes
 from knobwise.profiling.endpoint.pauses import LONGEST_PAUSE_S, Pauses, retry_after_s
+from knobwise.profiling.endpoint.reading import Cut, EndpointReply, read_stream, read_whole
 from knobwise.profiling.measuring.measuring import read_measurements
 from knobwise.testbeds.simulated_endpoint import SimulatedEndpoint
 
@@ -44,6 +58,39 @@ def words(server, values="{model: [large], max_tokens: [8, 16]}", out="out", **o
         f"out={out}",
         *(f"{k}={v}" for k, v in options.items()),
     ]
+
+
+# -- what is an answer -----------------------------------------------------------------------------
+
+
+def streamed(*events):
+    """What is read of a stream."""
+    reply = EndpointReply()
+
+    async def lines():
+        for line in b"".join(events).decode().splitlines():
+            yield line
+
+    asyncio.run(read_stream(lines(), reply, 0.0))
+    return reply
+
+
+@pytest.mark.parametrize("finish", ["abort", "error"])
+def test_what_a_server_broke_off_is_no_answer(finish):
+    with pytest.raises(ValueError, match=finish):
+        streamed(WORD, chunk({}, finish), DONE)
+    choice = {"index": 0, "message": {"content": "yes"}, "finish_reason": finish}
+    with pytest.raises(ValueError, match=finish):
+        read_whole(json.dumps(chat(choices=[choice])).encode(), EndpointReply(), 0.0)
+
+
+def test_the_last_event_may_lack_the_empty_line_after_it():
+    for ends in ([STOP[:-1]], [STOP[:-2]], [STOP, DONE[:-2]]):
+        assert streamed(WORD, *ends).text == "yes"
+    with pytest.raises(Cut):
+        streamed(WORD, STOP[:-9])
+    with pytest.raises(ValueError, match="overloaded"):
+        streamed(WORD, event({"error": "overloaded"})[:-2])
 
 
 # -- tokens and tiers ------------------------------------------------------------------------------

@@ -42,7 +42,8 @@ def test_a_stream_that_does_not_say_why_it_ended_is_not_whole():
     for chunks in ([ROLE, WORD], [ROLE, WORD, DONE], [ROLE, WORD, ERROR, STOP]):
         assert not read(*chunks).is_whole
     assert read(WORD, ERROR).fault
-    assert read(WORD, chunk({}, "error")).fault
+    for finish in ("error", "abort"):
+        assert read(WORD, chunk({}, finish)).fault
 
 
 def test_every_choice_must_end():
@@ -87,6 +88,7 @@ def test_a_long_line_may_come_byte_by_byte():
         b'{"choices": [3]}',
         b'{"choices": {"a": 1}}',
         b'{"choices": [{"finish_reason": "error"}]}',
+        b'{"choices": [{"message": {"content": "a"}, "finish_reason": "abort"}]}',
     ],
 )
 def test_what_is_no_answer(content):

@@ -59,6 +59,25 @@ def test_a_clients_own_values():
     assert allowed(KnobFields(GRID, override=True), model="other", max_tokens=1) == (GRID, False)
 
 
+@pytest.mark.parametrize("override", [False, True])
+def test_a_cap_below_the_length_of_every_request_cuts(override):
+    def is_capped(extra, knobs=("model",), **body):
+        grid = [{name: values[name] for name in knobs} for values in GRID]
+        return KnobFields(grid, extra=extra, override=override).freedom(body).capped
+
+    for name, other in itertools.product(("max_tokens", "max_completion_tokens"), repeat=2):
+        assert is_capped({name: 256}, **{other: 255})
+        assert not is_capped({name: 256}, **{other: 256})
+    assert is_capped({"max_tokens": 256, "max_completion_tokens": 64}, max_tokens=63)
+    assert not is_capped({"max_tokens": 256})
+    assert not is_capped({"max_tokens": 256}, max_tokens=None)
+    assert not is_capped({"seed": 1}, max_tokens=3)
+    # a knob sets the length, not the field
+    knobs = ("model", "max_tokens")
+    assert not is_capped({"max_tokens": 256}, knobs, max_tokens=100)
+    assert not is_capped({"max_completion_tokens": 256}, knobs, max_tokens=100)
+
+
 def test_a_length_that_nobody_can_count_with_is_refused():
     for fields in (KnobFields(GRID), KnobFields(GRID, override=True)):
         for name in ("max_tokens", "max_completion_tokens"):

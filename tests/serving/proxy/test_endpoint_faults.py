@@ -1,8 +1,12 @@
 """`knobwise serve` in front of an endpoint that fails in many ways."""
 
+import asyncio
+import contextlib
 import gzip
 import http.client
+import inspect
 import json
+import time
 
 import pytest
 from proxied import SAFE, knobs_of, serving
@@ -18,10 +22,15 @@ from scripted_endpoint import (
     event,
 )
 from test_serve import row_of, rows_in
+from uvicorn import Config
+
+from knobwise.serving.proxy import upstream
 
 COMMENT = b": keep-alive\n\n"
 ERROR = {"error": {"message": "overloaded", "code": 503}}
 GOOD = [ROLE, WORD, STOP, DONE]
+KEPT = "timeout_keep_alive"
+"""Uvicorn's option: for how many seconds it keeps an idle connection."""
 FREE = {"features": {"kind": "a"}, "model": "auto", "budget_ms": 5000}
 """The small model is asked first."""
 
@@ -138,6 +147,23 @@ def test_the_time_until_the_first_content_counts(served, scripted):
         row = row_of(served.log, served.chat(stream=True, features={"kind": "a"}, budget_ms=250))
         assert row["total_ms"] >= 300
         assert not row["met"]
+
+
+def test_a_whole_answer_tells_no_time_until_a_first_chunk(exported, scripted, tmp_path):
+    # beyond the deadline, as any whole answer to a long question
+    scripted.answer = lambda path, body: time.sleep(0.2) or Reply(chat())
+    words = f"checkpoint={exported}", f"endpoint={scripted.url}", "timed=first_chunk"
+    with serving(tmp_path, *words, "explore=1", "explore_loss=1") as client:
+        for _ in range(8):
+            answer = client.chat(**{**FREE, "budget_ms": 150})
+            row = row_of(tmp_path / "served", answer)
+            assert (row["failed"], row["met"]) == (True, False)
+        assert client.metric("late_total") == 8
+        assert client.metric("latency_level") == 1
+        scripted.answer = lambda path, body: Reply(GOOD)
+        answer = client.chat(**FREE, stream=True)
+        assert "failed" not in row_of(tmp_path / "served", answer)
+        assert client.metric("latency_level") != 1
 
 
 def test_a_stream_without_content_is_held_for_a_while_only(served, scripted):
@@ -258,3 +284,34 @@ def test_an_endpoint_with_a_query(exported, scripted, tmp_path, query):
     with serving(tmp_path, *words) as client:
         assert client.chat(**FREE).status == 200
     assert scripted.asked[-1][0] == f"/v1/chat/completions{query}"
+
+
+@pytest.mark.parametrize(("idle_s", "connections"), [(None, 1), (1e-9, 2)])
+def test_no_request_goes_to_a_connection_that_was_idle_for_long(monkeypatch, idle_s, connections):
+    if idle_s is None:
+        # before servers close it themselves
+        assert 0 < upstream.IDLE_S < inspect.signature(Config).parameters[KEPT].default
+    else:
+        monkeypatch.setattr(upstream, "IDLE_S", idle_s)
+    opened = []
+
+    async def answer(reader, writer):
+        opened.append(writer)
+        with contextlib.suppress(asyncio.IncompleteReadError):
+            while True:
+                await reader.readuntil(b"\r\n\r\n")
+                await reader.readexactly(2)
+                writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n{}")
+        writer.close()
+
+    async def ask():
+        server = await asyncio.start_server(answer, "127.0.0.1", 0)
+        (port,) = {each.getsockname()[1] for each in server.sockets}
+        asked = upstream.Upstream(f"http://127.0.0.1:{port}/v1", None, False, 60)
+        async with server, asked.connected():
+            for _ in range(2):
+                response = await asked.send("POST", "/chat/completions", [], b"{}")
+                assert await upstream.content_of(response) == b"{}"
+
+    asyncio.run(ask())
+    assert len(opened) == connections

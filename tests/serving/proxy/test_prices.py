@@ -2,7 +2,9 @@
 answers cost; and an update from that log."""
 
 import json
+import math
 from contextlib import chdir
+from unittest.mock import Mock
 
 import pytest
 from commands import words_of
@@ -10,6 +12,10 @@ from proxied import knobs_of, serving
 
 from knobwise.__main__ import main
 from knobwise.agents import NumpyController
+from knobwise.agents.deployed.promise import Promised
+from knobwise.serving.proxy.knob_fields import KnobFields
+from knobwise.serving.proxy.walk import Choice, Walk
+from knobwise.serving.runtime import Runtime
 from knobwise.testbeds.simulated_routing import PRICES, evaluations
 
 TRAIN = words_of(
@@ -117,6 +123,21 @@ def test_what_an_answer_cost_is_known_where_its_tokens_are(trained, words, tmp_p
         # nothing is so cheap
         assert not dear["met"]
         assert (client.metric("unpriced_total"), client.metric("late_total")) == (1, 1)
+
+
+def test_a_cost_that_is_not_known_neither_keeps_nor_breaks_a_promise(trained, monkeypatch):
+    folder, _ = trained
+    runtime = Runtime(controller_of(folder, "each"))
+    monkeypatch.setattr(NumpyController, "promised", lambda *about: Promised(0.0003, 0.9))
+    metrics = Mock()
+    walk = Walk(runtime, KnobFields(runtime.configurations), None, metrics, budget=0.0003)
+    request = runtime.begin(0.0003)
+    decision = runtime.fail(request)
+    choice = Choice(decision, decision.configuration, {}, allowed=None, learns=True)
+    for usd in (math.nan, 0.0002, 0.0004):
+        walk.finish(choice, usd=usd)
+    kept = [call.args[2] for call in metrics.watch_promise.call_args_list]
+    assert kept == [True, False]
 
 
 def test_the_tracker_follows_prices_and_an_update_learns_from_them(trained, words, tmp_path):

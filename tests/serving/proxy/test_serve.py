@@ -154,6 +154,24 @@ def test_what_is_promised_stands_in_headers_and_metrics(endpoint, tmp_path):
         assert len(re.findall("^knobwise_promise_on_time{", text, re.MULTILINE)) == 1
         broken = re.findall(r"^knobwise_promise_broken{.*} (\S+)$", text, re.MULTILINE)
         assert broken == ["0.0", "0.0"]
+        # whoever leaves late was not answered on time; whoever leaves early might have been
+        left = 'requests_total{outcome="client_left"}'
+        fields = {"features": features, "budget_ms": highest + 100, "model": "small"}
+        for number, waits_ms in enumerate((50, highest + 200), start=1):
+            leave(client, waits_ms / 1e3, **fields)
+            wait_for(lambda number=number: client.metric(left) == number)
+            assert client.metric(f"promise_on_time{label}") == 1 / number
+
+
+def leave(client, waits_s, **fields):
+    """Ask, and leave without an answer."""
+    connection = http.client.HTTPConnection("127.0.0.1", client.port, timeout=waits_s)
+    body = json.dumps({"messages": MESSAGES, **fields})
+    headers = {"Content-Type": "application/json", "X-Simulated": "first_ms=30000"}
+    connection.request("POST", CHAT, body, headers)
+    with pytest.raises(TimeoutError):
+        connection.getresponse()
+    connection.close()
 
 
 def test_features_that_fail_get_static(served, controller):
@@ -278,6 +296,29 @@ def test_nothing_is_generated_for_a_client_that_has_left(served, endpoint):
             wait_for(lambda: endpoint.state.open == 1)
         wait_for(lambda: endpoint.state.open == 0)
     wait_for(lambda: served.metric('requests_total{outcome="client_left"}') == before + 2)
+
+
+@pytest.mark.parametrize(("timed", "learns"), [("answer", True), ("first_chunk", False)])
+def test_silence_and_clients_that_leave_tell_of_slower_answers(
+    exported, endpoint, tmp_path, timed, learns
+):
+    words = f"checkpoint={exported}", f"endpoint={endpoint.url}", "timeout_s=0.5"
+    with serving(tmp_path, *words, f"timed={timed}") as client:
+        # some 165 ms are expected
+        fields = {"features": {"kind": "a"}, "budget_ms": 300, "model": "small"}
+        leave(client, 0.3, **fields)
+        wait_for(lambda: client.metric('requests_total{outcome="client_left"}') == 1)
+        # nobody sees when an answer that is no stream begins
+        level = client.metric("latency_level")
+        assert (level > 1.1) == learns
+        # until the time-out
+        answer = client.chat({"x-simulated": "first_ms=30000"}, **fields)
+        assert answer.status == 504
+        assert (client.metric("latency_level") > level) == learns
+        leave(client, 0.3, stream=True, **fields)
+        wait_for(lambda: client.metric('requests_total{outcome="client_left"}') == 2)
+        assert client.metric("latency_level") > 1.1
+    assert len(rows_in(tmp_path / "served")) == 1
 
 
 # -- the other routes ------------------------------------------------------------------------------
