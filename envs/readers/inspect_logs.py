@@ -78,6 +78,7 @@ def read_inspect_logs(paths: Sequence[Path], notes: list[str]) -> ToolRows:
     logs = [_log(path) for path in files]
     settings = [_settings(header) for header, _ in logs]
     names = list(dict.fromkeys(name for each in settings for name in each))
+    retried = _failed_and_retried(logs)
     records = []
     known = set()
     copies = 0
@@ -90,12 +91,16 @@ def read_inspect_logs(paths: Sequence[Path], notes: list[str]) -> ToolRows:
                 copies += 1
                 continue
             known.add(sample.get("uuid"))
+            if sample.get("uuid") in retried:
+                continue
             values = {name: _scalar(each.get(name, UNSET)) for name in names}
             records.append(_record(header["eval"], sample) | values)
     if not records:
         raise InputError("the logs hold no samples; run inspect eval with log_samples=true")
     if copies:
         notes.append(f"{copies} samples stand in an earlier log already: read once")
+    if retried:
+        notes.append(f"{len(retried)} attempts failed and were retried: the last one counts")
     cut = sum(str(record["input"]).endswith(CUT) for record in records)
     if cut:
         notes.append(
@@ -104,6 +109,24 @@ def read_inspect_logs(paths: Sequence[Path], notes: list[str]) -> ToolRows:
         )
     frame = pl.DataFrame(_columns(records), strict=False)
     return _tool_rows(frame, names, ["eval_id", "epoch"], notes)
+
+
+def _failed_and_retried(logs: Sequence[tuple[dict[str, Any], list[dict[str, Any]]]]) -> set[str]:
+    """Return the uuids of the samples that failed, and which a later log of the same task has again
+    under another: `inspect eval-retry` keeps the task's id, and copies what did not fail."""
+    last: dict[tuple[str, str, str], dict[str, Any]] = {}
+    retried = set()
+    for header, samples in sorted(logs, key=lambda log: str(log[0]["eval"].get("created"))):
+        task = header["eval"].get("task_id")
+        for sample in samples:
+            if not (task and sample.get("uuid")):
+                continue
+            key = str(task), str(sample["id"]), str(sample["epoch"])
+            before = last.get(key, sample)
+            if before.get("error") and before["uuid"] != sample["uuid"]:
+                retried.add(str(before["uuid"]))
+            last[key] = sample
+    return retried
 
 
 def inspect_frame(frame: pl.DataFrame, notes: list[str]) -> ToolRows:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import itertools
+import math
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
@@ -221,6 +222,9 @@ class EndpointModel:
         self._last = body["model"]
         reply, usd = self._client.ask(body)
         extra = {"tokens_in": float(reply.tokens_in), "tokens_out": float(reply.tokens_out)}
+        if reply.failed and not reply.counted:
+            # nobody counted those of an answer that was given up, which are not few
+            extra = dict.fromkeys(extra, math.nan)
         extra |= {"failed": float(bool(reply.failed)), "attempts": float(reply.attempts)}
         if len(self.measured["model"]) > 1:
             extra[CHANGED] = float(changed)

@@ -18,6 +18,7 @@ from knobwise.envs.readers import inspect_logs
 
 DATA = Path(__file__).parents[2] / "data"
 LOGS = DATA / "inspect_logs"
+RETRIED = DATA / "inspect_retried"
 LOG_NAMES = [f"{number}.eval" for number in range(4)]
 
 
@@ -82,6 +83,36 @@ def test_right_reading_of_real_logs():
     identical(failed.max(-1).values, [made.measurements_ms.max()] * 2)
     identical(made.accuracy[made.sample_ids.index("q4"), large], [0.5, 0.5])
     assert any("2 of 48 answers failed" in note for note in made.notes)
+
+
+def test_a_sample_that_was_retried_is_no_failure():
+    made = knobwise.read(RETRIED, accuracy="score_match")
+    assert (made.num_samples, made.num_repeats) == (3, 2)
+    accuracies = by_label(made, made.accuracy.mean(0))
+    assert accuracies == {"model=mockllm/small": 0.333, "model=mockllm/large": 1.0}
+    # q2 of large took 136 ms to fail, and 106 ms when it was retried
+    large = int(made.accuracy.mean(0).argmax())
+    times = made.measurements_ms[made.sample_ids.index("q2"), large]
+    identical(times.sort().values, [106.0, 169.0])
+    assert any("1 attempts failed and were retried" in note for note in made.notes)
+    assert not any("answers failed" in note for note in made.notes)
+
+
+@pytest.mark.parametrize("order", ["abc", "cba"])
+def test_of_several_attempts_the_last_counts_whatever_the_files_are_called(tmp_path, order):
+    errors = {"error": "bad gateway", "score": None}
+    attempts = [sample(1, time=1.0, **errors), sample(1, time=2.0, **errors), sample(1, time=3.0)]
+    for number, (name, attempt) in enumerate(zip(order, attempts, strict=True)):
+        about = {"task_id": "t", "created": f"2026-11-30T02:0{number}:00+00:00"}
+        content = log(samples=[attempt, sample(2, time=1.5)], **about)
+        (tmp_path / f"{name}.json").write_text(json.dumps(content))
+    # another task with the same samples is none of these attempts
+    other = log("m/b", samples=[sample(1, time=4.0, **errors), sample(2)], task_id="u")
+    (tmp_path / "d.json").write_text(json.dumps(other))
+    made = knobwise.read(tmp_path)
+    assert (made.num_samples, made.num_repeats) == (2, 1)
+    assert made.accuracy.tolist() == [[1, 0], [1, 1]]
+    assert made.measurements_ms[0, 0].tolist() == [3000]
 
 
 @pytest.mark.parametrize(
