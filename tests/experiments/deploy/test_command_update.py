@@ -239,8 +239,10 @@ def test_a_poisoned_log_is_explained_and_serves_only_if_it_is_accepted(
     assert current.resolve().name == "0000"
     waiting = facts_in(tmp_path / "out/versions/0001")
     assert waiting["requests"] == 1160
-    # all of them had labels, and one had two
-    assert sorted(waiting["set_aside"].values()) == [40, 41]
+    # all of them had labels, and some had two
+    labels = 40 + sum(row["choice"] == 0 for row in rows[:40])
+    assert labels > 40
+    assert sorted(waiting["set_aside"].values()) == [40, labels]
     assert "40 skipped" in printed
     assert (waiting["better"], waiting["accepted"]) == (False, False)
     launch(words, "accept=true")
