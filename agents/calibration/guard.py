@@ -107,8 +107,8 @@ def calibrate(
             missing = _unmeasured(problem, rows, torch.stack([chosen, by_static], 1))
             if missing and not row["deployed"]:
                 row["reason"] += (
-                    f"; knobwise profile complete=RUN measures {missing:,} missing cells of "
-                    "validation samples, which then decide"
+                    f"; {missing:,} cells of validation samples are missing, which then decide: "
+                    "where knobwise profile measured the others, its complete=RUN measures them"
                 )
         rulings.append(row)
     return rulings
