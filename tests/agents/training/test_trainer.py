@@ -142,7 +142,7 @@ def test_a_stage_past_its_peak_gives_way_to_the_next():
     at = [iteration for iteration, _ in student.state.scores]
     assert at == [*range(0, 32, 4), *range(36, 64, 4), 68, 72, 76, 88, 92, 96]
     assert (student.state.best.score, student.state.best.iteration) == (0.6, 88)
-    assert gained_by_sample(student).keys() == {"start", "best"}
+    assert gained_by_sample(student).keys() == {"start", "best", "clusters"}
 
 
 def test_a_stop_after_a_stage_that_ended_early_ends_as_without_it(tmp_path):
