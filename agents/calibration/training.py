@@ -1,7 +1,7 @@
 """The training of a controller as a run does it, with a teacher or without one (`policy.teacher`).
 
 With a teacher (`policy=auto`) there are three steps: the teacher learns what was measured; the
-heads imitate what it makes of requests; and GRPO, or PPO, learns from the reward that is charged.
+heads imitate what it makes of requests; and GRPO, or PPO, learns from rewards.
 """
 
 from __future__ import annotations

@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from knobwise.agents.deployed.controller import NumpyController
 
 EXPECTED_US = 30.0
-"""The time of a decision, by rule of thumb. Training charges this, so that it is repeatable;
-results are charged what was measured."""
+"""The time of a decision, by rule of thumb. Validation and calibration charge this, so that
+they are repeatable; results are charged what was measured."""
 TEXT_US = 70.0
 """What a text adds to that."""
 CHARACTER_US = 0.1

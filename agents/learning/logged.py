@@ -304,9 +304,10 @@ def _faults(
         yield "of another controller"
     if row.get("fault"):
         yield "without an answer"
-    # by static, where another policy would have read features
+    # by static, where another policy would have read features; or cut short, by another attempt, or
+    # timed otherwise
     if row.get("failed"):
-        yield "decided without its features, which failed"
+        yield "decided without features, or answered otherwise than decided"
     count = len(controller.configurations) if controller else math.inf
     choice = row["choice"]
     known = all(type(c) is int and 0 <= c < count for c in (choice, row["best"], *row["among"]))

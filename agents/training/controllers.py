@@ -29,6 +29,7 @@ from knobwise.agents.training.samples import samples_of_training
 from knobwise.agents.training.seeding import seeded, weight_sums
 from knobwise.agents.training.state import Provenance
 from knobwise.agents.training.trainer import Trainer
+from knobwise.envs.bandit.budgets import MIN_LATENCY_MS
 from knobwise.envs.bandit.reward_kinds import KINDS
 from knobwise.envs.bandit.settings import BudgetConfig
 from knobwise.envs.bandit.torchrl_env import ConfigBandit
@@ -172,12 +173,15 @@ class ControllerSetup:
         )
 
     def _budgets_drawn(self, budget: BudgetConfig) -> BudgetConfig:
-        """Return the settings by which training draws budgets; those of `spread` go over the judged
-        ones."""
+        """Return the settings by which training draws budgets; those of `spread` go over what is
+        left of the judged ones."""
         if budget.strategy is None and self.starts_cold:
             budget = replace(budget, strategy="spread")
         if budget.strategy == "spread" and not budget.values_ms:
-            budget = replace(budget, values_ms=tuple(self.limits.tolist()))
+            left = self.rule.left(self.limits, self.cost_ms)
+            # of a budget that a decision takes whole nothing is left to learn for
+            left = left[left > MIN_LATENCY_MS] if (left > MIN_LATENCY_MS).any() else self.limits
+            budget = replace(budget, values_ms=tuple(left.tolist()))
         return budget
 
     @property

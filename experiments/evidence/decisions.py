@@ -65,7 +65,8 @@ The keys:
 - `seed`: null where no seed changes the policy.
 - `split`: its number, counted from 0; null where there is only one (`split.repeats`).
 - `dataset`: null where there is only one.
-- `cluster`: what the sample belongs to (`profile.group`, or an image); null where it stands alone.
+- `cluster`: what the sample belongs to (`profile.group`, or an image); null where it stands alone,
+  but live, and of queries without an image beside others with one, its own id.
 - `condition`: the budget in ms, or the number of demonstrations.
 - `source`: `replay` where outcomes were looked up, `live` where the model answered.
 - `request`: live, its number in the stream, counted from 0; a sample may come several times.

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from knobwise.experiments.evidence.decisions import SAMPLE, splits_of
 from knobwise.experiments.evidence.schema import ReliabilityBin, UsageRow
-from knobwise.experiments.evidence.statistics import ends_of, ends_of_means, resampled_means
+from knobwise.experiments.evidence.statistics import ends_of_means, resampled_means
 from knobwise.experiments.evidence.task import Metric, Task
 
 if TYPE_CHECKING:
@@ -167,6 +167,15 @@ class _Ratio(NamedTuple):
         value = float(_divided(self.above.mean(), self.below.mean()))
         return None if np.isnan(value) else value
 
+    def by_sample(self) -> Array:
+        """Return what each sample gives, [S, n], whose mean is the ratio, and which varies as it
+        does, to first order; NaN where nothing could be gained."""
+        if self.below is None:
+            return self.above
+        below = self.below.mean()
+        ratio = _divided(self.above.mean(), below)
+        return ratio + _divided(self.above - ratio * self.below, below)
+
 
 def _divided(above: Array | np.float64, below: Array | np.float64) -> Array:
     """Return the ratio of two means; NaN where the second is 0."""
@@ -183,10 +192,9 @@ def _intervals(ratios: Sequence[_Ratio], splits: NDArray[np.int64] | None) -> li
     intervals = []
     for ratio in ratios:
         column = next(drawn)[:, None]
-        if ratio.below is None:
-            intervals += ends_of_means([ratio.above], column)
-        else:
-            intervals += ends_of(_divided(column, next(drawn)[:, None]))
+        if ratio.below is not None:
+            column = _divided(column, next(drawn)[:, None])
+        intervals += ends_of_means([ratio.by_sample()], column)
     return intervals
 
 

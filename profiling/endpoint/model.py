@@ -222,7 +222,7 @@ class EndpointModel:
         self._last = body["model"]
         reply, usd = self._client.ask(body)
         extra = {"tokens_in": float(reply.tokens_in), "tokens_out": float(reply.tokens_out)}
-        if reply.failed and not reply.counted:
+        if reply.failed == "timed out" and not reply.counted:
             # nobody counted those of an answer that was given up, which are not few
             extra = dict.fromkeys(extra, math.nan)
         extra |= {"failed": float(bool(reply.failed)), "attempts": float(reply.attempts)}

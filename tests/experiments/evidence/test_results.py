@@ -138,6 +138,19 @@ def test_what_grpo_added_on_held_out_samples_is_paired_by_sample(untrained):
     assert gain_on_held_out([moved, loaded(untrained)]) == {}
 
 
+def test_what_grpo_added_to_samples_of_a_cluster_is_drawn_together(untrained):
+    # of eight samples four gain; as two clusters either all or none of a draw may
+    half = torch.arange(8) < 4
+    gains = {"start": torch.zeros(8), "best": 0.5 * half}
+    clusters = {"clusters": half.long()}
+    alone, together = (
+        gain_on_held_out([loaded(untrained, grpo_held_out=each)])
+        for each in (gains, gains | clusters)
+    )
+    assert alone["held_out_ci95"] == pytest.approx([0.0625, 0.4375])
+    assert together["held_out_ci95"] == pytest.approx([0.0, 0.5])
+
+
 def test_what_grpo_added_on_test_samples_is_the_difference_to_the_policy_before():
     after = [Ruled(Always(1)), Ruled(Always(0))]
     before = [Ruled(Always(0)), Ruled(Always(0))]

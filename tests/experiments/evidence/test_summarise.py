@@ -16,6 +16,7 @@ from knobwise.experiments.evidence.task import (
     ON_TIME,
     UTILITY,
     Metric,
+    over,
 )
 
 BUDGETS = [10.0, 20.0]
@@ -118,6 +119,17 @@ def test_a_metric_more_has_its_interval():
     assert rows["controller", None]["regret"] == pytest.approx(values.mean())
     assert rows["controller", None]["regret_ci95"] == pytest.approx(mean_interval(values))
     assert rows["oracle", None]["regret"] == 0
+
+
+def test_a_share_of_a_gap_is_as_sure_as_the_gain_that_it_is_made_of():
+    scores = np.random.default_rng(0).random((3, 40, 1)) * [[[0.2]], [[0.6]], [[1.0]]]
+    static = np.full((1, 40, 1), 0.25)
+    table = {"controller": scores, "budget_aware_static": static, "oracle": static + 0.5}
+    gain = Metric("gain", value=over("utility"))
+    rows = summarise(with_references(DEADLINE, decisions_of(table)), [gain, GAP], conditions=False)
+    row = by_condition(rows)["controller", None]
+    assert row["gap_closed"] == pytest.approx(row["gain"] / 0.5)
+    assert row["gap_closed_ci95"] == pytest.approx([end / 0.5 for end in row["gain_ci95"]])
 
 
 class Tokens:
