@@ -107,8 +107,8 @@ def calibrate(
             missing = _unmeasured(problem, rows, torch.stack([chosen, by_static], 1))
             if missing and not row["deployed"]:
                 row["reason"] += (
-                    f"; missing cells of validation samples: {missing:,}; they decide once "
-                    "measured, by complete=RUN of knobwise profile if that measured the others"
+                    f"; {missing:,} missing cells of validation samples decide once measured, by "
+                    "complete=RUN of knobwise profile if that measured the others"
                 )
         rulings.append(row)
     return rulings
