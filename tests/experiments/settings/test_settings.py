@@ -35,7 +35,7 @@ from knobwise.experiments.settings.profiles import (
     read_profile,
     read_questions,
 )
-from knobwise.experiments.settings.selector_options import BeamFiles, SmollmBeams
+from knobwise.experiments.settings.selector_options import BeamFiles, BuiltinBeams, SmollmBeams
 from knobwise.experiments.settings.values import training_settings
 from knobwise.profiling.huggingface.smollm import QUESTIONS_CSV
 from knobwise.profiling.measuring.questions import read_vqa_data
@@ -226,6 +226,9 @@ def test_without_right_answers_the_best_beam_is_right(tmp_path):
     assert data.judged_by == "best_beam"
     assert "vqa_correct" not in data.table.fields
     assert data.test.fields["vqa_correct"][0].tolist() == [0, 1, 0, 1, 0, 0]
+    # so `evaluate` leaves out what a selector was trained on, unlike on the built-in beams
+    assert not data.has_own_test
+    assert read_data(BuiltinBeams()).has_own_test
 
 
 def test_questions_are_those_beside_the_profile(home):
