@@ -25,7 +25,8 @@ from campaign.children import kill, session
 from campaign.load import memory_mb
 from knobwise.agents.learning.logged import read_log
 from knobwise.agents.learning.request_log import pack_floats
-from knobwise.testbeds.simulated_endpoint import WRONG, SimulatedEndpoint
+from knobwise.testbeds.simulated_endpoint import SimulatedEndpoint
+from knobwise.testbeds.simulated_models import WRONG
 
 SAMPLES = 60
 BUDGETS_MS = (10, 25, 60)

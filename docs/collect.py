@@ -176,7 +176,13 @@ def mean_of(run: Path) -> Numbers:
     rows = results["rows"]
     (row,) = (row for row in rows if row["policy"] == "controller" and row["budget_ms"] is None)
     points = rounded(row["over_static_mix"], row["over_static_mix_ci95"])
-    return {"commit": commit_of(results), "points": points}
+    return {"commit": commit_of(results), "points": points, **held_out_of(results)}
+
+
+def held_out_of(results: Numbers) -> Numbers:
+    """Return what GRPO adds on held-out samples."""
+    gain = results["grpo_gain"]
+    return {"grpo_held_out": rounded(gain["held_out"], gain["held_out_ci95"])}
 
 
 def unseen_of(run: Path) -> Numbers:
@@ -187,7 +193,8 @@ def unseen_of(run: Path) -> Numbers:
     (left_out,) = (word for word in results["command"].split() if "split.leave_out=" in word)
     points = rounded(learned["over_static"], learned["over_static_ci95"])
     name = left_out.split("=")[1].strip("'")
-    return {"left_out": name, "points": points, "commit": commit_of(results)}
+    commit = commit_of(results)
+    return {"left_out": name, "points": points, "commit": commit, **held_out_of(results)}
 
 
 def selector_of(run: Path) -> Numbers:

@@ -42,9 +42,10 @@ def fit(
         data: a profile, or what `read` takes.
         features: as in `read`; of a profile also blocks [N, d] in the order of its samples, without
             ids.
-        policy: auto, a head for each knob, distilled from a network and experts that predict
-            outcomes, then trained by GRPO; utility, like auto but without experts, which trains
-            several times faster; or independent, by rewards alone, without a teacher and a guard.
+        policy: auto, a head for each knob, distilled from networks and base learners that predict
+            outcomes, then trained by GRPO; utility, like auto but without base learners, which
+            trains several times faster; grpo, by GRPO alone, from a cold start; or independent, by
+            rewards alone, without a teacher and a guard.
         options: any other option of `knobwise train`, such as reward="shaped", budget="mean",
             budgets_ms=[20, 40] or optimiser={"iterations": 100}.
 

@@ -1,5 +1,5 @@
 """A table of evaluations of language models, as those who route requests have one. The models are
-those that `simulated_endpoint` simulates, the questions those of SmolLM2 that come with knobwise.
+those of `simulated_models`, the questions those of SmolLM2 that come with knobwise.
 
     python -m knobwise.testbeds.simulated_routing evaluations.csv
 
@@ -18,7 +18,7 @@ import polars as pl
 
 from knobwise.common.errors import InputError
 from knobwise.common.files import written_whole
-from knobwise.testbeds.simulated_endpoint import (
+from knobwise.testbeds.simulated_models import (
     MODELS,
     Simulation,
     known_questions,

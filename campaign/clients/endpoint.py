@@ -12,13 +12,11 @@ from starlette.routing import Route
 
 from knobwise.testbeds.simulated_endpoint import (
     CREATED,
-    MODELS,
     EndpointState,
     SimulatedEndpoint,
-    Simulation,
     problem,
-    reply_to,
 )
+from knobwise.testbeds.simulated_models import MODELS, Simulation, reply_to
 
 TOOL_WORD = "tool"
 """A question with this word is answered by a call of the first tool."""

@@ -18,7 +18,6 @@ from knobwise.experiments.inspection.measured import (
     expected_of,
     gaps_of,
     jump_of,
-    levels_of,
     named_configurations,
     numbers_of,
     setting_of,
@@ -331,10 +330,9 @@ def later_samples(measured: Measured) -> Findings:
     """From some sample on, all are slower or faster."""
     if len(measured.few) < 100:
         return
-    place, jump, spread = jump_of(levels_of(measured, measured.log_ms))
-    if abs(jump) > max(math.log(1.5), spread):
-        sample = measured.ids[measured.few[place]]
-        words = f"From sample {sample} on, latencies are {math.exp(jump):.2f} times as long"
+    jump = jump_of(measured, measured.log_ms)
+    if abs(jump.size) > max(math.log(1.5), jump.spread):
+        words = f"{jump.since}, latencies are {math.exp(jump.size):.2f} times as long"
         yield Finding(words, "likely", DRIFTED)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import re
 from collections.abc import Iterable, Sequence
 
 import numpy as np
@@ -17,6 +16,7 @@ from knobwise.experiments.inspection.measured import (
     Finding,
     Findings,
     Measured,
+    by_numbers,
     correlations,
     fill_with_means,
     gaps_of,
@@ -201,10 +201,8 @@ def numbers_of_samples(measured: Measured) -> Findings:
 def _rising_with_samples(measured: Measured, values: np.ndarray) -> np.ndarray:
     """Return which columns of [n, d] rise or fall with each sample, bool [d]."""
     count = len(values)
-    numbers = [int("".join(re.findall("[0-9]", each)) or 0) for each in measured.ids]
-    orders = (np.arange(count), np.array(sorted(range(count), key=numbers.__getitem__)))
     hits = np.zeros(values.shape[1], bool)
-    for order in orders:
+    for order in (np.arange(count), by_numbers(measured.ids)):
         # where data sets stand one below the other, each may be numbered anew
         same = np.diff(measured.datasets[order]) == 0
         for column in _rising(values[order[:FEWEST]], same[: FEWEST - 1]):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
@@ -270,7 +271,53 @@ def levels_of(measured: Measured, values: np.ndarray) -> np.ndarray:
     return ridge_residuals(measured, level[:, None])[:, 0]
 
 
-def jump_of(levels: np.ndarray) -> tuple[int, float, float]:
+def by_numbers(ids: np.ndarray) -> np.ndarray:
+    """Sort ids [n] by the numbers in them, q2 before q10: their positions, int64 [n]. Ids without
+    numbers come first, as they stand."""
+    numbers = [tuple(map(int, re.findall("[0-9]+", each))) for each in ids]
+    return np.array(sorted(range(len(ids)), key=numbers.__getitem__))
+
+
+def orders_of(measured: Measured) -> Iterator[tuple[str, np.ndarray]]:
+    """Yield the orders in which the samples `few` may have been measured, each with what a sentence
+    says of it: positions, int64 [m].
+
+    One is that of the profile. The other is by the numbers in ids, since readers sort names as
+    text, with q10 before q2.
+    """
+    count = len(measured.few)
+    yield "", np.arange(count)
+    numbered = by_numbers(measured.ids[measured.few])
+    if (numbered != np.arange(count)).any():
+        yield " by the numbers in ids", numbered
+
+
+class Jump(NamedTuple):
+    """Where levels are parted best into earlier and later ones."""
+
+    since: str
+    """The sample that is the first later one, and in which order."""
+    before: int
+    """How many samples are earlier."""
+    size: float
+    """By how much later ones are higher on average."""
+    spread: float
+    """The standard deviation on both sides."""
+
+
+def jump_of(measured: Measured, values: np.ndarray) -> Jump:
+    """Return the largest jump of the levels of values, float64 [n, C], from some sample on, in any
+    of the orders in which the samples may have been measured."""
+    levels = levels_of(measured, values)
+    jumps = []
+    for so, order in orders_of(measured):
+        before, size, spread = _parted(levels[order])
+        sample = measured.ids[measured.few[order[before]]]
+        jumps.append(Jump(f"From sample {sample} on{so}", before, size, spread))
+    return max(jumps, key=lambda jump: abs(jump.size))
+
+
+def _parted(levels: np.ndarray) -> tuple[int, float, float]:
     """Find the place that parts earlier from later levels, float64 [m], best, not at the ends.
 
     Returns: the position of the first later level, by how much later ones are higher on average,

@@ -21,6 +21,7 @@ from knobwise.experiments.inspection.measured import (
     jump_of,
     levels_of,
     numbers_of,
+    orders_of,
     setting_of,
 )
 
@@ -116,17 +117,18 @@ def cold_start(measured: Measured) -> Findings:
     if len(measured.few) < 100:
         return
     levels = levels_of(measured, measured.log_ms)
-    centred = levels - np.median(levels)
-    high = centred > max(math.log(3), 6 * np.median(np.abs(centred)))
-    # how many stand first without a gap
-    first = int(np.argmin(high))
-    usual = (high[first:].sum() + 1) / len(high)
+    levels -= np.median(levels)
+    high = levels > max(math.log(3), 6 * np.median(np.abs(levels)))
+    # in which order the most stand first without a gap
+    so, order = max(orders_of(measured), key=lambda each: np.argmin(high[each[1]]))
+    first = int(np.argmin(high[order]))
+    usual = (high[order][first:].sum() + 1) / len(high)
     # so many among the first would hardly be chance
     if 0 < first <= 0.1 * len(high) and usual**first < 0.005:
-        factor = math.exp(centred[:first].mean())
+        factor = math.exp(levels[order][:first].mean())
         yield Finding(
-            f"The samples before {measured.ids[measured.few[first]]} take {factor:.1f} times as "
-            "long as others with such features",
+            f"The samples before {measured.ids[measured.few[order[first]]]}{so} take "
+            f"{factor:.1f} times as long as others with such features",
             "likely",
             "If the model was not warm yet, measure them again.",
         )
@@ -236,11 +238,10 @@ def other_version(measured: Measured) -> Findings:
     """From some sample on, accuracy is another."""
     if len(measured.few) < 100:
         return
-    place, jump, spread = jump_of(levels_of(measured, measured.accuracy))
+    since, before, jump, spread = jump_of(measured, measured.accuracy)
     count = len(measured.few)
-    sure = abs(jump) * math.sqrt(place * (count - place) / count) / max(spread, 1e-9)
+    sure = abs(jump) * math.sqrt(before * (count - before) / count) / max(spread, 1e-9)
     if abs(jump) > 0.1 and sure > 5:
-        sample = measured.ids[measured.few[place]]
-        words = f"From sample {sample} on, accuracy changes by {jump:+.2f} on average"
+        words = f"{since}, accuracy changes by {jump:+.2f} on average"
         advice = "Was another version of the model measured, or other samples?"
         yield Finding(words, "perhaps", advice)

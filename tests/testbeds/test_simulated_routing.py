@@ -6,7 +6,7 @@ import sys
 import polars as pl
 import pytest
 
-from knobwise.testbeds.simulated_endpoint import difficulty_of, known_questions
+from knobwise.testbeds.simulated_models import difficulty_of, known_questions
 from knobwise.testbeds.simulated_routing import EFFORTS, PRICES, evaluations
 
 
@@ -41,3 +41,17 @@ def test_the_command_writes_the_table(tmp_path):
     wrong = subprocess.run([*command, tmp_path], capture_output=True, text=True, check=False)
     assert wrong.returncode
     assert "Traceback" not in wrong.stderr
+
+
+def test_only_the_server_needs_what_serves(tmp_path):
+    # an install without the extra `serve`
+    without = "import runpy, sys; sys.modules |= dict.fromkeys(('uvicorn', 'starlette'))\n"
+    for module, words, status in (
+        ("routing", [tmp_path / "table.csv", "5"], 0),
+        ("endpoint", ["8001"], 2),
+    ):
+        run = f"runpy.run_module('knobwise.testbeds.simulated_{module}', run_name='__main__')"
+        command = [sys.executable, "-c", without + run, *words]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert (done.returncode, "Traceback" in done.stderr) == (status, False)
+    assert "[serve]" in done.stderr

@@ -466,6 +466,28 @@ def test_drift_is_noticed_in_the_order_of_the_times(sound):
     assert f"From sample {first} on" in str(fault)
 
 
+@pytest.mark.parametrize(
+    ("check", "named"),
+    [("later_samples", "q150 on"), ("other_version", "q150 on"), ("cold_start", "before q9 ")],
+)
+def test_drift_is_noticed_in_the_order_of_numbered_names(sound, check, named):
+    # readers sort names as text: q10 stands before q2
+    number = np.array(sorted(range(sound.num_samples), key=lambda each: f"q{each}"))
+    ids = tuple(f"q{each}" for each in number)
+    late = torch.from_numpy(number >= 150)[:, None]
+    early = torch.from_numpy(number < 9)[:, None]
+    changed = {
+        "later_samples": {"latency_ms": sound.latency_ms * torch.where(late, 3.0, 1.0)},
+        "other_version": {"accuracy": torch.where(late, 0.0, sound.accuracy)},
+        "cold_start": {"latency_ms": sound.latency_ms * torch.where(early, 30.0, 1.0)},
+    }
+    faulty = replace(sound, sample_ids=ids, **changed[check])
+    (fault,) = findings_by_check(faulty)[check]
+    assert named in fault.what
+    # by these names nothing is wrong with the sound one
+    assert findings_by_check(replace(sound, sample_ids=ids))[check] == []
+
+
 def test_the_knob_whose_values_were_reversed_is_named(sound):
     for place, knob in enumerate(sound.knobs):
         faulty = values_reversed(sound, np.random.default_rng(0), place)

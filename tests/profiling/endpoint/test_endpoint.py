@@ -22,7 +22,8 @@ from knobwise.profiling.endpoint.client import EndpointClient
 from knobwise.profiling.endpoint.messages import images_in, most_tokens, prompt_features
 from knobwise.profiling.endpoint.prices import Money, Price, read_prices
 from knobwise.profiling.measuring.measuring import read_measurements
-from knobwise.testbeds.simulated_endpoint import REFUSAL, SimulatedEndpoint, Simulation, reply_to
+from knobwise.testbeds.simulated_endpoint import SimulatedEndpoint
+from knobwise.testbeds.simulated_models import REFUSAL, Simulation, reply_to
 
 SUMS = {f"s{i}": (f"What is {3 + 7 * i % 90} + {i}?", str(3 + 7 * i % 90 + i)) for i in range(12)}
 VALUES = (

@@ -16,7 +16,8 @@ from knobwise.profiling.endpoint.logprobs import next_tokens, prompt_tokens, tok
 from knobwise.profiling.endpoint.paid import PaidClient
 from knobwise.profiling.endpoint.replies import Replies
 from knobwise.profiling.endpoint.settings import EndpointOptions
-from knobwise.testbeds.simulated_endpoint import SimulatedEndpoint, chance_right
+from knobwise.testbeds.simulated_endpoint import SimulatedEndpoint
+from knobwise.testbeds.simulated_models import chance_right
 from knobwise.testbeds.simulated_tokens import END
 
 INSTRUCTION = "\nAnswer with a single word or a short phrase."
