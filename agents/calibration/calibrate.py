@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from knobwise.agents.calibration.deployed_controller import Calibration, DeployedController
-from knobwise.agents.calibration.guard import Decide, calibrate
+from knobwise.agents.calibration.guard import Decide, GuardRow, calibrate
 from knobwise.agents.calibration.latencies import fit_latency_model
 from knobwise.agents.calibration.ways import WAYS
 from knobwise.agents.deployed.calibrated import Static
@@ -76,26 +76,31 @@ def cells_to_judge(controller: DeployedController, table: ProfileTable, test: Te
 
 
 def calibrated_again(controller: DeployedController, problem: Problem) -> DeployedController:
-    """Return a controller whose guard was calibrated once more on the choices that it is about.
+    """Return a controller whose guard was calibrated once more on the choices that it is about;
+    the guard of free decisions on the same choices, without their cost.
 
     Args:
         problem: of the profile in which they have been measured.
     """
     judged = controller.calibration.judged
     rows = torch.from_numpy(judged["rows"])
-    cost_ms = float(judged["cost_ms"])
-    guard = []
-    for number, row in enumerate(controller.calibration.guard):
-        chosen = torch.from_numpy(judged["chosen"][:, number])
-        guard += calibrate(
-            problem,
-            rows,
-            budgets_ms=torch.tensor([row["budget_ms"]]),
-            static_choice=torch.from_numpy(judged["static"][:, [number]]),
-            decide=_always(chosen),
-            cost_ms=cost_ms,
-        )
-    calibration = replace(controller.calibration, guard=guard)
+
+    def calibrated(cost_ms: float) -> list[GuardRow]:
+        guard = []
+        for number, row in enumerate(controller.calibration.guard):
+            chosen = torch.from_numpy(judged["chosen"][:, number])
+            guard += calibrate(
+                problem,
+                rows,
+                budgets_ms=torch.tensor([row["budget_ms"]]),
+                static_choice=torch.from_numpy(judged["static"][:, [number]]),
+                decide=_always(chosen),
+                cost_ms=cost_ms,
+            )
+        return guard
+
+    guard = calibrated(float(judged["cost_ms"]))
+    calibration = replace(controller.calibration, guard=guard, guard_if_free=calibrated(0.0))
     return DeployedController(controller.controller, controller.teacher, calibration).eval()
 
 

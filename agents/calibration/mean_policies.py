@@ -277,8 +277,11 @@ class MeanBudgetPolicy:
 def calibrated_values(
     decide: Callable[[Tensor], Tensor], problem: Problem, rows: Tensor, budgets_ms: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Find the price of time at which a policy is most accurate within each mean budget, among
-    `VALUES` of them. A value is 1/price: the ms that a right answer may cost.
+    """Find the lowest price of time at which a policy keeps each mean budget, among `VALUES` of
+    them. A value is 1/price: the ms that a right answer may cost.
+
+    Accuracies do not count: a price that was chosen by them would look better than it is on the
+    rows that then tell whether the policy is deployed.
 
     Args:
         decide: takes a value in ms, and gives configurations int64 [n] for `rows`, by networks that
@@ -290,17 +293,16 @@ def calibrated_values(
         values float64 [B], and the choices at them, int64 [n, B]. For a budget that no value keeps,
         the value with the lowest mean latency.
     """
-    # predicted times tell well enough what keeps a budget; only checks tell whether a gain is real
+    # predicted times tell well enough what keeps a budget
     cells = problem.cells
     low, high = value_range(cells.latency_ms[rows][cells.mask[rows]]).double().log()
     tried = torch.linspace(float(low), float(high), VALUES, dtype=torch.float64).exp()
     choices = torch.stack([decide(value) for value in tried], 1)
-    expected = outcomes_of(problem, rows, choices, checked=False)
-    accuracy, cost = (values.mean(0) for values in expected)
+    cost = outcomes_of(problem, rows, choices, checked=False)[1].mean(0)
     keeps = cost <= budgets_ms.double().unsqueeze(1) * (1 + 1e-12)
-    # [B, values] → [B]
-    best = accuracy.where(keeps, -torch.inf).argmax(1)
-    index = best.where(keeps.any(1), cost.argmin())
+    # the last of each budget that keeps it: [B, values] → [B]
+    last = VALUES - 1 - keeps.flip(1).int().argmax(1)
+    index = last.where(keeps.any(1), cost.argmin())
     return tried[index], choices[:, index]
 
 

@@ -281,9 +281,9 @@ class NumpyController:
         mask: Array | None = None,
     ) -> Expected | None:
         """Return the decision where the guard falls back to static or to the static mix, inside the
-        mask, bool [C], if it needs no features; else None. Within limits static needs them if the
-        costs depend on them."""
-        fixed, limit = self._planned(budget_ms, drift, mask)
+        mask, bool [C], if it needs no features; else None. The budget is what there is before
+        features are computed. Within limits static needs them if the costs depend on them."""
+        fixed, limit = self._planned(budget_ms, drift, mask, whole=True)
         if fixed is None:
             return None
         if limits or self.limits:
@@ -440,11 +440,11 @@ class NumpyController:
         return self.static.expected(index)
 
     def _planned(
-        self, budget_ms: float, drift: Drift, mask: Array | None = None
+        self, budget_ms: float, drift: Drift, mask: Array | None = None, whole: bool = False
     ) -> tuple[int | None, float]:
         """Return the configuration inside the mask, bool [C], that is chosen for any features, or
         None; and the limit in ms that the network reads: the part of a budget that is planned with,
-        or 1/price."""
+        or 1/price. A `whole` budget is not less what a decision takes, see `Guard`."""
         if type(budget_ms) is not float:
             budget_ms = as_limit(budget_ms)
         if not 0 < budget_ms < MAX_MS:
@@ -452,7 +452,7 @@ class NumpyController:
         limit = budget_ms * self.factor(drift)
         if self.calibrated is None:
             return None, limit
-        return self.calibrated.single(limit, mask)
+        return self.calibrated.single(limit, mask, whole)
 
     def factor(self, drift: Drift) -> float:
         """Return the factor of a drift on budgets: e^(−mean offset)."""
@@ -523,8 +523,10 @@ class NumpyController:
             best = scores.argmax(1)
             if self.calibrated is not None:
                 best = self.calibrated.with_fallback(best, limits[part], allowed)
-            if self._of_texts and self.static is not None:
+            if self._of_texts and self.calibrated is not None and self.static is not None:
                 unlike = np.isnan(raw[part][:, self._of_texts]).any(1)
+                # a configuration for all requests is that for these, too
+                unlike &= self.calibrated.reads_features(limits[part])
                 for row in np.flatnonzero(unlike):
                     may = None if allowed is None else allowed[row]
                     best[row] = self._unseen(float(limits[part][row]), may)
@@ -542,12 +544,13 @@ class NumpyController:
         scores -= scores.max(1, keepdims=True)
         return scores - np.log(np.exp(scores).sum(1, keepdims=True))
 
-    def reads_features(self, limits: Array) -> Array:
-        """Return where it reads features, by limits [n]: bool [n]."""
+    def reads_features(self, limits: Array, whole: bool = False) -> Array:
+        """Return where it reads features, by limits [n], which are whole budgets or what is left of
+        them: bool [n]."""
         by_costs = bool(self.limits) and self._bounds.weight is not None
         if self.calibrated is None or by_costs:
             return np.ones(len(limits), bool)
-        return self.calibrated.reads_features(limits)
+        return self.calibrated.reads_features(limits, whole)
 
     def _by_value(self, drift: Drift) -> Array | float:
         """Return the drift of each knob value beyond the level, as the heads read it."""

@@ -1,8 +1,8 @@
 """Simple ways to choose demonstrations, which a selector has to beat. None of them looks at the
 answer.
 
-Each returns places in the queries' own pools, int64 [Q, T], the best first, −1 if a pool has fewer
-candidates.
+Each returns places in the queries' own pools, int64 [Q, T], the best first unless its name says
+else, −1 if a pool has fewer candidates.
 """
 
 from __future__ import annotations
@@ -23,13 +23,14 @@ SIMPLE = (
     "image_similarity",
     "question_similarity",
     "similarity",
+    "similarity_last",
     "mmr",
     "part_similarity",
     "careful_rule",
     "vote",
 )
 """The names of the simple ways in results. `vote` is `voters`, judged without a model
-(`Scorer.vote`). `same_kind` is no simple way but an upper bound: no policy knows the kinds."""
+(`Scorer.vote`). `same_kind` is no simple way: no policy knows the kinds."""
 COSINES = {
     "image_similarity": "image_similarity",
     "question_similarity": "text_similarity",
@@ -63,6 +64,8 @@ def selector_baselines(
         Places int64 [Q, T], by the name of the way.
     """
     ways = {way: best_places(cosines(table, way), shots) for way in cosine_baselines(table)}
+    # language models may be right more often where the nearest stands beside the query
+    ways["similarity_last"] = in_reverse(ways["similarity"])
     ways["mmr"] = marginal_relevance(table, shots)
     if kinds is not None:
         # cosines differ by at most 2
@@ -74,6 +77,13 @@ def selector_baselines(
         if trusted is not None:
             ways["careful_rule"] = part_similarity(table, parts, shots, trusted)
     return ways
+
+
+def in_reverse(places: Tensor) -> Tensor:
+    """Return places [Q, T] from the last to the first, −1 at the end all the same."""
+    reverse = places.flip(1)
+    known_first = (reverse < 0).int().argsort(dim=1, stable=True)
+    return reverse.gather(1, known_first)
 
 
 def random_places(table: BeamTable, shots: int, seed: int = 0) -> Tensor:

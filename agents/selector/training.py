@@ -264,7 +264,8 @@ def selector_trainer(
         start: the selector that the stage starts from (it is copied).
         reference: the selector that GRPO's KL is taken to, from SFT; None for `start`.
         seed, device, folder, log: see `Trainer`.
-        settings: `shots`, T, the demonstrations in a sequence of live draws and of judging.
+        settings: `shots`, T, the demonstrations in a sequence of live draws and of judging;
+            recorded sequences of every length are learned from.
             `scorer` judges sequences on held-out queries; None judges by the recorded answers.
             `live`: GRPO draws its own sequences, and the scorer scores them. `reward_model`: GRPO
             draws its own sequences, and this model scores them (it is copied); at the beginning of

@@ -212,8 +212,9 @@ class SelectorRun(Training):
     """The ways to post-train, by name; see
     `knobwise.experiments.settings.selector_options.Variant`. null leaves one out."""
     shots: int = 0
-    """Number of demonstrations in a sequence, in training; 0 takes what recorded sequences have: 2
-    if some have 2, else that of the longest."""
+    """Number of demonstrations in a sequence that is drawn in training or validated; 0 takes what
+    recorded sequences have: 2 if some have 2, else that of the longest. Recorded sequences of every
+    length are learned from."""
     judged_shots: list[int] = field(default_factory=lambda: [1, 2, 3, 4])
     """Numbers of demonstrations in a sequence to judge at."""
     jobs: int = 2

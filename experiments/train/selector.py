@@ -230,10 +230,11 @@ def train_variant(
     variant = plan.variant
     start = sft
     if variant.warmup:
-        # a control shuffles the rewards of GRPO only, so it shares the usual warm-up
+        # a control shuffles the rewards of GRPO only
         start = rce
-        if replace(plan.reward, shuffled=False) != run.config.reward:
-            start = run.train(f"{name}-rce", "rce", table, sft, reward=plan.reward, loss=plan.loss)
+        reward = replace(plan.reward, shuffled=run.config.reward.shuffled)
+        if reward != run.config.reward:
+            start = run.train(f"{name}-rce", "rce", table, sft, reward=reward, loss=plan.loss)
     reward_model = None
     if plan.reward_model is not None:
         reward_model = run.reward_model(table, sft, plan.reward_model)
@@ -252,7 +253,7 @@ def train_variant(
         )
         return
     # in replay, each round adds draws of the latest policy to the records
-    drawing = sft
+    drawing = start
     for k in range(1, variant.rounds + 1):
         if variant.own_draws:
             table = run.recorded(table, drawing, variant.own_draws, k)
@@ -261,14 +262,13 @@ def train_variant(
             policy,
             "grpo",
             table,
-            start,
+            drawing,
             reward=plan.reward,
             loss=plan.loss,
             config=plan.stage,
             reference=sft,
             groups=GroupConfig(variant.groups, rounds=1),
         )
-        start = drawing
 
 
 class SeedRun:

@@ -5,6 +5,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 from helpers import table_of
@@ -148,3 +149,27 @@ def test_the_policy_is_charged_what_it_costs_and_static_is_not(cost_ms, gain):
     assert (row["gain"], row["deployed"], row["utility_static"]) == (gain, gain > 0, 0.5)
     # and it plans with what its own cost leaves
     assert [call.args[0] for call in decide.call_args_list] == [BUDGET - cost_ms]
+
+
+def test_a_budget_is_known_by_what_is_left_of_it_for_the_answer():
+    # of 300 and 350 ms a decision takes 28; the policy is deployed at the second alone
+    rows = [
+        {"budget_ms": 300.0, "planned_ms": 272.0, "deployed": False},
+        {"budget_ms": 350.0, "planned_ms": 322.0, "deployed": True},
+    ]
+    deployed = Guard(arrays_of(rows), SimpleNamespace(single=lambda limit, mask: 0))
+    # √(272 · 322) is 295.9, and of whole budgets √(300 · 350) is 324
+    for whole, limits in (
+        (False, (272.0, 295.0, 297.0, 322.0)),
+        (True, (300.0, 323.0, 325.0, 350.0)),
+    ):
+        wanted = [False, False, True, True]
+        assert deployed.reads_features(np.array(limits), whole).tolist() == wanted
+        found = [deployed.single(limit, None, whole)[0] is None for limit in limits]
+        assert found == wanted
+    # what a decision takes is in the rows
+    row = calibrated([0], [[1.0, 0.5]], [[5, 20]], cost_ms=3.0)
+    assert (row["budget_ms"], row["planned_ms"]) == (10.0, 7.0)
+    # older rows do not say so
+    older = [{name: row[name] for name in ("budget_ms", "deployed")} for row in rows]
+    assert arrays_of(older)["planned_ms"].tolist() == [300.0, 350.0]

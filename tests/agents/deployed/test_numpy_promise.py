@@ -13,6 +13,7 @@ from replayed import untrained
 from knobwise.agents.calibration.latencies import fit_latency_model
 from knobwise.agents.deployed.controller import NumpyController
 from knobwise.agents.deployed.promise import POLICY, LatencyModel, Promise, Promised
+from knobwise.agents.deployed.text import BITS
 from knobwise.agents.evaluation.baselines import fit_static
 from knobwise.serving.proxy.promises import CAUSES, PromiseWindow, fewest_kept
 
@@ -31,7 +32,7 @@ def row(budget_ms, configuration, probability=0.0, kept=True):
     }
 
 
-def promised(*rows):
+def promised(*rows, texts=None):
     """A controller with these rules, whose latencies depend on its features."""
     agent = untrained(TABLE)
     everyone = torch.arange(SAMPLES)
@@ -39,6 +40,7 @@ def promised(*rows):
     calibration.latency = fit_latency_model(TABLE, everyone, agent.controller.normaliser)
     calibration.static = fit_static(TABLE, everyone).arrays()
     calibration.promise = list(rows)
+    calibration.texts = texts or {}
     return NumpyController(agent.arrays())
 
 
@@ -162,3 +164,23 @@ def test_rules_are_read_from_what_was_written(tmp_path):
     assert read.promise.quantiles.tolist()[:3] == pytest.approx(
         [-math.inf, 1.2816, -math.inf], abs=1e-4
     )
+
+
+def test_texts_unlike_those_of_training_get_what_decides_for_all():
+    (*_, name) = TABLE.features
+    plain = {
+        "slots": np.zeros(1 << BITS, np.int16),
+        "weights": np.zeros(1, np.float32),
+        "projection": np.zeros((1, 0), np.float32),
+        "limits": np.array([0.0, 0.0, np.inf]),
+        "messages": np.array(0),
+    }
+    decider = promised(row(20.0, 5), row(40.0, POLICY), texts={name: plain})
+    request = {each: block[0] for each, block in arrays(TABLE).items()}
+    request[name] = np.full_like(request[name], np.nan)
+    many = {each: block[None] for each, block in request.items()}
+    safest = decider.promise.safest(45.0)
+    assert safest != 5
+    for budget_ms, wanted in ((25.0, 5), (45.0, safest)):
+        assert decider.decide_index(request, budget_ms) == wanted
+        assert decider.choose(many, np.array([budget_ms])).tolist() == [wanted]

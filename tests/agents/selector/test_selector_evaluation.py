@@ -115,11 +115,19 @@ def test_simple_ways_are_judged_beside_it():
     """What was shown is said with what came of it, of the rows that were asked for."""
     rows = torch.tensor([8, 3, 5])
     results = decide_baselines(TABLE, Sums(), 2, rows, seeds=(0, 1, 2))
-    assert list(results) == ["random", *SIMILAR, "mmr", "vote", "best_recorded", "oracle"]
+    assert list(results) == [
+        "random",
+        *SIMILAR,
+        "similarity_last",
+        "mmr",
+        "vote",
+        "best_recorded",
+        "oracle",
+    ]
     assert results["random"].correct.shape == (3, 3)
     assert results["vote"].correct.tolist() == [[0.0] * 3]  # five voters, or one
     assert results["vote"].demonstrations is None
-    for name in ("random", *SIMILAR, "mmr"):
+    for name in ("random", *SIMILAR, "similarity_last", "mmr"):
         shown = results[name].demonstrations
         assert torch.equal(Sums()(rows, shown)["vqa_correct"].float(), results[name].correct)
         # of the queries' own pools
@@ -165,6 +173,11 @@ def test_the_same_kind_comes_first_and_by_similarity():
     ways = selector_baselines(data, 3, kinds=kinds)
     assert ways["same_kind"].tolist() == [[2, 1, 3]]
     assert ways["similarity"].tolist() == [[3, 0, 2]]
+    assert ways["similarity_last"].tolist() == [[2, 0, 3]]
+    # a pool with too few candidates ends early
+    assert selector_baselines(on_a_circle([50.0, 10.0]), 3)["similarity_last"].tolist() == [
+        [0, 1, -1]
+    ]
     assert "same_kind" not in selector_baselines(data, 3)
 
 
@@ -303,7 +316,7 @@ def test_simple_ways_by_hand(way, shots, wanted):
 def test_ways_that_need_blocks_or_trust_are_left_out_without_them():
     assert "careful_rule" not in selector_baselines(by_hand(), 2)
     mixed = selector_baselines(by_hand(blocks={}), 2)
-    assert set(mixed) == {"similarity", "mmr"}
+    assert set(mixed) == {"similarity", "similarity_last", "mmr"}
     whole = torch.cosine_similarity(BY_HAND[1], CANDIDATES, dim=-1)
     assert POOL[1][mixed["similarity"][1]].tolist() == whole.topk(2).indices.tolist()
     # parts are known only where every column is a thing asked

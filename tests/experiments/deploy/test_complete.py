@@ -90,7 +90,8 @@ def test_what_is_chosen_is_measured_and_decides(trained):
     after = load_checkpoint(f"{RUN}/checkpoints/best.pt")
     judged = before.controller.calibration.judged
     count = len(judged["rows"])
-    for row in after.controller.calibration.guard:
+    calibration = after.controller.calibration
+    for row in (*calibration.guard, *calibration.guard_if_free):
         assert row["effective_cells"] == pytest.approx(count)
     for name, values in before.network.state_dict().items():
         torch.testing.assert_close(after.network.state_dict()[name], values)
