@@ -335,7 +335,7 @@ def _on_guard(results: RunResults) -> list[Sentence]:
 
 
 CHANGED = {1: "raised", -1: "lowered", 0: "changed_nothing"}
-"""`sign_of` a gain in `results["grpo_gain"]` → what it shows of a score."""
+"""`sign_of` the gain on test samples in `results["grpo_gain"]` → what it shows of a score."""
 GAINED_ON = {"test": "gained_on_test", "held_out": "gained_on_held_out"}
 """Key of a gain in `results["grpo_gain"]` → how it is said what it was measured on."""
 
@@ -354,12 +354,16 @@ def on_training(results: RunResults) -> list[Sentence]:
         if key in gain:
             gains[measured_on] = {"difference": gain[key], "ci95": gain[f"{key}_ci95"]}
     lines = []
-    if gains:
-        score = task_of(results).judged_by
-        # the test samples, if they are known, decide what it shows
-        changed = CHANGED[sign_of(next(iter(gains.values()))["ci95"])]
-        parts = [str(Sentence(name, gain=GAIN_WORDS[score](row))) for name, row in gains.items()]
+    score = task_of(results).judged_by
+    words = GAIN_WORDS[score]
+    if "test" in gain:
+        changed = CHANGED[sign_of(gain["test_ci95"])]
+        parts = [str(Sentence(name, gain=words(row))) for name, row in gains.items()]
         lines.append(Sentence(changed, method=method, score=score, gains=", ".join(parts)))
+    elif gains:
+        # the best of several evaluations less the first: no sign of it shows anything
+        (row,) = gains.values()
+        lines.append(Sentence("optimistic", method=method, score=score, gain=words(row)))
     total = training.get("warmup_iterations", 0) + training.get("iterations", 0)
     ended = training.get("ended_at", [])
     stopped = [f"{iteration:,}" for iteration in ended if iteration < total]

@@ -145,6 +145,8 @@ GAIN = {
     "held_out_ci95": [0.0101, 0.03],
 }
 """What GRPO added."""
+HELD_OUT = {key: GAIN[key] for key in ("held_out", "held_out_ci95")}
+"""The same where the policy before it was not judged on test samples."""
 NOT_KNOWN = {"over_static_ci95": None, "gap_closed_ci95": None, "satisfaction_feasible": None}
 PAIR = ({}, {})
 
@@ -302,6 +304,10 @@ FOREST = "random forest (0.580 [0.565, 0.595])"
                 }
             },
         ),
+        (
+            with_guard(PAIR, PAIR, **trained(30, method="PPO"), grpo_gain=HELD_OUT),
+            {"optimistic": {"method": "PPO", "gain": "+2.0 points [1.0, 3.0]"}},
+        ),
         # of a reward that is judged by itself, a number in its own unit
         (
             with_guard(PAIR, PAIR, validation_reward=[3.1, 3.2], grpo_gain=GAIN),
@@ -371,6 +377,16 @@ def test_the_verdict_says_nothing_else():
     silent = [with_guard(PAIR, PAIR, **more) for more in (trained(39), trained(40, 0), {})]
     for content in (with_guard(PAIR), stopped_at(600, 600), *silent):
         assert [sentence.name for sentence in shown_by_run(content)] == names
+
+
+def test_what_grpo_added_is_shown_by_test_samples_alone():
+    """On held-out samples the best of several evaluations is never below the first."""
+    told = said(shown_by_run(with_guard(PAIR, PAIR, **trained(30), grpo_gain=HELD_OUT)))
+    assert told.keys().isdisjoint({"raised", "lowered", "changed_nothing"})
+    lost = GAIN | {"test": -0.02, "test_ci95": [-0.03, -0.01]}
+    told = said(shown_by_run(with_guard(PAIR, PAIR, **trained(30), grpo_gain=lost)))
+    assert "lowered" in told
+    assert told.keys().isdisjoint({"raised", "optimistic"})
 
 
 def test_what_grpo_added_is_said_even_if_every_seed_keeps_its_start():
