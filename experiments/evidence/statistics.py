@@ -295,14 +295,20 @@ def _sign_flips(differences: np.ndarray, clusters: np.ndarray) -> np.ndarray:
     return (1 + as_large) / (1 + FLIPS)
 
 
-def holm(family: Sequence[Difference]) -> list[Difference]:
-    """Return tested differences with p corrected for their number (Holm, 1979)."""
-    p = np.array([difference.p for difference in family])
+def corrected(p: ArrayLike) -> list[float]:
+    """Return the p of a family of tests, float [C], corrected for their number (Holm, 1979)."""
+    p = np.asarray(p, dtype=np.float64)
     # the smallest p counts as often as there are comparisons, the largest once
     order = p.argsort(kind="stable")
-    corrected = np.empty_like(p)
-    corrected[order] = np.maximum.accumulate(np.minimum(1.0, np.arange(len(p), 0, -1) * p[order]))
-    pairs = zip(family, corrected.tolist(), strict=True)
+    raised = np.empty_like(p)
+    raised[order] = np.maximum.accumulate(np.minimum(1.0, np.arange(len(p), 0, -1) * p[order]))
+    values: list[float] = raised.tolist()
+    return values
+
+
+def holm(family: Sequence[Difference]) -> list[Difference]:
+    """Return tested differences with their p `corrected`."""
+    pairs = zip(family, corrected([difference.p for difference in family]), strict=True)
     return [replace(difference, p_holm=p_holm) for difference, p_holm in pairs]
 
 

@@ -15,6 +15,7 @@ from knobwise.experiments.evidence.decisions import read_decisions, write_decisi
 from knobwise.experiments.evidence.results import write_results
 from knobwise.experiments.evidence.statistics import (
     Difference,
+    corrected,
     ends_of,
     holm,
     mean_interval,
@@ -206,6 +207,7 @@ def difference(p, ci95=(0.05, 0.2)):
 
 
 def test_holm_by_hand():
+    assert corrected([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])
     found = holm([difference(p) for p in (0.01, 0.04, 0.03, 0.005)])
     assert [one.p_holm for one in found] == pytest.approx([0.03, 0.06, 0.06, 0.02])
     assert holm([]) == []
