@@ -164,10 +164,11 @@ def over(run: Path, baseline: str) -> list[float] | None:
 
 
 def ablation_of(path: Path, section: str, profile: str) -> Numbers:
-    """Return what a section changes: the last difference of its comparison."""
+    """Return what a section changes: the last difference of its comparison, with the p that is not
+    corrected for the number of runs there, since the page corrects for all of its rows."""
     row = json.loads(path.read_text(encoding="utf-8"))["differences"][-1]
     points = rounded(row["difference"], row["ci95"])
-    return {"section": section, "profile": profile, "points": points, "shown": row["shown"]}
+    return {"section": section, "profile": profile, "points": points, "p": row["p"]}
 
 
 def mean_of(run: Path) -> Numbers:

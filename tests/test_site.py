@@ -125,6 +125,31 @@ def test_the_stages_of_a_selector_are_collected_at_each_number_of_shots(last, mo
         shots_of(content | {"variants": ["grpo_live"]}, "nearest")
 
 
+def test_what_training_adds_is_collected_uncorrected(monkeypatch, tmp_path):
+    monkeypatch.syspath_prepend(ROOT / "docs")
+    ablation_of = runpy.run_path(str(ROOT / "docs/collect.py"))["ablation_of"]
+    row = {"difference": 0.02, "ci95": [0.01, 0.03], "p": 0.01, "p_holm": 0.02, "shown": "better"}
+    path = tmp_path / "ppo_builtin.json"
+    path.write_text(json.dumps({"differences": [row | {"p": 0.5}, row]}))
+    about = {"section": "ppo", "profile": "builtin"}
+    assert ablation_of(path, **about) == about | {"points": [2, 1, 3], "p": 0.01}
+
+
+def test_what_training_adds_is_corrected_for_all_rows():
+    names = runpy.run_path(str(ROOT / "docs/results.py"))
+    # 1.96 standard errors from 0, and twice as many
+    assert names["p_of_interval"]([1.0, 0.0, 2.0]) == pytest.approx(0.05, abs=1e-6)
+    assert names["p_of_interval"]([-2.0, -3.0, -1.0]) == pytest.approx(8.9e-5, rel=0.01)
+    assert [names["p_of_interval"]([x, x, x]) for x in (0.0, 1.0)] == [1, 0]
+    clear = {"points": [1.0, 0.5, 1.5]}
+    rows = [clear | {"p": p} for p in (0.012, 0.03, 0.001)] + [{"points": [0.0, -1.0, 1.0]}]
+    # times 3, 2 and 4
+    assert names["significant"](rows) == [True, False, True, False]
+    assert names["significant"](rows[1:2]) == [True]
+    # both must say so
+    assert names["significant"]([{"points": [1.0, -0.1, 2.1], "p": 0.001}]) == [False]
+
+
 def test_tables_and_chart_are_made_from_the_numbers_that_are_kept():
     """`python docs/results.py` after a change of the script or of docs/results.json."""
     names = runpy.run_path(str(ROOT / "docs/results.py"))
