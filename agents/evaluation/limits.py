@@ -16,7 +16,6 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
-from numbers import Real
 from typing import Any
 
 import numpy as np
@@ -28,9 +27,7 @@ from knobwise.agents.deployed.arrays import Array
 from knobwise.agents.deployed.calibrated import CostBounds
 from knobwise.agents.problem import Problem
 from knobwise.agents.teacher.regressors import ridge
-from knobwise.common.errors import InputError
 from knobwise.envs.bandit.budgets import subsample
-from knobwise.envs.bandit.rule_choice import rule_of
 from knobwise.envs.bandit.rules import Rule, share_over
 from knobwise.envs.bandit.settings import BudgetConfig
 from knobwise.envs.tables.profile_table import ProfileTable, Split
@@ -143,26 +140,6 @@ def _quantile(errors: Array, probability: float) -> Array:
     quantile = np.take_along_axis(in_order, place[None], 0)[0]
     quantile[np.abs(quantile) < EXACT] = 0.0
     return np.where(count > 0, quantile, NEVER)
-
-
-def check_limits(table: ProfileTable, budget: BudgetConfig) -> None:
-    """Raise InputError for a limit on a cost that the table lacks, one that is not positive, or one
-    beside a mean budget."""
-    known = ", ".join(table.costs) or "none; profile.costs=[…] names the columns that are"
-    for name, limit in (budget.limits or {}).items():
-        if name not in table.costs:
-            raise InputError(
-                f"budget.limits: {name}: profile {table.name!r} has no such cost; its further "
-                f"costs are {known}"
-            )
-        number = isinstance(limit, Real) and not isinstance(limit, bool)
-        if not (number and 0 < limit < math.inf):
-            raise InputError(f"budget.limits: {name}={limit}: must be a positive number")
-    if budget.limits and not rule_of(budget).late:
-        raise InputError(
-            f"budget.limits: are for deadlines; budget={budget.constraint} has none, so leave them "
-            "out"
-        )
 
 
 def further_costs(

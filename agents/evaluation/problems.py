@@ -11,7 +11,7 @@ from knobwise.agents.problem import Problem
 from knobwise.common.checks import one_of
 from knobwise.common.progress import say
 from knobwise.envs.bandit.budgets import subsample
-from knobwise.envs.bandit.rule_choice import rule_of, try_rule
+from knobwise.envs.bandit.rule_choice import allowed_cells, check_limits, rule_of, try_rule
 from knobwise.envs.bandit.rules import Rule
 from knobwise.envs.bandit.settings import BudgetConfig
 from knobwise.envs.tables.profile_table import ProfileTable, Split
@@ -49,16 +49,12 @@ def problem_of(
         encoders: what encoded the texts.
 
     Raises:
-        InputError: `unprofiled` is another word, or see `limits.check_limits`.
+        InputError: `unprofiled` is another word, or see `check_limits`.
     """
     one_of("unprofiled", unprofiled, ("predict", "forbid"))
     budget = budget or BudgetConfig()
     rule = rule_of(budget)
-    if budget.limits:
-        # most budgets have none, and need nothing that predicts costs
-        from knobwise.agents.evaluation.limits import check_limits
-
-        check_limits(facts, budget)
+    check_limits(facts, budget)
     beliefs = None
     values = facts
     if unprofiled == "predict" and not facts.mask.all():
@@ -89,9 +85,11 @@ def _allowed_cells(
         values: the table with values in all cells that may be chosen otherwise.
         facts: what was measured.
     """
-    by_rule = rule.allowed(values) & values.mask if rule.is_own else values.mask
+    by_rule = allowed_cells(rule, values)
     if rule.limits:
+        # most budgets have none, and need nothing that predicts costs
         from knobwise.agents.evaluation.limits import within_limits
 
-        return within_limits(by_rule, facts, split, rule)
-    return None if bool((by_rule == values.mask).all()) else by_rule
+        mask = values.mask if by_rule is None else by_rule
+        return within_limits(mask, facts, split, rule)
+    return by_rule

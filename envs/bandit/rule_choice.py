@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Mapping
+from numbers import Real
 from typing import Any
 
 import torch
@@ -171,3 +173,32 @@ def try_rule(rule: Rule, table: ProfileTable) -> None:
             f"{key}: allowed: leaves {len(rows)} samples without any configuration, the first "
             f"{table.sample_ids[int(rows[0])]!r}"
         )
+
+
+def check_limits(table: ProfileTable, budget: BudgetConfig) -> None:
+    """Raise InputError for a limit on a cost that the table lacks, one that is not positive, or one
+    beside a mean budget."""
+    known = ", ".join(table.costs) or "none; profile.costs=[…] names the columns that are"
+    for name, limit in (budget.limits or {}).items():
+        if name not in table.costs:
+            raise InputError(
+                f"budget.limits: {name}: profile {table.name!r} has no such cost; its further "
+                f"costs are {known}"
+            )
+        number = isinstance(limit, Real) and not isinstance(limit, bool)
+        if not (number and 0 < limit < math.inf):
+            raise InputError(f"budget.limits: {name}={limit}: must be a positive number")
+    if budget.limits and not rule_of(budget).late:
+        raise InputError(
+            f"budget.limits: are for deadlines; budget={budget.constraint} has none, so leave them "
+            "out"
+        )
+
+
+def allowed_cells(rule: Rule, table: ProfileTable) -> Tensor | None:
+    """Return which cells a rule of the user's own allows, bool [N, C]; None for all that the table
+    has, as under the rules of knobwise."""
+    if not rule.is_own:
+        return None
+    allowed = rule.allowed(table) & table.mask
+    return None if bool((allowed == table.mask).all()) else allowed
