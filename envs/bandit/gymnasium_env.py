@@ -50,11 +50,13 @@ class ConfigBanditEnv(gymnasium.Env[Observation, Any]):
         A `Dict` of one `Box` per feature block (`image_features`, `language_features`, …; a missing
         value is the column's median), `budget_ms`, a `Box` of shape (1,) from 0 to the largest that
         is drawn (which contains what `reset(options=…)` chooses beyond too), and `mask`, a `Box` of
-        int8 [C], 0 or 1: the configurations that were profiled for the sample. Under a mean budget
+        int8 [C], 0 or 1: the configurations that were profiled for the sample (under a rule of
+        your own those of them that it allows). Under a mean budget
         there is `worth_ms` instead of `budget_ms`.
 
     Rewards:
-        By default the reward that training uses, see `Replay`.
+        By default the reward that training uses, see `Replay`. Under `BudgetConfig(limits={…})` an
+        answer above a limit on further costs is rewarded like a wrong one, and is a violation.
 
     Starting state:
         A random sample and a random budget or value, unless `reset(options=…)` chooses them: `row`
@@ -83,10 +85,11 @@ class ConfigBanditEnv(gymnasium.Env[Observation, Any]):
             TorchRL needs it in environments that `SyncVectorEnv` or `AsyncVectorEnv` puts side by
             side.
         inputs: a function from a sample id to its question and picture, for rendering.
-        options: `unprofiled`, `action`, `action_keys` and `repeats`, see `Replay`.
+        options: `unprofiled`, `action`, `action_keys`, `repeats` and `cells`, see `Replay`.
 
     Raises:
-        InputError: a setting, an option of `reset` or an action that does not exist.
+        InputError: a setting, an option of `reset` or an action that does not exist; a limit on a
+            cost that the table does not have.
     """
 
     metadata: dict[str, Any] = {"render_modes": ["ansi", "rgb_array"], "render_fps": 4}

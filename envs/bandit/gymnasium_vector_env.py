@@ -22,8 +22,9 @@ from knobwise.common.errors import InputError
 from knobwise.envs.bandit.contexts import ContextSampler, chosen_context
 from knobwise.envs.bandit.replay import Replay
 from knobwise.envs.bandit.reward import RewardTable, share_on_time
-from knobwise.envs.bandit.rule_choice import RULES, rule_of
+from knobwise.envs.bandit.rule_choice import RULES, check_limits, rule_of
 from knobwise.envs.bandit.settings import BudgetConfig, RewardConfig
+from knobwise.envs.tables.cells import Cells
 from knobwise.envs.tables.profile_table import ProfileTable
 
 if TYPE_CHECKING:
@@ -97,6 +98,7 @@ class ConfigBanditVectorEnv(VectorEnv[Observation, NDArray[Any], NDArray[Any]]):
         render_mode: str | None = None,
         inputs: Inputs | None = None,
         autoreset_mode: AutoresetMode | str = AutoresetMode.SAME_STEP,
+        cells: Cells | None = None,
         **options: Any,
     ) -> None:
         work_alone_if_forked()
@@ -111,8 +113,12 @@ class ConfigBanditVectorEnv(VectorEnv[Observation, NDArray[Any], NDArray[Any]]):
         self.render_mode = render_mode
         self.autoreset_mode = AutoresetMode(autoreset_mode)  # TorchRL's GymWrapper asks for it here
         self.metadata = {"render_modes": [], "autoreset_mode": self.autoreset_mode}
-        self._replay = Replay(table, budget, reward, **options)
-        self._contexts = ContextSampler(table, budget, rows, seed=None)
+        self._replay = Replay(table, budget, reward, cells=cells, **options)
+        self._mask = self._replay.cells.mask
+        self._contexts = ContextSampler(table, budget, rows, seed=None, cells=self._replay.cells)
+        # of cells that the caller gives too it is known what they cost
+        check_limits(table, budget)
+        self._above_limits = rule_of(budget).over(table)
         # a Box holds no NaN: here, and only here, a missing feature is its column's median
         self._features = {
             name: torch.where(block.isnan(), block.nanmedian(0).values.nan_to_num(), block)
@@ -254,7 +260,7 @@ class ConfigBanditVectorEnv(VectorEnv[Observation, NDArray[Any], NDArray[Any]]):
         observations = {
             name: block.index_select(0, rows).numpy() for name, block in self._features.items()
         }
-        mask = self.table.mask.index_select(0, rows).numpy().view(np.int8)
+        mask = self._mask.index_select(0, rows).numpy().view(np.int8)
         observations |= {self.limit_key: limits.numpy()[:, None].copy(), "mask": mask}
         infos = {"row": rows.numpy().copy()}
         if not self._replay.actions.by_knobs:
@@ -300,22 +306,30 @@ class ConfigBanditVectorEnv(VectorEnv[Observation, NDArray[Any], NDArray[Any]]):
         best = oracle(rewards, rows, limits).unsqueeze(1)
         observations, infos = self._described(self._current)
         outcomes = infos | self._outcome(
-            "", limits, replayed.configuration, replayed.accuracy, replayed.latency_ms
+            "", self._current, replayed.configuration, replayed.accuracy, replayed.latency_ms
         )
         accuracy, latency_ms = rewards.outcome(rows, best)
-        outcomes |= self._outcome("oracle_", limits, best, accuracy, latency_ms)
+        outcomes |= self._outcome("oracle_", self._current, best, accuracy, latency_ms)
         self._over[:] = True
         return observations, replayed.reward[:, 0].numpy(), outcomes
 
     def _outcome(
-        self, who: str, limits: Tensor, choice: Tensor, accuracy: Tensor, latency_ms: Tensor
+        self,
+        who: str,
+        contexts: _Contexts,
+        choice: Tensor,
+        accuracy: Tensor,
+        latency_ms: Tensor,
     ) -> Info:
         """Return decisions [n, 1] and their outcomes as infos, whose names begin with `who`."""
         # NumPy has less overhead than torch for the few numbers of one environment
         took_ms = latency_ms.numpy()[:, 0]
         info = {f"{who}accuracy": accuracy.numpy()[:, 0], f"{who}latency_ms": took_ms}
         if self.limit_key == "budget_ms":
-            info[f"{who}violation"] = took_ms > limits.numpy()
+            late = took_ms > contexts.limits.numpy()
+            if self._above_limits is not None:
+                late |= self._above_limits[contexts.rows, choice[:, 0]].numpy()
+            info[f"{who}violation"] = late
         info[f"{who}configuration"] = self._configurations[choice.numpy()[:, 0]]
         return info
 

@@ -17,7 +17,7 @@ from knobwise.envs.bandit.actions import ActionForm
 from knobwise.envs.bandit.contexts import reward_for
 from knobwise.envs.bandit.faster import any_nan
 from knobwise.envs.bandit.reward import RewardTable
-from knobwise.envs.bandit.rule_choice import rule_of
+from knobwise.envs.bandit.rule_choice import counted_cells, rule_of
 from knobwise.envs.bandit.settings import BudgetConfig, RewardConfig
 from knobwise.envs.tables.cells import Cells
 from knobwise.envs.tables.profile_table import ProfileTable
@@ -61,12 +61,14 @@ class Replay:
             the median latency. Accuracies are means in either case.
         device: where decisions arrive; None for where the table is.
         cost_ms: the time that a decision and its features take; it is added to every latency.
-        cells: what counts of the table; None for all that it has.
+        cells: what counts of the table; None for what counts under the budget, see
+            `counted_cells`.
 
     Raises:
         TypeError: another argument.
         InputError: a setting that does not exist, a reward that does not go with the
-            constraint of the budget, or `action_keys="knobs"` with `action="configuration"`.
+            constraint of the budget, or `action_keys="knobs"` with `action="configuration"`;
+            without `cells` a limit on a cost that the table does not have.
     """
 
     def __init__(
@@ -93,9 +95,11 @@ class Replay:
         self.table = table
         self.unprofiled = unprofiled
         # everything lies on the device where decisions arrive
-        rule = rule_of(budget or BudgetConfig())
-        config = reward_for(budget or BudgetConfig(), reward)
-        self.rewards = RewardTable(table, config, device, repeats, cost_ms, cells, rule)
+        budget = budget or BudgetConfig()
+        config = reward_for(budget, reward)
+        self.cells = counted_cells(table, budget) if cells is None else cells
+        rule = rule_of(budget)
+        self.rewards = RewardTable(table, config, device, repeats, cost_ms, self.cells, rule)
         self.actions = ActionForm(table, action, action_keys, device)
 
     def __call__(

@@ -20,6 +20,7 @@ from knobwise.envs.bandit.budgets import MIN_LATENCY_MS
 from knobwise.envs.bandit.rule_answers import ROUNDING
 from knobwise.envs.bandit.rules import Deadline, MeanBudget, Rule
 from knobwise.envs.bandit.settings import BudgetConfig
+from knobwise.envs.tables.cells import Cells
 from knobwise.envs.tables.profile_table import ProfileTable
 
 EXAMPLE = "examples.rules:FallingUtility"
@@ -202,3 +203,19 @@ def allowed_cells(rule: Rule, table: ProfileTable) -> Tensor | None:
         return None
     allowed = rule.allowed(table) & table.mask
     return None if bool((allowed == table.mask).all()) else allowed
+
+
+def counted_cells(table: ProfileTable, budget: BudgetConfig) -> Cells:
+    """Return what counts of a table under the settings of a budget, see `Rule.counted`.
+
+    Where there are limits on further costs, a training leaves out what is expected to exceed them
+    (`Problem.allowed`). Here nothing is predicted, so any configuration may be chosen.
+
+    Raises:
+        InputError: see `check_limits` and `try_rule`.
+    """
+    check_limits(table, budget)
+    rule = rule_of(budget)
+    if rule.is_own:
+        try_rule(rule, table)
+    return rule.counted(table, allowed_cells(rule, table))

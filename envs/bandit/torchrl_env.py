@@ -53,9 +53,10 @@ class ConfigBandit(SingleStepEnv):
     Observation: `row` int64 [P], the row of the table, and `budget_ms` float32 [P]; under a mean
     budget `worth_ms` in its place. With `observe_features=False`, as in the training loop, that is
     all. Otherwise there are also the feature blocks [P, d], `mask` bool [P, C] (the configurations
-    profiled for the sample), and of the actions `accuracy` and `latency_ms`, float32 [P, G], 0
-    before the step. With `full_information=True` there is also `reward_per_configuration` float32
-    [P, C], means over repeated measurements, NaN if not profiled.
+    profiled for the sample; under a rule of your own those of them that it allows), and of the
+    actions `accuracy` and `latency_ms`, float32 [P, G], 0 before the step. With
+    `full_information=True` there is also `reward_per_configuration` float32 [P, C], means over
+    repeated measurements, NaN where `mask` is False.
 
     Action: `action` int64 [P, G, K], for each knob the index of its value; or in another form, see
     `envs.bandit.actions`.
@@ -86,7 +87,9 @@ class ConfigBandit(SingleStepEnv):
         observe_features: False leaves features, mask and outcomes out of the observations.
         full_information: add the rewards of all configurations to the observations.
         balance: how often each sample is drawn, see `BalanceConfig`.
-        cells: what counts of the table, as under limits on further costs; None for all that it has.
+        cells: what counts of the table, such as `Problem.cells`; None for what counts under the
+            budget. An answer above a limit on further costs then counts as a wrong one, and a rule
+            of your own says what may be chosen.
         options: `unprofiled`, `action`, `action_keys`, `repeats` and `cost_ms`, see `Replay`;
             measurements are drawn from the generator of the contexts. Under `nearest`, the default,
             any policy may play; with `action="configuration"` and without an axis G, TorchRL's
@@ -94,7 +97,8 @@ class ConfigBandit(SingleStepEnv):
 
     Raises:
         InputError: `action_keys="knobs"` with `action="configuration"`, or with a knob that is
-            called like another key. Raised by `step`: an action is outside its range or of another
+            called like another key; a limit on a cost that the table does not have. Raised by
+            `step`: an action is outside its range or of another
             shape, or under `unprofiled="error"` was never profiled for its sample; or the
             tensordict has other rows than the last reset, and a transform changes or removes the
             limits.
@@ -127,13 +131,13 @@ class ConfigBandit(SingleStepEnv):
         budget = budget or BudgetConfig()
         super().__init__(device=device, batch_size=batch_shape(batch_size))
         self.table = table
-        self.cells: Cells = table if cells is None else cells
-        self.contexts = ContextSampler(table, budget, rows, seed, balance, cells)
+        self.replay = Replay(table, budget, reward, device=device, cells=cells, **options)
+        self.cells = self.replay.cells
+        self.rewards = self.replay.rewards
+        self.contexts = ContextSampler(table, budget, rows, seed, balance, self.cells)
         self.limit_key = rule_of(budget).limit_key
         self.observe_features = observe_features
         self.full_information = full_information
-        self.replay = Replay(table, budget, reward, device=device, cells=cells, **options)
-        self.rewards = self.replay.rewards
         self.current: dict[str, Tensor] = {}  # the contexts to decide for
         # the rows that features were last looked up for, and what was there
         self._rows: Tensor | None = None
