@@ -30,12 +30,19 @@ def few_samples(measured: Measured) -> Findings:
 
 def few_groups(measured: Measured) -> Findings:
     """Intervals will be too narrow."""
-    clusters = measured.facts["clusters"]
-    if clusters and clusters < FEW_CLUSTERS:
-        yield _certain(
-            f"Only {clusters} groups (profile.group): the test part holds few of them, and "
-            "intervals over few groups are too narrow."
-        )
+    table = measured.table
+    if not (table.clusters or table.image_ids):
+        return
+    # splits and intervals go by these
+    units = len(set(table.split_keys))
+    # images of a single sample each are no fewer than the samples
+    if units >= FEW_CLUSTERS or (not table.clusters and units == table.num_samples):
+        return
+    words = ("groups (profile.group)", "groups") if table.clusters else ("images", "images")
+    yield _certain(
+        f"Only {units} {words[0]}: the test part holds few of them, and intervals over few "
+        f"{words[1]} are too narrow."
+    )
 
 
 def holes(measured: Measured) -> Findings:
