@@ -4,7 +4,8 @@ learns beside a controller with a teacher.
 Each is trained on all samples but those of the test part of three splits, one seed, and judged
 unguarded on these at the default budgets, decisions for free. Printed is the share of the gap from
 budget-aware static (0) to the oracle (100); the line below each is the difference from the first,
-in points of utility, with a 95 % interval over test samples.
+in points of utility, with a 95 % interval over splits and samples. A sample that several splits
+test is drawn with all of its results.
 
     python experiments/studies/grpo_parts.py parts TABLE …
     python experiments/studies/grpo_parts.py curves TABLE … FILE.svg
@@ -43,6 +44,7 @@ from knobwise.agents.training.controllers import controller_trainer
 from knobwise.envs.bandit.outcomes import Decisions
 from knobwise.envs.bandit.settings import BudgetConfig
 from knobwise.envs.tables.profile_table import Split
+from knobwise.experiments.evidence.statistics import ends_of_means, resampled_means
 from knobwise.experiments.settings.choices import (
     AUTO,
     COLD_OPTIMISER,
@@ -50,11 +52,10 @@ from knobwise.experiments.settings.choices import (
     GRPO,
     SAMPLED,
 )
-from knobwise.experiments.studies.grpo_alone import SHARES, SPLITS, table_named, with_interval
+from knobwise.experiments.studies.grpo_alone import SHARES, SPLITS, table_named
 from knobwise.experiments.train.controller import width_for
 
 Array = NDArray[np.float64]
-RESAMPLES = 4000
 SINGLE = replace(GRPO, fold_networks=1)
 """Without the networks of the folds, which the guard needs."""
 WHOLE: dict[str, Any] = {"policy": SINGLE, "loss": SAMPLED, "optimiser": COLD_OPTIMISER}
@@ -114,16 +115,37 @@ def utilities(problem: Problem, budgets_ms: Tensor, settings: Mapping[str, Any])
     return outcomes.utility.mean(1).double().numpy()
 
 
+def splits_of(tested: Sequence[Tensor]) -> NDArray[np.int64]:
+    """Return the split and a number of each test sample, [2, n], of the test samples of each split,
+    int64 [n] each. A sample that several splits test has one number in all."""
+    numbers = [np.full(len(rows), number) for number, rows in enumerate(tested)]
+    samples = np.unique(np.concatenate(tested), return_inverse=True)[1]
+    return np.stack([np.concatenate(numbers), samples])
+
+
+def with_interval(differences: Array, splits: NDArray[np.int64]) -> str:
+    """Write the mean of differences [n] in points, with its 95 % interval.
+
+    Args:
+        splits: [2, n], see `splits_of`.
+    """
+    drawn = resampled_means([differences], splits=splits)
+    (interval,) = ends_of_means([differences], drawn)
+    middle, low, high = (100 * value for value in (differences.mean(), *interval))
+    return f"{middle:+.1f} [{low:+.1f}, {high:+.1f}]".replace("-", "−")
+
+
 def print_parts(names: Sequence[str]) -> None:
     """Print a row for each part, a column for each table."""
     heads = [Path(name).stem.replace("_", " ") for name in names]
-    results: dict[str, list[tuple[float, Array]]] = {part: [] for part in PARTS}
+    results: dict[str, list[tuple[float, str]]] = {part: [] for part in PARTS}
     for name in names:
         table = table_named(name)
         problems = [
             Problem.from_table(table, table.split(*SHARES, number)) for number in range(SPLITS)
         ]
         budgets = [problem.budgets(None) for problem in problems]
+        splits = splits_of([problem.split.test for problem in problems])
         bounds = []
         for problem, budgets_ms in zip(problems, budgets, strict=True):
             rows = problem.split.test
@@ -143,16 +165,13 @@ def print_parts(names: Sequence[str]) -> None:
             judged = np.concatenate(each)
             first = judged if first is None else first
             share = 100 * (judged.mean() - static) / (oracle - static)
-            results[part].append((float(share), judged - first))
+            off = judged - first
+            results[part].append((float(share), with_interval(off, splits) if off.any() else ""))
             print(f"{name}: {part}: {share:.1f}", file=sys.stderr, flush=True)
     print(f"| | {' | '.join(heads)} |")
     print("|---" * (len(heads) + 1) + "|")
     for part, row in results.items():
-        cells = []
-        for share, off in row:
-            draws = np.random.default_rng(0).integers(len(off), size=(RESAMPLES, len(off)))
-            interval = with_interval(np.concatenate([[off.mean()], off[draws].mean(1)]))
-            cells.append(f"{share:.0f}" + (f" ({interval})" if off.any() else ""))
+        cells = [f"{share:.0f}" + (f" ({gain})" if gain else "") for share, gain in row]
         print(f"| {part} | {' | '.join(cells)} |")
 
 
