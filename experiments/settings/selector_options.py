@@ -148,10 +148,11 @@ class Variant:
     lists changes to the run's `reward_model`, {} for none; null means no learned reward. GRPO then
     uses only `shuffled` of `reward`."""
     own_draws: int = 8
-    """In replay, how many sequences of the policy are drawn, scored and recorded for each query
+    """In replay, how many sequences of the SFT policy are drawn, scored and recorded for each query
     beforehand; needs a scorer."""
     rounds: int = 1
-    """In replay, how often that is done, each time with the policy of the round before."""
+    """In replay, how often that is done, from the second time on with the policy of the round
+    before."""
     groups: str = "without_beams"
     """In replay, the recorded sequences in a group: all, without_beams (none that was found with
     the answer in view), own (the policy's draws) or beams."""

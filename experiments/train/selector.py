@@ -252,8 +252,9 @@ def train_variant(
             live=variant.live,
         )
         return
-    # in replay, each round adds draws of the latest policy to the records
-    drawing = start
+    # in replay, each round adds draws to the records: first of SFT, the same for all variants,
+    # then of the round before
+    drawing = sft
     for k in range(1, variant.rounds + 1):
         if variant.own_draws:
             table = run.recorded(table, drawing, variant.own_draws, k)
@@ -262,13 +263,14 @@ def train_variant(
             policy,
             "grpo",
             table,
-            drawing,
+            start,
             reward=plan.reward,
             loss=plan.loss,
             config=plan.stage,
             reference=sft,
             groups=GroupConfig(variant.groups, rounds=1),
         )
+        start = drawing
 
 
 class SeedRun:
