@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import polars as pl
@@ -33,10 +34,11 @@ SIMPLE = (
 OF_ANOTHER_KIND = ("selector", "selector_careful", "selector_language", "selector_seeds")
 
 SHOTS = {
-    "selector": ("reference", "question_similarity"),
-    "selector_language": ("recorded", "similarity"),
+    "selector": ("reference", ("question_similarity",)),
+    "selector_language": ("recorded", ("similarity", "similarity_last")),
 }
-"""The runs of these that are shown at one to four shots, and what chooses the nearest there."""
+"""The runs of these that are shown at one to four shots, and what chooses the nearest there; the
+last of these is compared with."""
 
 
 def collect(runs: Path, comparisons: Path) -> Numbers:
@@ -224,18 +226,19 @@ def selector_of(run: Path) -> Numbers:
     }
 
 
-def shots_of(results: Numbers, nearest: str) -> Numbers:
+def shots_of(results: Numbers, nearest: Sequence[str]) -> Numbers:
     """Return what each stage of a selector gains over the one before, and the last over the nearest
     and over random demonstrations, at each number of shots."""
-    share: dict[str, list[float]] = {"random": [], nearest: []}
+    share: dict[str, list[float]] = {name: [] for name in ("random", *nearest)}
+    rival = nearest[-1]
     for row in results["rows"]:
         if row["policy"] in share:
             share[row["policy"]].append(round(row["accuracy"], 3))
-    stages = [("sft", nearest), ("rce", "sft"), ("grpo_recorded", "rce")]
+    stages = [("sft", rival), ("rce", "sft"), ("grpo_recorded", "rce")]
     if "grpo_live" in results["variants"]:
         stages.append(("grpo_live", "rce"))
     last, _ = stages[-1]
-    pairs = [*stages, (last, nearest), (last, "random")]
+    pairs = [*stages, (last, rival), (last, "random")]
     gains: dict[str, list[list[float]]] = {" − ".join(pair): [] for pair in pairs}
     for row in results["differences"]:
         pair = f"{row['policy']} − {row['against']}"

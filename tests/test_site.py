@@ -105,7 +105,7 @@ def test_the_stages_of_a_selector_are_collected_at_each_number_of_shots(last, mo
         "variants": ["grpo_recorded"] + ["grpo_live"] * (last == "grpo_live"),
         "rows": [
             {"policy": name, "accuracy": share}
-            for name in ("random", "rce", "nearest")
+            for name in ("random", "rce", "farthest", "nearest")
             for share in (0.1, 0.2004)
         ],
         "differences": [
@@ -114,15 +114,15 @@ def test_the_stages_of_a_selector_are_collected_at_each_number_of_shots(last, mo
             for policy, other in pairs
         ],
     }
-    collected = shots_of(content, "nearest")
+    collected = shots_of(content, ["farthest", "nearest"])
     assert collected["commit"] == "01234567"
-    assert collected["share"] == {"random": [0.1, 0.2], "nearest": [0.1, 0.2]}
+    assert collected["share"] == dict.fromkeys(("random", "farthest", "nearest"), [0.1, 0.2])
     assert list(collected["gains"])[-2:] == [f"{last} − nearest", f"{last} − random"]
     assert all(cells == [[10, 5, 12.5], [10, 5, 25]] for cells in collected["gains"].values())
     # one that was not judged at both
     content["differences"].pop()
     with pytest.raises(AssertionError):
-        shots_of(content | {"variants": ["grpo_live"]}, "nearest")
+        shots_of(content | {"variants": ["grpo_live"]}, ["nearest"])
 
 
 def test_what_training_adds_is_collected_uncorrected(monkeypatch, tmp_path):
