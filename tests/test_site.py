@@ -116,7 +116,7 @@ def test_the_stages_of_a_selector_are_collected_at_each_number_of_shots(last, mo
     }
     collected = shots_of(content, ["farthest", "nearest"])
     assert collected["commit"] == "01234567"
-    assert collected["share"] == dict.fromkeys(("random", "farthest", "nearest"), [0.1, 0.2])
+    assert collected["share"] == {name: [0.1, 0.2] for name in ("random", "farthest", "nearest")}
     assert list(collected["gains"])[-2:] == [f"{last} − nearest", f"{last} − random"]
     assert all(cells == [[10, 5, 12.5], [10, 5, 25]] for cells in collected["gains"].values())
     # one that was not judged at both
