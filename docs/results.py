@@ -477,8 +477,7 @@ def drawing(every: list[Difference]) -> str:
         f"intervals</title><style>{STYLE}</style>"
         f'<rect class="back" width="{WIDTH}" height="{height}"/>'
         '<text class="title" x="8" y="20">Differences in points, with 95 % intervals; filled: '
-        "in bold in the tables, "
-        "open: no measurable difference</text>" + "\n".join(parts) + "</svg>\n"
+        "in bold in the tables, open: not shown</text>" + "\n".join(parts) + "</svg>\n"
     )
 
 

@@ -74,7 +74,7 @@ class Deployed(nn.Module):
         decider = agent.decider
         self.guard = decider.guard
         if decider.guard is not None and decider.static is not None:
-            self.logs = torch.from_numpy(np.log(decider.guard.planned_ms))
+            self.logs = torch.from_numpy(np.log(decider.guard.budgets_ms))
             self.deploy = torch.from_numpy(decider.guard.deployed)
             # the first step begins at −∞, so that no budget is below it
             self.starts = torch.from_numpy(decider.static.starts[1:])

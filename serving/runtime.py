@@ -203,6 +203,7 @@ class Runtime:
         try:
             if limits:
                 controller.log_limits(limits)
+            controller = controller.settled(limit_ms, drift)
             if ask_guard:
                 static = controller.fall_back(limit_ms, drift, limits, mask)
         except ValueError as error:

@@ -27,7 +27,7 @@ class Ruled:
     def choose(self, features, limits, mask=None):
         return self._choose(features, limits, mask)
 
-    def reads_features(self, limits, whole=False):
+    def reads_features(self, limits):
         return np.ones(len(limits), bool)
 
     def decide_index(self, features, budget_ms):

@@ -170,6 +170,15 @@ class DeployedController(nn.Module):
         # no module, so it stands beside them
         self.__dict__["_made"] = _Made(decider, tensors, _changes_of(tensors))
 
+    def settled(self, budget_ms: float) -> DeployedController:
+        """Return the controller for requests with this budget, see `NumpyController.settled`."""
+        decider = self.decider.settled(budget_ms)
+        if decider is self.decider:
+            return self
+        settled = DeployedController(self.controller, self.teacher, self.calibration)
+        settled.decide_by(decider)
+        return settled
+
     def __getstate__(self) -> dict[str, Any]:
         # a copy makes its own decider
         return {name: value for name, value in self.__dict__.items() if name != "_made"}

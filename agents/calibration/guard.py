@@ -34,8 +34,6 @@ class GuardRow(TypedDict):
     """The guard's calibration at one budget, on held-out samples."""
 
     budget_ms: float
-    planned_ms: NotRequired[float]
-    """What is left of it for the answer, which both were compared for; under deadlines."""
     deployed: bool
     """True: the policy decides; False: static does."""
     reason: str
@@ -80,8 +78,7 @@ def calibrate(
     beliefs = problem.beliefs
     rulings = []
     for budget, by_static in zip(budgets_ms, static_choice.T, strict=True):
-        left_ms = max(float(budget) - cost_ms, MIN_LATENCY_MS)
-        chosen = decide(left_ms)
+        chosen = decide(max(float(budget) - cost_ms, MIN_LATENCY_MS))
         # [n, 2]: the policy, then static
         cells = rows.unsqueeze(1), torch.stack([chosen, by_static], 1)
         look_up = functools.partial(
@@ -95,7 +92,6 @@ def calibrate(
         deployed = is_better(gain, CONFIDENCE, clusters)
         row: GuardRow = {
             "budget_ms": float(budget),
-            "planned_ms": left_ms,
             "deployed": deployed,
             "reason": "",
             "gain": float(gain.mean()),
@@ -161,12 +157,10 @@ def _outcomes(
 
 
 def arrays_of(rows: Sequence[GuardRow]) -> dict[str, np.ndarray]:
-    """Collect the columns that `agents.deployed.calibrated.Guard` reads, [B] each: `budgets_ms`,
-    `planned_ms` and `deploy` (bool)."""
+    """Collect the columns that `agents.deployed.calibrated.Guard` reads, [B] each: `budgets_ms` and
+    `deploy` (bool)."""
     return {
         "budgets_ms": np.array([row["budget_ms"] for row in rows]),
-        # older rows lack it
-        "planned_ms": np.array([row.get("planned_ms", row["budget_ms"]) for row in rows]),
         "deploy": np.array([row["deployed"] for row in rows]),
     }
 

@@ -125,52 +125,43 @@ class Static:
 
 
 class Guard:
-    """Fall-backs for the calibrated budgets; a request uses the one nearest in log-ms, by what is
-    left of its own for the answer, or where that is not known yet by the `whole` of it.
+    """Fall-backs for the calibrated budgets; a request uses the one nearest in log-ms.
 
     Attributes:
         static: decides where the policy does not.
         budgets_ms: [B].
-        planned_ms: [B], what was left of each for the answer.
         deployed: bool [B], False where budget-aware static decides.
     """
 
     def __init__(self, arrays: Arrays, static: Static) -> None:
         self.static = static
         self.budgets_ms = arrays["budgets_ms"].astype(np.float64)
-        # older files lack it
-        self.planned_ms = arrays.get("planned_ms", self.budgets_ms).astype(np.float64)
         self.deployed = arrays["deploy"].astype(bool)
-        # budgets in order
+        # budgets in order, and the geometric means between neighbours
         self._order = np.argsort(self.budgets_ms, kind="stable")
+        logs = log_ms(self.budgets_ms[self._order])
+        self._between = np.exp((logs[1:] + logs[:-1]) / 2).tolist()
         self._few = self.deployed[self._order].tolist()
-        self._between = self._means_between(self.planned_ms)
-        self._between_whole = self._means_between(self.budgets_ms)
 
-    def _means_between(self, budgets_ms: Array) -> list[float]:
-        """Return the geometric means of neighbours among budgets [B]."""
-        logs = log_ms(budgets_ms[self._order])
-        between: list[float] = np.exp((logs[1:] + logs[:-1]) / 2).tolist()
-        return between
-
-    def single(
-        self, limit: float, mask: Array | None = None, whole: bool = False
-    ) -> tuple[int | None, float]:
+    def single(self, limit: float, mask: Array | None = None) -> tuple[int | None, float]:
         """Return the choice of static where it decides, inside the mask bool [C], else None; and
         the ms to plan with, all of them."""
-        between = self._between_whole if whole else self._between
-        if self._few[bisect.bisect_left(between, limit)]:
+        if self._few[bisect.bisect_left(self._between, limit)]:
             return None, limit
         return self.static.single(limit, mask), limit
 
-    def groups(self, limits: Array, whole: bool = False) -> Array:
-        """Return the calibrated budget nearest to each limit [n] in ms, int64 [n]."""
-        between = self._between_whole if whole else self._between
-        return self._order[np.searchsorted(between, limits)]
+    def always(self, deployed: bool) -> Guard:
+        """Return the guard that lets the policy decide at every budget, or static at every one."""
+        arrays = {"budgets_ms": self.budgets_ms, "deploy": np.full_like(self.deployed, deployed)}
+        return Guard(arrays, self.static)
 
-    def reads_features(self, limits: Array, whole: bool = False) -> Array:
+    def groups(self, limits: Array) -> Array:
+        """Return the calibrated budget nearest to each limit [n] in ms, int64 [n]."""
+        return self._order[np.searchsorted(self._between, limits)]
+
+    def reads_features(self, limits: Array) -> Array:
         """Tell under which limits [n] the policy decides, bool [n]."""
-        return self.deployed[self.groups(limits, whole)]
+        return self.deployed[self.groups(limits)]
 
     def planned(self, limits: Array) -> Array:
         """Return the ms that the policy plans with under limits [n]: all of them."""
@@ -299,11 +290,9 @@ class CalibratedMeanBudgets:
             )
         return group
 
-    def single(
-        self, budget_ms: float, mask: Array | None = None, whole: bool = True
-    ) -> tuple[int | None, float]:
+    def single(self, budget_ms: float, mask: Array | None = None) -> tuple[int | None, float]:
         """Return the configuration of the static mix where it decides, inside the mask bool [C],
-        else None; and 1/price. Such budgets are always whole."""
+        else None; and 1/price."""
         group = self._group(budget_ms)
         value_ms = float(self.values_ms[group])
         if not self.mix or self.deployed[group]:
@@ -326,8 +315,8 @@ class CalibratedMeanBudgets:
         group = self._group_of.get(budget_ms)
         return int(self.groups(np.array([budget_ms]))[0]) if group is None else group
 
-    def reads_features(self, limits: Array, whole: bool = True) -> Array:
-        """Tell under which mean budgets [n], always whole, the policy decides, bool [n]."""
+    def reads_features(self, limits: Array) -> Array:
+        """Tell under which mean budgets [n] the policy decides, bool [n]."""
         return self.deployed[self.groups(limits)]
 
     def planned(self, limits: Array) -> Array:

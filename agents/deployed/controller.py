@@ -7,6 +7,8 @@ On a machine that is not as fast as the profile's, latencies drift: measured ln 
 
 from __future__ import annotations
 
+import copy
+import functools
 import itertools
 import math
 import warnings
@@ -273,6 +275,27 @@ class NumpyController:
         guard falls back, and where a text is unlike those of training."""
         return self._planned_for(features, budget_ms, drift)[0] is not None
 
+    def settled(self, budget_ms: float, drift: Drift = None) -> NumpyController:
+        """Return the controller for a request with this budget whose guard has been asked.
+
+        A guard is calibrated for whole budgets, while the policy decides for what its decision and
+        features leave of them, which may be nearer to the budget below. Other controllers than
+        guarded ones are returned as they are. Raises a ValueError as `decide`."""
+        if self.guard is None or self.calibrated is not self.guard:
+            return self
+        return self._with_guard[self._planned(budget_ms, drift)[0] is None]
+
+    @functools.cached_property
+    def _with_guard(self) -> dict[bool, NumpyController]:
+        """The controllers that decide at every budget by the policy (True), or by static."""
+        assert self.guard is not None
+        controllers = {}
+        for deployed in (False, True):
+            controllers[deployed] = copy.copy(self)
+            guard = self.guard.always(deployed)
+            controllers[deployed].guard = controllers[deployed].calibrated = guard
+        return controllers
+
     def fall_back(
         self,
         budget_ms: float,
@@ -281,9 +304,9 @@ class NumpyController:
         mask: Array | None = None,
     ) -> Expected | None:
         """Return the decision where the guard falls back to static or to the static mix, inside the
-        mask, bool [C], if it needs no features; else None. The budget is what there is before
-        features are computed. Within limits static needs them if the costs depend on them."""
-        fixed, limit = self._planned(budget_ms, drift, mask, whole=True)
+        mask, bool [C], if it needs no features; else None. Within limits static needs them if the
+        costs depend on them."""
+        fixed, limit = self._planned(budget_ms, drift, mask)
         if fixed is None:
             return None
         if limits or self.limits:
@@ -440,11 +463,11 @@ class NumpyController:
         return self.static.expected(index)
 
     def _planned(
-        self, budget_ms: float, drift: Drift, mask: Array | None = None, whole: bool = False
+        self, budget_ms: float, drift: Drift, mask: Array | None = None
     ) -> tuple[int | None, float]:
         """Return the configuration inside the mask, bool [C], that is chosen for any features, or
         None; and the limit in ms that the network reads: the part of a budget that is planned with,
-        or 1/price. A `whole` budget is not less what a decision takes, see `Guard`."""
+        or 1/price."""
         if type(budget_ms) is not float:
             budget_ms = as_limit(budget_ms)
         if not 0 < budget_ms < MAX_MS:
@@ -452,7 +475,7 @@ class NumpyController:
         limit = budget_ms * self.factor(drift)
         if self.calibrated is None:
             return None, limit
-        return self.calibrated.single(limit, mask, whole)
+        return self.calibrated.single(limit, mask)
 
     def factor(self, drift: Drift) -> float:
         """Return the factor of a drift on budgets: e^(−mean offset)."""
@@ -544,13 +567,12 @@ class NumpyController:
         scores -= scores.max(1, keepdims=True)
         return scores - np.log(np.exp(scores).sum(1, keepdims=True))
 
-    def reads_features(self, limits: Array, whole: bool = False) -> Array:
-        """Return where it reads features, by limits [n], which are whole budgets or what is left of
-        them: bool [n]."""
+    def reads_features(self, limits: Array) -> Array:
+        """Return where it reads features, by limits [n]: bool [n]."""
         by_costs = bool(self.limits) and self._bounds.weight is not None
         if self.calibrated is None or by_costs:
             return np.ones(len(limits), bool)
-        return self.calibrated.reads_features(limits, whole)
+        return self.calibrated.reads_features(limits)
 
     def _by_value(self, drift: Drift) -> Array | float:
         """Return the drift of each knob value beyond the level, as the heads read it."""

@@ -128,11 +128,9 @@ class Promise:
         below all of them."""
         return np.searchsorted(self.planned_ms, limits, side="right") - 1
 
-    def single(
-        self, limit: float, mask: Array | None = None, whole: bool = False
-    ) -> tuple[int | None, float]:
+    def single(self, limit: float, mask: Array | None = None) -> tuple[int | None, float]:
         """Return the configuration that decides for all requests, inside the mask bool [C], else
-        None; and the ms to plan with. A `whole` budget covers what is planned with, too."""
+        None; and the ms to plan with."""
         group = bisect.bisect_right(self._starts, limit) - 1
         if group < 0:
             return self.safest(limit, mask), limit
@@ -172,8 +170,8 @@ class Promise:
         them, [n]; −∞ where the policy does not decide."""
         return np.where(self.reads_features(limits), self.quantiles[self.groups(limits)], -np.inf)
 
-    def reads_features(self, limits: Array, whole: bool = False) -> Array:
-        """Tell under which limits [n], `whole` or not, the policy decides, bool [n]."""
+    def reads_features(self, limits: Array) -> Array:
+        """Tell under which limits [n] the policy decides, bool [n]."""
         group = self.groups(limits)
         return (group >= 0) & (self.fixed[group] == POLICY)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -45,9 +46,15 @@ def evaluate_policy(
     left = (budgets_ms.double() - cost_ms).clamp_min(MIN_LATENCY_MS).numpy()
     # the policy decides for the time that its own cost leaves
     features, mask = inputs_of_rows(problem, rows)
-    chosen = choices_of(policy, features, left, mask)
+    if hasattr(policy, "settled"):
+        # its guard is asked with whole budgets
+        pairs = list(zip(map(policy.settled, budgets_ms.tolist()), left[:, None], strict=True))
+        chosen = torch.cat([choices_of(each, features, own, mask) for each, own in pairs], 1)
+        reads = torch.from_numpy(np.concatenate([reads_features(*pair) for pair in pairs]))
+    else:
+        chosen = choices_of(policy, features, left, mask)
+        reads = torch.from_numpy(reads_features(policy, left))
     _refuse_unmeasured(policy, chosen, problem.mask[rows])
-    reads = torch.from_numpy(reads_features(policy, left))
     outcomes = problem.outcomes(
         Decisions(rows, chosen, budgets_ms, cost_ms, reads),
         rewards=rewards,

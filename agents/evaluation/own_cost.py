@@ -89,7 +89,7 @@ def own_costs(
     took = decision_us(controllers, table, rows, budgets_ms)
     for controller, micros in zip(controllers, took, strict=True):
         # features are charged only where the guard lets the policy read them
-        reads = torch.from_numpy(controller.reads_features(budgets_ms.double().numpy(), whole=True))
+        reads = torch.from_numpy(controller.reads_features(budgets_ms.double().numpy()))
         charged = (micros / 1e3 + table.features_ms * reads) * (table.unit == MS)
         costs.append(OwnCost(micros, charged))
     return costs

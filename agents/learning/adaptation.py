@@ -200,9 +200,6 @@ def adapt_latency(agent: DeployedController, offsets: Offsets, x: Tensor) -> Dep
     for guard in (calibration.guard, calibration.guard_if_free, calibration.guard_of_teacher):
         for row in guard:
             row["budget_ms"] *= math.exp(overall)
-            # older rows lack it
-            if "planned_ms" in row:
-                row["planned_ms"] *= math.exp(overall)
     times = offsets.mean.exp().numpy()
     calibration.scale_static(times, np.ones_like(times))
     # the latency model of the tracker

@@ -374,10 +374,18 @@ def _replayed_decisions(
     """Return how often a replay at the same limits, which allows for the same drift, decides as the
     controller did, whose `ServedRequest` are [n]."""
     same = []
-    decided = zip(stream.rows, served["limit_ms"], served["drift"], served["choice"], strict=True)
-    for row, limit, drift, choice in decided:
+    decided = zip(
+        stream.rows,
+        stream.budgets_ms,
+        served["limit_ms"],
+        served["drift"],
+        served["choice"],
+        strict=True,
+    )
+    for row, budget, limit, drift, choice in decided:
         features = {name: block[row].numpy() for name, block in table.features.items()}
-        same.append(controller.decide_index(features, float(limit), drift) == choice)
+        settled = controller.settled(float(budget), drift)
+        same.append(settled.decide_index(features, float(limit), drift) == choice)
     return float(np.mean(same))
 
 

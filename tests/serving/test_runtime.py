@@ -73,6 +73,9 @@ class ByFeatures:
     def configuration(self, index):
         return TABLE.configuration(index)
 
+    def settled(self, limit, drift):
+        return self
+
     def fall_back(self, limit, drift, limits, mask):
         return None
 

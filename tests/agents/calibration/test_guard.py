@@ -9,10 +9,14 @@ import numpy as np
 import pytest
 import torch
 from helpers import table_of
+from replayed import untrained
 
 from knobwise.agents.calibration import guard
 from knobwise.agents.calibration.guard import arrays_of, calibrate
 from knobwise.agents.deployed.calibrated import Guard
+from knobwise.agents.deployed.controller import NumpyController
+from knobwise.agents.evaluation.baselines import fit_static
+from knobwise.agents.evaluation.evaluation import evaluate_policy
 from knobwise.agents.problem import Problem
 from knobwise.envs.tables.beliefs import Beliefs
 from knobwise.envs.tables.profile_table import Split
@@ -151,25 +155,26 @@ def test_the_policy_is_charged_what_it_costs_and_static_is_not(cost_ms, gain):
     assert [call.args[0] for call in decide.call_args_list] == [BUDGET - cost_ms]
 
 
-def test_a_budget_is_known_by_what_is_left_of_it_for_the_answer():
-    # of 300 and 350 ms a decision takes 28; the policy is deployed at the second alone
-    rows = [
-        {"budget_ms": 300.0, "planned_ms": 272.0, "deployed": False},
-        {"budget_ms": 350.0, "planned_ms": 322.0, "deployed": True},
+def test_what_is_judged_is_what_the_guard_says_of_whole_budgets():
+    # a decision with its features takes 28 of 300 and of 350 ms; √(300 · 350) is 324, more than is
+    # left of 350. From 315 ms on the policy is right, else the fast configuration in half of all
+    n, cost_ms = 40, 28.0
+    right = torch.tensor([[1.0, 0.0], [0.0, 1.0]]).repeat(n // 2, 1)
+    table = table_of(right, torch.tensor([[290.0, 315.0]]).expand(n, -1), torch.zeros(n, 1))
+    budgets_ms = torch.tensor([300.0, 350.0])
+    rows = torch.arange(n)
+    agent = untrained(table)
+    agent.calibration.static = fit_static(table, rows).arrays()
+    agent.calibration.guard = [
+        {"budget_ms": 300.0, "deployed": False},
+        {"budget_ms": 350.0, "deployed": True},
     ]
-    deployed = Guard(arrays_of(rows), SimpleNamespace(single=lambda limit, mask: 0))
-    # √(272 · 322) is 295.9, and of whole budgets √(300 · 350) is 324
-    for whole, limits in (
-        (False, (272.0, 295.0, 297.0, 322.0)),
-        (True, (300.0, 323.0, 325.0, 350.0)),
-    ):
-        wanted = [False, False, True, True]
-        assert deployed.reads_features(np.array(limits), whole).tolist() == wanted
-        found = [deployed.single(limit, None, whole)[0] is None for limit in limits]
-        assert found == wanted
-    # what a decision takes is in the rows
-    row = calibrated([0], [[1.0, 0.5]], [[5, 20]], cost_ms=3.0)
-    assert (row["budget_ms"], row["planned_ms"]) == (10.0, 7.0)
-    # older rows do not say so
-    older = [{name: row[name] for name in ("budget_ms", "deployed")} for row in rows]
-    assert arrays_of(older)["planned_ms"].tolist() == [300.0, 350.0]
+    decider = agent.decider
+    assert decider.reads_features(budgets_ms.double().numpy()).tolist() == [False, True]
+    costs = torch.tensor([0.0, cost_ms])
+    scores = np.array([[0.0, 1.0]] * n)
+    with mock.patch.object(NumpyController, "_scores", return_value=scores):
+        judged = evaluate_policy(agent, table, rows, budgets_ms, cost_ms=costs)
+    # static takes the fast one, the policy the other, which is in time: 315 + 28 < 350
+    assert judged.chosen.T.tolist() == [[0] * n, [1] * n]
+    assert judged.utility.mean(0).tolist() == [0.5, 0.5]

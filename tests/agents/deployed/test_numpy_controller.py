@@ -279,6 +279,25 @@ def test_fall_backs_by_hand():
     assert light.decide_expected(X, 81.0) == FALLEN
 
 
+def test_a_guard_is_asked_with_whole_budgets():
+    """Static decides from 80 ms on, at which the policy may have less left."""
+    light = with_arrays(GUARDED, guard=True)
+    settled = light.settled(90.0)
+    assert [each.decide_index(X, 41.0) for each in (light, settled)] == [1, 0]
+    assert settled.fall_back(41.0) == light.fall_back(81.0) == FALLEN
+    assert settled.choose(MANY, np.full(5, 41.0)).tolist() == [0] * 5
+    assert near_best(settled, {}, 41.0, None, 0.29) == [0]
+    settled = light.settled(79.0)
+    assert settled.fall_back(90.0) is None
+    assert settled.reads_features(np.array([90.0])).tolist() == [True]
+    # with a drift a whole budget is another: 330 / 4 > 80
+    assert light.settled(330.0, SLOWER).fall_back(41.0) == FALLEN
+    plain = with_arrays({})
+    assert plain.settled(90.0) is plain
+    with pytest.raises(ValueError, match="budget"):
+        light.settled(0.0)
+
+
 @pytest.mark.parametrize(
     ("limit_ms", "drift", "loss", "wanted"),
     [

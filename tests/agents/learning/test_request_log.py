@@ -312,6 +312,28 @@ def test_a_fall_back_explores_by_what_static_knows_and_only_then_computes_featur
     assert sum(row["features"] is None for row in rows) > 60
 
 
+def test_the_guard_is_asked_once_for_a_request_with_its_whole_budget(tmp_path):
+    # √(8 · 10) is 8.9, less than what a decision and its features leave of 10 ms
+    agent, table = small_stack()
+    rows = [{"budget_ms": 8.0, "deployed": False}, {"budget_ms": 10.0, "deployed": True}]
+    agent.calibration.guard = rows
+    agent = type(agent)(agent.controller, agent.teacher, agent.calibration)
+    runtime = Runtime(agent, log=tmp_path, explore=0.5, seed=0, tracker=False)
+    runtime.now = Clock()
+    features = {name: block[0].numpy() for name, block in table.features.items()}
+    for budget_ms, spent_ms in ((10.0, 1.5), (8.0, 0.0)):
+        for _ in range(20):
+            request = runtime.begin(budget_ms)
+            assert (request.static is None) == (budget_ms == 10.0)
+            decision = runtime.decide(request, features, spent_ms)
+            by_policy = agent.without_fallback.decide_index(features, decision.limit_ms)
+            by_static = agent.decider.static.single(decision.limit_ms)
+            assert decision.best == (by_policy if budget_ms == 10.0 else by_static)
+            runtime.finish(decision)
+    log = read_log(tmp_path)
+    assert len(log.rows) + log.aside.total() == 40
+
+
 def test_static_s_second_choice_is_drawn_where_nothing_else_is_close_by_hand(tmp_path):
     agent, table = small_stack(falls_back=True)
     budget = 7.0
