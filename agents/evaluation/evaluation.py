@@ -49,7 +49,7 @@ def evaluate_policy(
     if hasattr(policy, "settled"):
         # its guard is asked with whole budgets
         pairs = list(zip(map(policy.settled, budgets_ms.tolist()), left[:, None], strict=True))
-        chosen = torch.cat([choices_of(each, features, own, mask) for each, own in pairs], 1)
+        chosen = torch.cat([choices_of(each, features, limit, mask) for each, limit in pairs], 1)
         reads = torch.from_numpy(np.concatenate([reads_features(*pair) for pair in pairs]))
     else:
         chosen = choices_of(policy, features, left, mask)
