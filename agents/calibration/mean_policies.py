@@ -300,7 +300,7 @@ def calibrated_values(
     choices = torch.stack([decide(value) for value in tried], 1)
     cost = outcomes_of(problem, rows, choices, checked=False)[1].mean(0)
     keeps = cost <= budgets_ms.double().unsqueeze(1) * (1 + 1e-12)
-    # the last of each budget that keeps it: [B, values] → [B]
+    # the last value that keeps each budget: [B, values] → [B]
     last = VALUES - 1 - keeps.flip(1).int().argmax(1)
     index = last.where(keeps.any(1), cost.argmin())
     return tried[index], choices[:, index]

@@ -276,11 +276,12 @@ class NumpyController:
         return self._planned_for(features, budget_ms, drift)[0] is not None
 
     def settled(self, budget_ms: float, drift: Drift = None) -> NumpyController:
-        """Return the controller for a request with this budget whose guard has been asked.
+        """Return the controller for a request with this budget: its guard has been asked, and says
+        the same of whatever is left of the budget.
 
         A guard is calibrated for whole budgets, while the policy decides for what its decision and
-        features leave of them, which may be nearer to the budget below. Other controllers than
-        guarded ones are returned as they are. Raises a ValueError as `decide`."""
+        features leave of them, which may be nearer to the next smaller one. A controller without a
+        guard is returned as it is. Raises a ValueError as `decide`."""
         if self.guard is None or self.calibrated is not self.guard:
             return self
         return self._with_guard[self._planned(budget_ms, drift)[0] is None]

@@ -310,10 +310,10 @@ def jump_of(measured: Measured, values: np.ndarray) -> Jump:
     of the orders in which the samples may have been measured."""
     levels = levels_of(measured, values)
     jumps = []
-    for so, order in orders_of(measured):
+    for words, order in orders_of(measured):
         before, size, spread = _parted(levels[order])
         sample = measured.ids[measured.few[order[before]]]
-        jumps.append(Jump(f"From sample {sample} on{so}", before, size, spread))
+        jumps.append(Jump(f"From sample {sample} on{words}", before, size, spread))
     return max(jumps, key=lambda jump: abs(jump.size))
 
 

@@ -120,14 +120,14 @@ def cold_start(measured: Measured) -> Findings:
     levels -= np.median(levels)
     high = levels > max(math.log(3), 6 * np.median(np.abs(levels)))
     # in which order the most stand first without a gap
-    so, order = max(orders_of(measured), key=lambda each: np.argmin(high[each[1]]))
+    words, order = max(orders_of(measured), key=lambda each: np.argmin(high[each[1]]))
     first = int(np.argmin(high[order]))
     usual = (high[order][first:].sum() + 1) / len(high)
     # so many among the first would hardly be chance
     if 0 < first <= 0.1 * len(high) and usual**first < 0.005:
         factor = math.exp(levels[order][:first].mean())
         yield Finding(
-            f"The samples before {measured.ids[measured.few[order[first]]]}{so} take "
+            f"The samples before {measured.ids[measured.few[order[first]]]}{words} take "
             f"{factor:.1f} times as long as others with such features",
             "likely",
             "If the model was not warm yet, measure them again.",
