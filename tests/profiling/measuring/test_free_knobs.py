@@ -187,7 +187,7 @@ def test_clocks_are_nested_and_restored():
 def controller_of(names):
     """Chooses the configurations in turn."""
     turns = itertools.cycle((0, 1))
-    return SimpleNamespace(
+    controller = SimpleNamespace(
         knobs=names,
         configurations=np.array([[0, 0, 0], [1, 1, 1]]),
         configuration=lambda index: {name: values[index] for name, values in names.items()},
@@ -201,7 +201,9 @@ def controller_of(names):
         limits={},
         budgets=RequestBudgets(),
         decide_expected=lambda blocks, limit, drift, limits, mask: (next(turns), 0.0, 0.1),
+        settled=lambda limit, drift: controller,
     )
+    return controller
 
 
 @pytest.mark.parametrize(("clock", "counted"), [("wall", True), ("cpu", False)])
