@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Self
 import torch
 from torch import Tensor
 
+from knobwise.common.errors import InputError
 from knobwise.envs.bandit.outcomes import Decisions, Outcomes
 from knobwise.envs.bandit.reward import RewardTable
-from knobwise.envs.bandit.rule_choice import rule_of
+from knobwise.envs.bandit.rule_choice import allowed_cells, check_limits, rule_of, try_rule
 from knobwise.envs.bandit.rules import Deadline, Rule
 from knobwise.envs.bandit.settings import BudgetConfig
 from knobwise.envs.tables.beliefs import Beliefs
@@ -61,13 +62,27 @@ class Problem:
         Args:
             split: None to fit on all samples.
             budget: the settings; None for deadlines.
+
+        Raises:
+            InputError: see `check_limits` and `try_rule`; or there are limits on further costs,
+                which `problem_of` fits on the split.
         """
         if isinstance(table, Problem):
             return table
         if split is None:
             everything = torch.arange(table.num_samples)
             split = Split(everything, everything[:0], everything[:0])
-        return cls(table, split, rule_of(budget or BudgetConfig()))
+        budget = budget or BudgetConfig()
+        check_limits(table, budget)
+        if budget.limits:
+            raise InputError(
+                "budget.limits: what is expected to keep them must be fitted first; give the "
+                "problem that knobwise.agents.evaluation.problems.problem_of makes of the table"
+            )
+        rule = rule_of(budget)
+        if rule.is_own:
+            try_rule(rule, table)
+        return cls(table, split, rule, allowed=allowed_cells(rule, table))
 
     def budgets(self, wanted: Sequence[float] | None = None) -> Tensor:
         """Return the budgets to judge at, float [B]: the wanted ones, or those that suit the

@@ -230,6 +230,10 @@ class KnobPolicy:
         """Tell under which limits [n] the policy reads features, bool [n]."""
         return self.decider.reads_features(limits)
 
+    def settled(self, budget_ms: float) -> DeployedController:
+        """Return the controller for requests with this budget, see `NumpyController.settled`."""
+        return self.agent.settled(budget_ms)
+
     def save(self, path: str | Path) -> None:
         """Write a checkpoint, which `knobwise.load` reads.
 

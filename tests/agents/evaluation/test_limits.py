@@ -18,6 +18,7 @@ from knobwise.agents.evaluation.evaluation import evaluate_policy
 from knobwise.agents.evaluation.limits import fit_bounds, further_costs
 from knobwise.agents.evaluation.problems import problem_of
 from knobwise.agents.problem import Problem
+from knobwise.agents.training.controllers import controller_trainer
 from knobwise.agents.training.held_out import HeldOut
 from knobwise.envs import BudgetConfig
 from knobwise.envs.bandit.reward import RewardTable
@@ -115,6 +116,17 @@ def test_a_limit_that_cannot_be_is_refused(budget, named):
     problem = priced()
     with input_error(named):
         problem_of(problem.facts, problem.split, BudgetConfig(**budget))
+    with input_error(named):
+        controller_trainer(problem.facts, problem.split, budget=BudgetConfig(**budget))
+
+
+def test_a_trainer_takes_limits_with_a_problem():
+    table, parts = priced().facts, priced().split
+    budget = BudgetConfig(limits={"usd": 0.002})
+    with input_error("budget.limits: .*problem_of"):
+        controller_trainer(table, parts, budget=budget)
+    problem = problem_of(table, parts, budget)
+    assert controller_trainer(problem).setup.problem is problem
 
 
 def test_in_a_profile_of_part_of_the_cells_costs_are_predicted_and_estimates_right_on_average():

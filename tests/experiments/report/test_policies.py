@@ -9,6 +9,7 @@ from helpers import Always, close, input_error, small_table, table_of
 
 import knobwise
 from knobwise.agents import Controller, DeployedController, PolicyConfig, evaluate_policy
+from knobwise.agents.deployed.calibrated import Guard
 from knobwise.agents.evaluation.baselines import fit_static
 from knobwise.envs import default_budgets
 from knobwise.envs.bandit.rules import MeanBudget
@@ -47,6 +48,26 @@ def test_differences_are_paired_and_those_of_a_run_are_what_its_run_says():
     assert means["controller"]["over_static"] == pytest.approx(gaps[0].difference, abs=1e-6)
     with input_error("run: was trained on 48 of these 60 samples"):
         knobwise.compare_policies(policies, table, torch.arange(60), budgets_ms)
+
+
+def test_the_guard_of_a_loaded_policy_is_asked_with_whole_budgets():
+    """What a decision costs must not make static decide, which the guard has below 20 ms."""
+    table = small_table(60)
+    split = table.split()
+    options = {"policy": "utility", "policy.hidden": 8, "policy.fold_networks": 2}
+    loaded = knobwise.fit(table, optimiser=QUICK, own_cost=False, **options)
+    decider = loaded.decider
+    arrays = {"budgets_ms": np.array([10.0, 40.0]), "deploy": np.array([False, True])}
+    decider.guard = decider.calibrated = Guard(arrays, decider.static)
+    about = table, split.test, torch.tensor([40.0])
+    judged = evaluate_policy(loaded, *about, cost_ms=28.0)
+    features = {name: block.numpy() for name, block in table.blocks(split.test).items()}
+    decider.guard = decider.calibrated = None
+    mask = table.mask[split.test].numpy()
+    by_policy = decider.choose(features, np.full(len(mask), 12.0), mask)
+    assert judged.chosen.squeeze(1).tolist() == by_policy.tolist()
+    by_static = decider.static.choose(features, np.full(len(mask), 12.0), mask)
+    assert (by_policy != by_static).any()
 
 
 def test_an_interval_of_differences_that_are_all_equal_has_no_width():
