@@ -40,6 +40,14 @@ def limit_in_request(value: object, unit: str = "ms", name: str = "budget_ms") -
     return limit
 
 
+def limits_in_request(limits: Mapping[str, object] | None) -> dict[str, float] | None:
+    """Return the limits of one request on further costs, by name, as floats; None for none. Raises
+    InputError as `limit_in_request`."""
+    if limits is None:
+        return None
+    return {name: limit_in_request(limit, "its unit", name) for name, limit in limits.items()}
+
+
 def blocks_of(features: Any, controller: NumpyController) -> dict[str, Array]:
     """Return features as people give them as float32 blocks by name, whose shapes the controller
     checks.

@@ -81,8 +81,21 @@ class Decision(NamedTuple):
 
     @property
     def promised(self) -> Promised | None:
-        """What is promised of such requests, see `NumpyController.promised`."""
-        return self.request.controller.promised(self.limit_ms, self.request.drift)
+        """What is promised of such requests, see `NumpyController.promised`: a share of 0 where
+        anything but the rule that the promise is about chose among all configurations."""
+        request = self.request
+        promised = request.controller.promised(self.limit_ms, request.drift)
+        if promised is None or (self._by_rule and not self.unlike):
+            return promised
+        return promised._replace(share=0.0)
+
+    @property
+    def _by_rule(self) -> bool:
+        """True if the controller chose, by all that it reads, among all configurations."""
+        request = self.request
+        free = request.mask is None and request.limits is None
+        replaced = self.choice != self.best or "shadow" in (request.log_fields or {})
+        return free and not replaced and self.features is not None
 
     @property
     def unlike(self) -> bool:
@@ -117,6 +130,8 @@ class Result(NamedTuple):
     """The id of its row in the log; None without a log."""
     fault: str = ""
     """Why there is no answer; "" for one."""
+    abandoned: bool = False
+    """True if nobody waited for the answer any longer, so that its times are those until then."""
 
     @property
     def request(self) -> PendingRequest:
@@ -183,7 +198,9 @@ class Result(NamedTuple):
     def met(self) -> bool:
         """True if the request was answered on time, or within its budget. A mean budget is one of
         all requests, so none of them misses it."""
-        return not self.fault and self.controller.budgets.met(self.total_ms, self.budget_ms)
+        if self.fault or self.abandoned:
+            return False
+        return self.controller.budgets.met(self.total_ms, self.budget_ms)
 
 
 def row_of(result: Result, chances: Mapping[int, float]) -> dict[str, object]:
@@ -212,6 +229,7 @@ def row_of(result: Result, chances: Mapping[int, float]) -> dict[str, object]:
         "best": decision.best,
         "explored": result.explored,
         "budget_ms": request.budget_ms,
+        "guard_ms": float(request.limit_ms),
         "limit_ms": float(decision.limit_ms),
         "features": {name: pack_floats(block) for name, block in (features or {}).items()} or None,
         "log_latency": _known(decision.log_latency),
@@ -233,6 +251,8 @@ def row_of(result: Result, chances: Mapping[int, float]) -> dict[str, object]:
         row["failed"] = True
     if result.fault:
         row["fault"] = result.fault
+    if result.abandoned:
+        row["abandoned"] = True
     if result.unlike:
         row["unlike"] = True
     return {**row, **(request.log_fields or {})}

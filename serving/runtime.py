@@ -26,7 +26,7 @@ from knobwise.common.errors import InputError
 from knobwise.common.forks import FORKED
 from knobwise.envs.tables.units import MS, check_time
 from knobwise.serving.exploration import Exploration, near_best, second_best
-from knobwise.serving.inputs import blocks_of, limit_in_request
+from knobwise.serving.inputs import blocks_of, limit_in_request, limits_in_request
 from knobwise.serving.requests import Decision, PendingRequest, Result, row_of
 from knobwise.serving.tracker import LatencyTracker
 from knobwise.serving.versions import Watched
@@ -158,6 +158,17 @@ class Runtime:
         self.controller = watched.controller
         self.tracker.digest = self.controller.digest
 
+    def followed(self) -> NumpyController:
+        """Return the controller that decides now, which is a new one if the watched file is."""
+        with self._lock:
+            return self._followed()
+
+    def _followed(self) -> NumpyController:
+        """Return it while the lock is held."""
+        if self._watched is not None:
+            self._follow(self._watched)
+        return self.controller
+
     def begin(
         self,
         budget_ms: float,
@@ -183,17 +194,12 @@ class Runtime:
         """
         begun = self.now()
         budget_ms = limit_in_request(budget_ms, self.controller.unit)
-        if limits is not None:
-            limits = {
-                name: limit_in_request(limit, "its unit", name) for name, limit in limits.items()
-            }
+        limits = limits_in_request(limits)
         waited_ms = 0.0
         if arrived is not None:
             waited_ms = (begun - arrived) * 1e3
         with self._lock:
-            if self._watched is not None:
-                self._follow(self._watched)
-            controller = self.controller
+            controller = self._followed()
             drift = controller.budgets.drift(self.tracker.drift)
             explored = self._exploration.should_explore()
         static = None
@@ -407,6 +413,30 @@ class Runtime:
             overhead_ms=math.nan,
             decision_us=decision.took_ms * 1e3,
             fault=fault,
+        )
+        return self.record(result)
+
+    def give_up(self, decision: Decision) -> Result | None:
+        """Log a request whose answer nobody waits for any longer; the row has the times until now,
+        which are less than those of the answer. None where budgets are no times.
+
+        Whoever leaves at the deadline would otherwise leave a log of fast answers only, from which
+        an update learns that slow settings are always on time."""
+        request = decision.request
+        if request.controller.unit != MS:
+            return None
+        now = self.now()
+        answer_ms = (now - decision.made) * 1e3
+        total_ms = request.waited_ms + (now - request.begun) * 1e3
+        result = Result(
+            decision=decision,
+            answer=None,
+            answer_ms=answer_ms,
+            total_ms=total_ms,
+            overhead_ms=total_ms - request.waited_ms - answer_ms,
+            decision_us=decision.took_ms * 1e3,
+            waited_ms=request.waited_ms,
+            abandoned=True,
         )
         return self.record(result)
 

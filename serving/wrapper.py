@@ -16,12 +16,15 @@ from typing import TYPE_CHECKING, Any
 from knobwise.agents.deployed.arrays import configurations_of
 from knobwise.agents.learning.request_log import RequestLog
 from knobwise.common.errors import InputError
-from knobwise.serving.requests import Result
+from knobwise.serving.requests import Decision, Result
 from knobwise.serving.runtime import Runtime, deadline_controller_of
 from knobwise.serving.tracker import LatencyTracker
 
 if TYPE_CHECKING:
     from knobwise.serving.runtime import ServedPolicy
+
+CANCELLED = ("CancelledError", "Cancelled")
+"""The errors by which asyncio and Trio cancel a coroutine."""
 
 
 class Wrapped(Runtime):
@@ -60,10 +63,20 @@ class Wrapped(Runtime):
         try:
             answer = self._call(request, **decision.configuration)
         except BaseException as error:
-            self.abandon("the call", error)
+            self._fails(decision, error)
             raise
         _check_answer(answer)
         return self.finish(decision, answer)
+
+    def _fails(self, decision: Decision, error: BaseException) -> None:
+        """Count a call that raised an error; one that ran out of time, or that was cancelled, would
+        have taken longer, and is logged as such."""
+        # whoever cancels has imported what the error is of
+        if isinstance(error, TimeoutError) or type(error).__name__ in CANCELLED:
+            self.abandon("the call", error, decision)
+            self.give_up(decision)
+        else:
+            self.abandon("the call", error)
 
 
 class AsyncWrapped(Wrapped):
@@ -88,7 +101,7 @@ class AsyncWrapped(Wrapped):
         try:
             answer = await self._call(request, **decision.configuration)
         except BaseException as error:
-            self.abandon("the call", error)
+            self._fails(decision, error)
             raise
         _check_answer(answer)
         return self.finish(decision, answer)

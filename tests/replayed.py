@@ -199,11 +199,12 @@ def logged_outcomes(choice, propensity, reward):
     """Requests of which nothing else is known."""
     n = len(choice)
     ones = torch.ones(n).double()
-    times = dict.fromkeys(("scale", "limit_ms", "answer_ms"), ones)
+    times = dict.fromkeys(("scale", "guard_ms", "limit_ms", "answer_ms"), ones)
     return Logged(
         TensorDict({}, [n]),
         seen=ones > 0,
         met=ones > 0,
+        abandoned=ones < 0,
         choice=torch.as_tensor(choice),
         propensity=torch.as_tensor(propensity).double(),
         offset=torch.zeros(n, len(propensity[0])),

@@ -33,6 +33,9 @@ ROUNDED = 0.005
 """The relative difference that rounding may make between a time and a sum of others."""
 AT_LIMIT = 1e-4
 """The relative difference between time and budget within which rounding may decide what is late."""
+LEAVES = 0.9
+"""Whoever leaves after this share of its budget waited until its deadline, by a clock that began
+before the request arrived."""
 MAX_ROWS = 1 << 18
 """Of a longer log about so many requests are read, with their labels."""
 MAX_CELLS = 1 << 25
@@ -63,12 +66,16 @@ class Logged(TensorClass):
     choice."""
     choice: Tensor
     """int64 [n]: the configuration of the answer."""
+    guard_ms: Tensor
+    """float64 [n]: what was left of each budget when the guard was asked."""
     limit_ms: Tensor
     """float64 [n]: what was left of each budget for the answer."""
     answer_ms: Tensor
-    """float64 [n]: the time of the answer."""
+    """float64 [n]: the time of the answer; the least that it can be where it was `abandoned`."""
     met: Tensor
     """bool [n]: answered on time."""
+    abandoned: Tensor
+    """bool [n]: nobody waited for the answer, though it was still to come at the deadline."""
     accuracy: Tensor
     """float64 [n], in [0, 1]; NaN where there is no label."""
 
@@ -197,6 +204,8 @@ def _join(
         elif request is None:
             what = "a skipped request" if name in unused else "an unknown request"
             aside[f"a label of {what}"] += 1
+        elif request.get("abandoned"):
+            aside["a label of an answer that nobody waited for"] += 1
         else:
             request["accuracy"] = label["accuracy"]
 
@@ -221,6 +230,9 @@ def logged_of(rows: Sequence[Mapping[str, Any]], controller: NumpyController) ->
     columns = {"offset": offset, "scale": scale, "propensity": propensity}
     for name, kind in COLUMNS.items():
         columns[name] = np.array([row[name] for row in rows], kind)
+    # logs of before hold neither
+    columns["guard_ms"] = np.array([row.get("guard_ms", row["budget_ms"]) for row in rows], "f8")
+    columns["abandoned"] = np.array([bool(row.get("abandoned")) for row in rows], bool)
     # if the controller has no feature blocks, no request lacks any
     columns["seen"] = np.array([row["features"] is not None or not features for row in rows], bool)
     return Logged(TensorDict(features, [n]), **columns, batch_size=[n])
@@ -322,12 +334,15 @@ def _faults(
     kinds = {"id": str, "met": bool, "knobs": dict}
     if not all(isinstance(row[name], kind) for name, kind in kinds.items()):
         yield "a damaged row"
-    timed = all(_is_positive(row[name]) for name in ("budget_ms", "limit_ms", "answer_ms"))
+    limits = row["budget_ms"], row.get("guard_ms", row["budget_ms"]), row["limit_ms"]
+    timed = all(map(_is_positive, (*limits, row["answer_ms"])))
     if not (timed and _is_number(row["log_latency"]) and _is_number(row["total_ms"], 0)):
         yield "times that are not positive and finite"
     if not _times_agree(row):
         yield "times that contradict each other"
-    on_time = row["total_ms"] <= row["budget_ms"]
+    if row.get("abandoned") and row["total_ms"] < LEAVES * row["budget_ms"]:
+        yield "left before the deadline"
+    on_time = row["total_ms"] <= row["budget_ms"] and not row.get("abandoned")
     if row["met"] != on_time and not _alike(row["total_ms"], row["budget_ms"], AT_LIMIT):
         yield "`met` disagrees with total_ms and budget_ms"
 

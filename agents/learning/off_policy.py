@@ -84,10 +84,12 @@ def decisions(controller: NumpyController, logged: Logged) -> Tensor:
     [n]."""
     chosen = torch.empty_like(logged.choice)
     blocks = logged.features.numpy()
-    for row, limit in enumerate(logged.limit_ms.tolist()):
+    limits = zip(logged.guard_ms.tolist(), logged.limit_ms.tolist(), strict=True)
+    for row, (whole, limit) in enumerate(limits):
         features = {name: block[row] for name, block in blocks.items()}
         drift = logged.offset[row].numpy(), float(logged.scale[row])
-        chosen[row] = controller.decide_index(features, limit, drift)
+        # as in serving, the guard is asked before features take their time
+        chosen[row] = controller.settled(whole, drift).decide_index(features, limit, drift)
     return chosen
 
 

@@ -17,6 +17,7 @@ comparisons, so a useless update takes over with at most twice the chance of a s
 from __future__ import annotations
 
 import copy
+import math
 from typing import NamedTuple
 
 import numpy as np
@@ -35,6 +36,7 @@ from knobwise.agents.learning.acceptance import (
 )
 from knobwise.agents.learning.adaptation import (
     MIN_CELLS,
+    MIN_NOISE,
     Offsets,
     Scales,
     adapt_latency,
@@ -57,6 +59,8 @@ ACCURACY_SCALES = Scales(0.5, 0.3)
 """Prior standard deviations of offsets of logits."""
 ROUNDS = 12
 """Rounds of scoring."""
+WAITED = 5
+"""Rounds in which times of answers that nobody waited for are replaced by what is expected."""
 MIN_PRECISION = 0.05
 """Lower bound of the precision of a label, where accuracies are close to 0 or 1."""
 SPREADS = NARROWEST, 3.0
@@ -197,7 +201,7 @@ def _held_out(agent: DeployedController, logged: Logged) -> tuple[Tensor, dict[s
     by_profile = logged.clone()
     accuracy = of_choices(_predictions(agent, logged).accuracy, logged.choice)
     by_profile.accuracy = accuracy.double()
-    judged_by = {LATENCIES: by_profile, ACCURACIES: logged}
+    judged_by = {LATENCIES: by_profile, ACCURACIES: _with_abandoned(logged)}
     candidates = {}
     for name, controller in learn(agent, logged).items():
         expected = torch.zeros(n, len(agent.configurations))
@@ -215,6 +219,21 @@ def _held_out(agent: DeployedController, logged: Logged) -> tuple[Tensor, dict[s
             candidate.choices[rows] = decisions(last.decider, test)
             candidate.expected[rows] = _expected_utility(last, test)
     return old, candidates
+
+
+def _with_abandoned(logged: Logged) -> Logged:
+    """Return requests with a label of 0 for as large a share of those that nobody waited for as
+    have one of the others: a late answer is worth nothing, whatever it says, and without them only
+    what settings answered on time would be compared."""
+    logged = logged.clone()
+    rows = logged.abandoned.nonzero().squeeze(1)
+    answered = ~logged.abandoned
+    share = float(logged.labelled[answered].double().mean()) if answered.any() else 0.0
+    # spread evenly over the log
+    places = torch.arange(len(rows) + 1, dtype=torch.float64) * share
+    counted = places[1:].floor() > places[:-1].floor()
+    logged.accuracy[rows[counted]] = 0.0
+    return logged
 
 
 # -- the steps -------------------------------------------------------------------------------------
@@ -242,7 +261,7 @@ def _expected_utility(agent: DeployedController, logged: Logged) -> Tensor:
 @torch.no_grad()
 def _ratios(agent: DeployedController, logged: Logged) -> Tensor:
     """Return ln(time of the answer / time that the controller and the tracker expect), float64
-    [n]."""
+    [n]; the least that it can be where nobody waited for the answer."""
     predicted = of_choices(_predictions(agent, logged).log_latency, logged.choice).double()
     static = agent.decider.static
     if static is not None:
@@ -259,10 +278,14 @@ def _latency_offsets(agent: DeployedController, logged: Logged) -> Offsets:
     The variance is what the predicted spreads lack, or negative if they are too wide. It follows
     from the median of the residuals, on which a stall has little influence.
     """
-    ratios = _ratios(agent, logged)
+    least = ratios = _ratios(agent, logged)
     offsets = fit_offsets(agent.configurations, logged.choice, ratios)
-    # residuals in predicted standard deviations
     spreads = _predictions(agent, logged).spread
+    if logged.abandoned.any():
+        for _ in range(WAITED):
+            ratios = _waited_for(least, logged, offsets.mean[logged.choice], ratios)
+            offsets = fit_offsets(agent.configurations, logged.choice, ratios)
+    # residuals in predicted standard deviations
     factor = torch.ones(())
     if logged.seen.any():
         spread = of_choices(spreads, logged.choice) * logged.scale.float()
@@ -271,6 +294,23 @@ def _latency_offsets(agent: DeployedController, logged: Logged) -> Offsets:
     narrowest, widest = SPREADS
     missing = factor.clamp(narrowest, widest).square() - 1
     return offsets._replace(variance=missing * spreads.square().mean(0).double())
+
+
+def _waited_for(least: Tensor, logged: Logged, mean: Tensor, ratios: Tensor) -> Tensor:
+    """Return ln(time / expected time) [n], where nobody waited for an answer as it is expected to
+    have been: E[r | r > least] of a normal r (Tobin 1958, "Estimation of Relationships for Limited
+    Dependent Variables", Econometrica 26). Repeated, with offsets that are fitted anew, this is
+    expectation maximisation.
+
+    Args:
+        least: what the ratios are at least, [n].
+        mean: offsets of the choices, as fitted last, [n].
+        ratios: as they were last, [n], for the spread around the offsets.
+    """
+    spread = float((ratios - mean).square().mean().sqrt().clamp_min(MIN_NOISE))
+    z = (least - mean) / spread
+    hazard = (-z.square() / 2 - math.log(2 * math.pi) / 2 - torch.special.log_ndtr(-z)).exp()
+    return torch.where(logged.abandoned, mean + spread * hazard, least)
 
 
 @torch.no_grad()

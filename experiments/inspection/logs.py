@@ -34,8 +34,9 @@ def inspect_log(folder: str) -> dict[str, object]:
         answered. `accuracy`: mean over the labelled; `fractional`: whether one is neither 0 nor 1.
         `times`: `SettingTimes` of each frequent setting, `off`, `changed` and `far`. `unit`: of
         these times.
-        `configurations`: label → requests. `controllers`: digest → requests. `unlike`: requests
-        whose text is unlike those of training. `set_aside`: reason → rows.
+        `abandoned`: requests that nobody waited for until their deadline was over; they count as
+        late. `configurations`: label → requests. `controllers`: digest → requests. `unlike`:
+        requests whose text is unlike those of training. `set_aside`: reason → rows.
 
     Raises:
         InputError: there is no log in the folder.
@@ -59,6 +60,7 @@ def inspect_log(folder: str) -> dict[str, object]:
         "times": facts_of_times(log.rows),
         "unit": next((row["unit"] for row in log.rows if "unit" in row), MS),
         "controllers": dict(Counter(rows["controller"])),
+        "abandoned": sum(bool(row.get("abandoned")) for row in log.rows),
         "unlike": sum(bool(row.get("unlike")) for row in log.rows),
         "set_aside": dict(log.aside),
     }

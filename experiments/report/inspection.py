@@ -312,6 +312,8 @@ def log_sentences(facts: Facts) -> list[Sentence]:
             explored=f"{facts['explored']:.1%}",
         ),
     ]
+    if facts["abandoned"]:
+        lines.append(Sentence("abandoned", requests=format_count(facts["abandoned"], "request")))
     if facts["unlike"]:
         lines.append(Sentence("unlike", requests=format_count(facts["unlike"], "request")))
     for reason, count in sorted(facts["set_aside"].items()):

@@ -52,6 +52,7 @@ class Attempt:
     """A request sent with one setting; close it.
 
     Attributes:
+        choice: the setting as it is sent; None for a request as it came.
         began: when the first content came, by the runtime's clock; None before.
         reader: what is known of the answer.
         content: all of it; or what has come of one that is streamed.
@@ -75,7 +76,7 @@ class Attempt:
         self._proxy = proxy
         self._walk = proxy.walk
         self._request = request
-        self._choice = choice
+        self.choice = choice
         self._scope = scope
         self._path = path
         self._chat: dict[str, Any] = {}
@@ -182,15 +183,18 @@ class Attempt:
         """Return the body as it is sent on to a route."""
         request = self._request
         fields = self._walk.fields
-        if self._choice is None:
+        if self.choice is None:
             chat = fields.with_extra(request.chat)
         else:
             try:
-                chat = fields.set(request.chat, self._choice.knobs)
+                chat = fields.set(request.chat, self.choice.knobs)
             except Exception as error:
                 # the user's own function of the messages
                 self._walk.fell_back("messages", error)
-                chat = fields.set(request.chat, self._choice.knobs, with_messages=False)
+                chat = fields.set(request.chat, self.choice.knobs, with_messages=False)
+                # what comes is no answer to what was decided
+                sent = fields.of_fields(self.choice.knobs)
+                self.choice = self.choice.unlearned()._replace(knobs=sent)
         self._chat = chat
         if path == RESPONSES:
             # some servers stream unless they are told not to

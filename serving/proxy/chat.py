@@ -95,13 +95,20 @@ def parse(
             raise InputError(f"{header}: must be a number, in {unit}") from error
     if limits is None and LIMITS_HEADER in headers:
         limits = json_object(headers[LIMITS_HEADER].encode(), LIMITS_HEADER)
-    if not isinstance(limits, dict | None):
-        raise InputError('limits: must be limits by name, such as {"usd": 0.002}')
     features = ours.get("features") or {}
     if not isinstance(features, dict):
         raise InputError("features: must be values by name")
     chat, lost = as_chat(body) if of_responses else (body, [])
-    return ChatRequest(content, body, chat, lost, not ours, budget, limits, features)
+    plain = not ours
+    return ChatRequest(content, body, chat, lost, plain, budget, as_limits(limits), features)
+
+
+def as_limits(limits: Any) -> dict[str, Any] | None:
+    """Return the limits on further costs that a request holds. Raises InputError for what are no
+    limits by name."""
+    if not isinstance(limits, dict | None):
+        raise InputError('limits: must be limits by name, such as {"usd": 0.002}')
+    return limits
 
 
 @functools.lru_cache(maxsize=1024)

@@ -60,7 +60,7 @@ class Exchange:
         self._walk = proxy.walk
         self._metrics = proxy.metrics
         self._request = request
-        self._choice = choice
+        self._next = choice
         self._arrived = arrived
         self._scope = scope
         self._path = path
@@ -71,11 +71,16 @@ class Exchange:
         self.ended = False
         self.left = False
 
+    @property
+    def _choice(self) -> Choice | None:
+        """The setting that was sent last."""
+        return self._next if self._attempt is None else self._attempt.choice
+
     async def run(self) -> None:
         """Send the request on, try other settings after faults, and pass the answer back."""
         self._metrics.overhead.observe(self._walk.runtime.now() - self._arrived)
         while True:
-            attempt = Attempt(self._proxy, self._request, self._choice, self._scope, self._path)
+            attempt = Attempt(self._proxy, self._request, self._next, self._scope, self._path)
             self._attempt = attempt
             try:
                 if await self._passed(attempt):
@@ -102,7 +107,7 @@ class Exchange:
             other = self._walk.again(self._choice)
             if other is not None:
                 self._abandon("the endpoint", fault)
-                self._choice = other
+                self._next = other
                 return False
             # a client's own attempts would only repeat those of here
             self._gave_up = self._choice.attempts > 1
@@ -264,11 +269,24 @@ class Exchange:
         if began is not None:
             self._metrics.first.observe(began - self._arrived)
 
+    async def leave(self) -> None:
+        """Count a request whose client has left, and log it, once."""
+        if self.ended:
+            return
+        self.end("client_left", ConnectionResetError())
+        if self._choice is not None and self._choice.learns and self._is_awaited:
+            await asyncio.to_thread(self._walk.give_up, self._choice)
+
     def _abandon(self, who: str, error: BaseException) -> None:
         """Count that the present setting gave no answer."""
         overdue = self.left or isinstance(error, aiohttp.SocketTimeoutError)
-        if self._proxy.first_counts:
-            # of an answer that is no stream nobody sees when it begins
-            begun = self._attempt is not None and self._attempt.began is not None
-            overdue = overdue and bool(self._request.chat.get("stream")) and not begun
-        self._walk.abandon(self._choice, who, fault_of(error), overdue)
+        self._walk.abandon(self._choice, who, fault_of(error), overdue and self._is_awaited)
+
+    @property
+    def _is_awaited(self) -> bool:
+        """True if what is timed is still to come, as far as can be seen from here."""
+        if not self._proxy.first_counts:
+            return True
+        # of an answer that is no stream nobody sees when it begins
+        begun = self._attempt is not None and self._attempt.began is not None
+        return bool(self._request.chat.get("stream")) and not begun

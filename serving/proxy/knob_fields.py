@@ -113,6 +113,10 @@ class KnobFields:
             allowed = within
         return Freedom(None if allowed.all() else allowed, capped)
 
+    def of_fields(self, knobs: Mapping[str, object]) -> dict[str, object]:
+        """Return the knobs that are fields of a request, which need no function of the messages."""
+        return {name: value for name, value in knobs.items() if name in self._names}
+
     def sent(self, body: Mapping[str, object], knobs: Mapping[str, object]) -> dict[str, object]:
         """Return the knobs as they are sent: no longer than the client wants an answer."""
         cap = None if self._override else self._cap(body)

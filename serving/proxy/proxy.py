@@ -89,7 +89,7 @@ class ChatProxy:
         except asyncio.CancelledError:
             if not exchange.left:
                 raise
-            exchange.end("client_left", ConnectionResetError())
+            await exchange.leave()
         finally:
             watcher.cancel()
             exchange.settle()

@@ -17,7 +17,8 @@ from starlette.routing import Route
 from knobwise.agents.deployed.arrays import with_inner
 from knobwise.common.checks import share
 from knobwise.common.errors import InputError
-from knobwise.serving.proxy.chat import budget_field, json_object
+from knobwise.serving.inputs import limits_in_request
+from knobwise.serving.proxy.chat import as_limits, budget_field, json_object
 from knobwise.serving.proxy.guards import Guards, refusal
 from knobwise.serving.proxy.metrics import ServerMetrics
 from knobwise.serving.proxy.passing import METHODS, Passing
@@ -57,14 +58,21 @@ class Routes:
     async def decide(self, request: Request) -> Response:
         """Decide for features and a budget, and do nothing else."""
         body = await self._body(request)
-        controller = self._runtime.controller
+        controller = self._runtime.followed()
         field = budget_field(controller.unit)
         budget = _number(body, field if field in body else "budget_ms")
+        limits = limits_in_request(as_limits(body.pop("limits", None)))
+        note = ""
         try:
+            features = features_in(body, controller)
             # a decision takes microseconds, so it may keep other requests waiting
-            return JSONResponse(controller.decide(features_in(body, controller), budget))
+            choice = controller.decide_index(features, budget, limits=limits)
+            if limits or controller.limits:
+                note = controller.limits_note(features, limits)
         except ValueError as error:
             raise InputError(str(error)) from error
+        headers = {"x-knobwise-limits-note": note} if note else {}
+        return JSONResponse(controller.configuration(choice), headers=headers)
 
     async def label(self, request: Request) -> Response:
         """Note the accuracy of an answer; say if no request of this id is in the log's files."""
@@ -105,7 +113,7 @@ class Routes:
         self._guards.check_host(request.headers)
         if not self._guards.has_token(request.headers):
             return JSONResponse({})
-        controller = self._runtime.controller
+        controller = self._runtime.followed()
         reads = {"blocks": controller.feature_sizes, "columns": controller.columns}
         budget = {"unit": controller.unit, "mean": not controller.budgets.of_request}
         state = {"controller": controller.digest, "knobs": controller.knobs, **reads, **budget}

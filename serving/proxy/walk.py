@@ -291,6 +291,11 @@ class Walk:
         with self._counting_lost():
             self.runtime.lose(choice.decision, fault)
 
+    def give_up(self, choice: Choice) -> None:
+        """Log a request whose client has left; see `Runtime.give_up`."""
+        with self._counting_lost():
+            self.runtime.give_up(choice.decision)
+
     @contextmanager
     def _counting_lost(self) -> Iterator[None]:
         """Count the rows that cannot be written within the block."""

@@ -279,7 +279,7 @@ def test_errors_pass_through_and_write_no_row(wrapped, tmp_path):
     assert len(read_log(tmp_path).rows) == 1
 
 
-def test_a_request_that_is_cancelled_writes_no_row(wrapped, clock, tmp_path):
+def test_of_a_request_that_is_cancelled_nothing_is_learned(wrapped, clock, tmp_path):
     model = AsyncModel(clock, together=2)
     serve = wrapped(model)
 
@@ -293,8 +293,23 @@ def test_a_request_that_is_cancelled_writes_no_row(wrapped, clock, tmp_path):
         return await serve(4, 30.0)
 
     assert asyncio.run(impatient())[0] == 4
-    assert len(read_log(tmp_path).rows) == 1
+    # cancelled before its deadline, so nobody knows what it would have been
+    log = read_log(tmp_path)
+    assert (len(log.rows), log.aside) == (1, {"left before the deadline": 1})
     assert serve.tracker.answers == 1
+
+
+@pytest.mark.parametrize("error", [TimeoutError, asyncio.CancelledError])
+def test_a_call_that_runs_out_of_time_is_logged_as_late(wrapped, clock, tmp_path, error):
+    def call(row, **knobs):
+        clock.go_on(0.031)
+        raise error
+
+    with pytest.raises(error):
+        wrapped(call)(3, 30.0)
+    (row,) = read_log(tmp_path).rows
+    assert (row["met"], row["abandoned"]) == (False, True)
+    assert row["answer_ms"] == pytest.approx(31, rel=0.01)
 
 
 async def later(row, **knobs):

@@ -196,6 +196,32 @@ def test_rows_that_contradict_themselves_are_set_aside_and_counted(
     assert [row["id"] for row in log.rows] == [r["id"] for n, r in enumerate(rows) if n % every]
 
 
+def test_of_answers_that_nobody_waited_for_those_count_that_were_still_to_come_at_the_deadline(
+    rows, tmp_path
+):
+    """From nine tenths of a budget on."""
+    late = [row for row in rows if not row["met"]][:3]
+    early = [row for row in rows if row["total_ms"] < 0.85 * row["budget_ms"]][:2]
+    between = [row for row in rows if 0.9 < row["total_ms"] / row["budget_ms"] < 1][:1]
+    assert (len(late), len(early), len(between)) == (3, 2, 1)
+    changed = [row | {"abandoned": True, "met": False} for row in late + early + between]
+    (tmp_path / "labels-0.jsonl").write_text(
+        json.dumps({"format": request_log.FORMAT, "id": late[0]["id"], "accuracy": 1.0}) + "\n"
+    )
+    log = read(tmp_path, [*changed, late[0] | {"id": "answered"}])
+    assert len(log.rows) == 5
+    assert log.aside == {
+        "left before the deadline": 2,
+        "a label of an answer that nobody waited for": 1,
+    }
+    arrays = logged.logged_of(log.rows, small_stack()[0].decider)
+    assert arrays.abandoned.sum() == 4
+    assert not arrays.labelled.any()
+    # what was answered is not both abandoned and on time
+    log = read(tmp_path, [row | {"abandoned": True, "met": True} for row in late])
+    assert log.aside.total() == 4
+
+
 def test_times_that_were_rounded_are_no_contradiction(rows, tmp_path):
     rounded = []
     for row in rows:

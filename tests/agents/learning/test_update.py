@@ -1,21 +1,32 @@
 """What a controller learns from the log of its requests."""
 
 import functools
+import math
 import tempfile
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
-from helpers import arrays, input_error
-from replayed import logged_outcomes, logging_model, serve_requests, small_stack
+from helpers import arrays, input_error, small_table
+from replayed import (
+    Clock,
+    logged_outcomes,
+    logging_model,
+    serve_requests,
+    small_stack,
+    timed_by,
+    untrained,
+)
 
 from knobwise.agents import DeployedController
 from knobwise.agents.learning import acceptance, adaptation
 from knobwise.agents.learning import update as update_module
 from knobwise.agents.learning.logged import Logged, logged_of, read_log
-from knobwise.agents.learning.off_policy import decisions
+from knobwise.agents.learning.off_policy import decisions, estimate_gain
 from knobwise.agents.learning.update import update
+from knobwise.envs import default_budgets
+from knobwise.serving.runtime import Runtime
 
 
 @pytest.fixture(autouse=True)
@@ -220,6 +231,114 @@ def test_a_gain_that_has_passed_waits_to_be_accepted():
     if result.steps["latencies"].better:
         assert any("later half" in objection for objection in result.objections["latencies"])
     assert not result.better
+
+
+def test_answers_that_nobody_waited_for_count_as_late():
+    """The slower half of the settings takes half as long again, and whoever is not answered at its
+    deadline leaves. In the log alone every answer is on time."""
+    agent, table = small_stack(300)
+    slow = table.latency_ms.nanmean(0).argsort()[-6:]
+    factors = torch.ones(12).index_fill(0, slow, 1.5)
+    random = np.random.default_rng(0)
+    budgets = default_budgets(table).tolist()
+    with tempfile.TemporaryDirectory() as folder:
+        options = {"log": folder, "explore": 0.3, "seed": 0, "tracker": False}
+        runtime = timed_by(Clock(1e-9), Runtime(agent, **options))
+        for row in random.integers(300, size=900).tolist():
+            features = {name: block[row].numpy() for name, block in table.features.items()}
+            decision = runtime.decide(runtime.begin(random.choice(budgets)), features)
+            noise = math.exp(0.4 * random.standard_normal())
+            took_ms = float(table.latency_ms[row, decision.choice] * factors[decision.choice])
+            late = took_ms * noise > decision.limit_ms
+            runtime.now.go_on(min(took_ms * noise, decision.limit_ms) / 1e3)
+            if late:
+                runtime.give_up(decision)
+            else:
+                result = runtime.finish(decision)
+                right = float(table.accuracy[row, decision.choice])
+                runtime.log.label(result.request_id, right)
+        logged = logged_of(read_log(folder).rows, agent.decider)
+    assert 200 < logged.abandoned.sum() < 450
+    assert not logged.met[logged.abandoned].any()
+    assert logged.met[~logged.abandoned].all()
+    # what is learned: who answered in time was quick, by two ways of counting the others
+    after, only = (
+        learned(update_module.learn(agent, part)[update_module.LATENCIES])
+        for part in (logged, logged[~logged.abandoned])
+    )
+    truth = factors.log().numpy()
+    assert np.abs(after - truth).mean() < 0.6 * np.abs(only - truth).mean()
+    # and what is judged: the controller that is sure of slow settings is the worse one
+    quick = update_module.adapt_latency(
+        agent,
+        adaptation.Offsets(-0.3 * torch.ones(12).double(), torch.zeros(12).double(), None),
+        update_module._features(agent, logged),
+    )
+    old, new = (decisions(each.decider, logged) for each in (agent, quick))
+    expected = update_module._expected_utility(agent, logged)
+    counted = update_module._with_abandoned(logged)
+    gain, without = (
+        estimate_gain(each[each.labelled], *(v[each.labelled] for v in (expected, old, new))).gain
+        for each in (counted, logged)
+    )
+    assert gain < without - 0.01
+
+
+def test_late_answers_are_as_often_labelled_as_others_by_hand():
+    logged = logged_outcomes([0] * 10, [[1.0]] * 10, [1, math.nan, math.nan, 0] + [math.nan] * 6)
+    logged.abandoned[4:] = True
+    # two of the four that were answered, so three of six
+    counted = update_module._with_abandoned(logged)
+    assert counted.labelled.tolist() == [True, False, False, True, *[False, True] * 3]
+    assert counted.accuracy[4:].nansum() == 0
+    logged.accuracy[:4] = math.nan
+    assert not update_module._with_abandoned(logged).labelled.any()
+
+
+def test_times_that_are_only_known_to_be_longer_are_estimated():
+    """Of a normal distribution around 0.3 that is cut off at 0.2."""
+    normal = torch.distributions.Normal(0.3, 0.4)
+    ratios = normal.icdf((torch.arange(2000).double() + 0.5) / 2000)
+    logged = logged_outcomes([0] * 2000, [[1.0]] * 2000, [math.nan] * 2000)
+    logged.abandoned[:] = ratios > 0.2
+    least = ratios.clamp_max(0.2)
+    assert least.mean() < 0.1
+    now = least
+    for _ in range(60):
+        now = update_module._waited_for(least, logged, now.mean().expand(2000), now)
+    assert (now[~logged.abandoned] == least[~logged.abandoned]).all()
+    assert now[logged.abandoned].min() > 0.2
+    assert now.mean() == pytest.approx(0.3, abs=0.08)
+    # one step by hand: of a standard normal the upper half has the mean √(2/π)
+    (step,) = update_module._waited_for(
+        torch.zeros(1).double(), logged[-1:], torch.zeros(1).double(), torch.ones(1).double()
+    )
+    assert float(step) == pytest.approx(math.sqrt(2 / math.pi))
+
+
+def test_an_update_asks_the_guard_as_serving_did(tmp_path):
+    """Static decides at a budget near what features leave of the next larger one."""
+    table = small_table(300)
+    agent = untrained(table, deploy=(0, 0, 0, 0, 1))
+    *_, small, budget = default_budgets(table).tolist()
+    runtime = timed_by(Clock(1e-9), Runtime(agent, log=tmp_path, tracker=False))
+    for row in range(40):
+        features = {name: block[row].numpy() for name, block in table.features.items()}
+        request = runtime.begin(budget)
+        assert request.needs_features
+        # until the smaller budget is the nearer one
+        runtime.now.go_on((budget - small) / 1e3)
+        decision = runtime.decide(request, features)
+        runtime.now.go_on(0.001)
+        runtime.finish(decision)
+    rows = read_log(tmp_path, agent.decider).rows
+    logged = logged_of(rows, agent.decider)
+    assert decisions(agent.decider, logged).tolist() == [row["best"] for row in rows]
+    assert all(row["guard_ms"] == pytest.approx(budget, abs=0.01) for row in rows)
+    # a log that does not say what was left is taken as if nothing had waited
+    for row in rows:
+        del row["guard_ms"]
+    assert logged_of(rows, agent.decider).guard_ms.tolist() == [row["budget_ms"] for row in rows]
 
 
 def test_too_few_requests_are_refused():

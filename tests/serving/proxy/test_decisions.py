@@ -45,6 +45,8 @@ def test_a_decision(workers, controller):
         ("/decide", {"kind": "a", "prompt_words": 3}, "budget_ms"),
         ("/decide", {"kind": "a", "budget_ms": 400}, "prompt_words"),
         ("/decide", FORM | {"prompt_words": "x"}, "prompt_words"),
+        ("/decide", FORM | {"limits": {"usd": 1.0}}, "limits"),
+        ("/decide", FORM | {"limits": 1.0}, "limits"),
         ("/decide", FORM | {"budget_ms": -5}, "-5"),
         ("/decide", FORM | {"budget_ms": "soon"}, "str"),
         *(("/decide", FORM | {"budget_ms": wrong}, "budget_ms") for wrong in WRONG),

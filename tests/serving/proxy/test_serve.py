@@ -16,10 +16,14 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
+import polars as pl
 import pytest
 from commands import children_of, in_proc, wait_for
-from proxied import MESSAGES, SAFE, Client, export, knobs_of, serving, started
+from proxied import MESSAGES, SAFE, SMALL, Client, export, knobs_of, serving, started
 
+import knobwise
+from knobwise.agents import NumpyController
+from knobwise.agents.deployed.arrays import digest_of
 from knobwise.agents.learning.logged import read_log
 from knobwise.experiments.deploy.serve import serve_controller as run_serve
 from knobwise.experiments.settings.config_file import to_yaml
@@ -156,11 +160,16 @@ def test_what_is_promised_stands_in_headers_and_metrics(endpoint, tmp_path):
         assert broken == ["0.0", "0.0"]
         # whoever leaves late was not answered on time; whoever leaves early might have been
         left = 'requests_total{outcome="client_left"}'
-        fields = {"features": features, "budget_ms": highest + 100, "model": "small"}
+        fields = {"features": features, "budget_ms": highest + 100}
         for number, waits_ms in enumerate((50, highest + 200), start=1):
             leave(client, waits_ms / 1e3, **fields)
             wait_for(lambda number=number: client.metric(left) == number)
             assert client.metric(f"promise_on_time{label}") == 1 / number
+        # the promise is about what the controller chooses among all settings
+        answer = client.chat(**fields, model=SAFE)
+        assert knobs_of(answer)["model"] == SAFE
+        assert answer.headers["x-knobwise-promised"] == "0"
+        assert client.metric(f"promise_on_time{label}") == 1 / 2
 
 
 def leave(client, waits_s, **fields):
@@ -306,7 +315,7 @@ def test_silence_and_clients_that_leave_tell_of_slower_answers(
     with serving(tmp_path, *words, f"timed={timed}") as client:
         # some 165 ms are expected
         fields = {"features": {"kind": "a"}, "budget_ms": 300, "model": "small"}
-        leave(client, 0.3, **fields)
+        leave(client, 0.45, **fields)
         wait_for(lambda: client.metric('requests_total{outcome="client_left"}') == 1)
         # nobody sees when an answer that is no stream begins
         level = client.metric("latency_level")
@@ -315,10 +324,17 @@ def test_silence_and_clients_that_leave_tell_of_slower_answers(
         answer = client.chat({"x-simulated": "first_ms=30000"}, **fields)
         assert answer.status == 504
         assert (client.metric("latency_level") > level) == learns
-        leave(client, 0.3, stream=True, **fields)
+        leave(client, 0.45, stream=True, **fields)
         wait_for(lambda: client.metric('requests_total{outcome="client_left"}') == 2)
         assert client.metric("latency_level") > 1.1
-    assert len(rows_in(tmp_path / "served")) == 1
+    # whoever leaves at the deadline is late, and an update learns so
+    rows = rows_in(tmp_path / "served")
+    abandoned = [bool(row.get("abandoned")) for row in rows]
+    assert abandoned == ([True, False, True] if learns else [False, True])
+    assert [row["met"] for row in rows] == [False] * len(rows)
+    read = read_log(tmp_path / "served").rows
+    assert [row["id"] for row in read] == [row["id"] for row in rows if row.get("abandoned")]
+    assert all(row["answer_ms"] > 250 for row in read)
 
 
 # -- the other routes ------------------------------------------------------------------------------
@@ -441,6 +457,35 @@ def test_functions_of_the_users_own(exported, endpoint, tmp_path):
     assert "secret" not in str(client.said())
 
 
+def test_where_the_messages_cannot_be_made_nothing_is_learned(endpoint, tmp_path):
+    path = tmp_path / "controller.npz"
+    rows = []
+    for sample in range(60):
+        for model, slow in (("small", 100), ("large", 300)):
+            for style in ("brief", "long"):
+                latency = slow + 50 * (style == "long") + sample % 5
+                knobs = {"model": model, "style": style}
+                right = style == "long"
+                rows.append({"sample_id": f"q{sample}", **knobs, "accuracy": right})
+                rows[-1]["latency_ms"] = latency
+    knobwise.fit(pl.DataFrame(rows), **SMALL).agent.export(path)
+    (tmp_path / "styled.py").write_text(
+        "def messages(question, knobs):\n"
+        "    assert len(question) < 20\n"
+        "    return [{'role': 'user', 'content': f\"{question}, {knobs['style']}\"}]\n"
+    )
+    words = f"checkpoint={path}", f"endpoint={endpoint.url}", "messages=styled:messages"
+    with started(tmp_path, *words, "tracker=false") as (client, _):
+        for question, styled in (("1 + 1?", True), ("What is 12 + 30, please?", False)):
+            chat = [{"role": "user", "content": question}]
+            answer = client.chat(messages=chat, budget_ms=1000)
+            sent = endpoint.state.requests[-1]["messages"][-1]["content"]
+            assert (sent == question, "style" in knobs_of(answer)) == (not styled, styled)
+    rows = rows_in(tmp_path / "served")
+    assert [row.get("failed", False) for row in rows] == [False, True]
+    assert read_log(tmp_path / "served").rows[0]["id"] == rows[0]["id"]
+
+
 def test_a_token_keeps_strangers_out_and_stays_here(exported, endpoint, tmp_path):
     words = f"checkpoint={exported}", f"endpoint={endpoint.url}"
     with serving(tmp_path, *words, KNOBWISE_TOKEN="open", OPENAI_API_KEY="key") as client:
@@ -471,11 +516,23 @@ def test_a_new_controller_takes_over(exported, controller, endpoint, tmp_path):
 
 
 def test_decisions_without_an_endpoint(exported, controller, tmp_path):
-    with serving(tmp_path, f"checkpoint={exported}", "workers=2") as client:
+    current = tmp_path / "controller.npz"
+    current.write_bytes(exported.read_bytes())
+    with serving(tmp_path, f"checkpoint={exported}", "workers=2", f"watch={current}") as client:
         body = {"prompt_words": 3, "kind": "a", "budget_ms": 200}
         features = {"prompt_words": 3, "kind": "a"}
         assert client.json("/decide", body) == (200, controller.decide(features, 200))
         assert client.json(CHAT, {"messages": MESSAGES})[0] == 404
+        # a new version decides from the next request on
+        arrays = dict(np.load(current))
+        bias = next(name for name in arrays if name.endswith("bias"))
+        arrays[bias] = arrays[bias] + 1
+        arrays["digest"] = np.frombuffer(digest_of(arrays), np.uint8)
+        np.savez(tmp_path / "other.npz", **arrays)
+        os.replace(tmp_path / "other.npz", current)
+        other = NumpyController.load(current).digest
+        assert other != controller.digest
+        wait_for(lambda: client.json("/health")[1]["controller"] == other)
 
 
 def test_after_kill_9_open_streams_are_counted_and_whole_answers_are_logged(

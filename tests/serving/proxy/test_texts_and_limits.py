@@ -1,6 +1,7 @@
 """From a table of evaluations with prompts and prices to a proxy: which model is asked follows from
 the text of a request, its deadline, and what it may cost."""
 
+import json
 import warnings
 from contextlib import chdir
 
@@ -93,3 +94,7 @@ def test_the_proxy_asks_the_model_for_the_text_and_the_price(routing, controller
             assert knobs_of(own)["model"] == "medium"
             assert knobs_of(own) in within(controller, question, 3e-5)
         assert client.chat(budget_ms=800, limits={"joule": 1}).status == 400
+        body = {"prompt": questions[0], "budget_ms": 2000, "limits": {"usd": 3e-5}}
+        decided = client.ask("/decide", body)
+        assert json.loads(decided.content) in within(controller, questions[0], 3e-5)
+        assert "x-knobwise-limits-note" in decided.headers
