@@ -81,7 +81,8 @@ class GroupLoss(ActorLoss):
         reduction, functional: see `ActorLoss`.
 
     Outputs: `loss_objective`, `loss_entropy`, `loss_kl_to_ref`, whose sum is minimised; and as
-    diagnostics, detached, `entropy`, `kl_to_ref`, `kl_approx` (to the behaviour policy),
+    diagnostics, detached, `entropy`, `kl_to_ref` (the mean k3 of the group, which estimates the KL
+    only if the policy drew it), `kl_approx` (to the behaviour policy),
     `clip_fraction` (where ρ is outside the clip, as in TorchRL), `cut_fraction` (where the clip
     stops the gradient), `ESS` (share), `ratio_mean`, `zero_advantage_fraction` (groups that teach
     nothing), `advantage_mean` and `advantage_std` (over all groups of the batch, whole).

@@ -55,12 +55,14 @@ class GRPOConfig:
     entropy_coeff: float | None = 0.0
     """η, weight of the entropy."""
     kl_to_ref_coeff: float | None = None
-    """β, weight of the k3 KL to the reference policy. None: 10 where the reference was distilled
-    from a teacher of this reward, 1 from a teacher of another, 0 for heads without a teacher. After
-    a short warm-up, lower it: a large β keeps GRPO from making up for that."""
+    """β, weight of the k3 KL to the reference policy, over the draws of a group. None: 10 where the
+    reference was distilled from a teacher of this reward, 1 from a teacher of another, 0 for heads
+    without a teacher. After a short warm-up, lower it: a large β keeps GRPO from making up for
+    that."""
     kl_band: tuple[float, float] | None = None
-    """Lowest and highest KL to the reference policy, in nats. Above it β grows by half, below it β
-    shrinks by a third; β stays within 0.001 and 10. None keeps β as it is."""
+    """Lowest and highest KL to the reference policy, in nats, estimated from draws of the policy,
+    also where a selector replays records. Above it β grows by half, below it β shrinks by a third;
+    β stays within 0.001 and 10. None keeps β as it is."""
 
     def of_grpo(self) -> dict[str, Any]:
         """Return the settings that `GRPOLoss` and `ExactGRPOLoss` take, by the same names.
@@ -155,11 +157,13 @@ class SelectorLossConfig(GRPOConfig):
 
     advantage: str = "zscore"
     kl_to_ref_coeff: float | None = 0.02
-    """β, weight of the k3 KL to the SFT policy."""
+    """β, weight of k3 to the SFT policy, over the sequences of a group. On draws of the policy k3
+    estimates the KL; on recorded sequences it only pulls their probabilities towards those of the
+    SFT policy, and says nothing of how far the KL is."""
     temperature_band: tuple[float, float] | None = None
-    """Lowest and highest KL to the SFT policy in GRPO, in nats, both at temperature 1. Above it the
-    temperature of the draws falls by a tenth, below it the temperature rises by a tenth; it stays
-    within 0.5 and 2. None keeps it at 1."""
+    """Lowest and highest KL to the SFT policy in GRPO, in nats, estimated from draws of the policy,
+    both at temperature 1. Above it the temperature of the groups falls by a tenth, below it the
+    temperature rises by a tenth; it stays within 0.5 and 2. None keeps it at 1."""
     curriculum: float = 0.0
     """Share of GRPO, at its beginning, in which only the best three sequences of each
     group are learned from. Advantages are still taken over the whole group."""

@@ -60,12 +60,15 @@ class SequenceDistribution:
         return log_probs.masked_fill(wrong, -torch.inf).masked_fill(padding, 0.0).sum(-1)
 
     @torch.no_grad()
-    def sample_with_log_prob(self, count: int = 1) -> tuple[Tensor, Tensor]:
+    def sample_with_log_prob(
+        self, count: int = 1, generator: torch.Generator | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Draw J = `count` sequences of each query, int64 [P, J, T], along with their log-probs.
 
-        This saves the run of the network that `log_prob` would take.
+        This saves the run of the network that `log_prob` would take. Without a generator the draws
+        are torch's global ones.
         """
-        places, log_probs = self._draw(count)
+        places, log_probs = self._draw(count, generator)
         return places, _of_chosen(log_probs, places).masked_fill(places < 0, 0.0).sum(-1)
 
     def entropy(self) -> Tensor:

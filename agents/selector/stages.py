@@ -20,8 +20,8 @@ from knobwise.losses import GRPOLoss, RCELoss
 from knobwise.losses.functional import (
     even_weight,
     expectation,
-    expected_k3,
     group_advantage,
+    k3,
     reward_spread,
 )
 from knobwise.losses.kl_control import temperature_control, weight_control
@@ -171,13 +171,18 @@ class SequenceGRPO(SelectorStage):
         if loss.temperature_band is not None:
             self.kl_controls.append(temperature_control(agent.temperature, loss.temperature_band))
         self.corrected = dict[str, float]()
+        # apart from torch's generators, so that a KL that is only logged changes no draw of the run
+        self.kl_draws = torch.Generator(setup.device)
 
     def prepare(self, share: float, watched: bool) -> None:
         """Set the curriculum; at the beginning of an epoch correct the learned reward."""
         super().prepare(share, watched)
         self.grpo.diagnostics = watched
         self.grpo.top = CURRICULUM_TOP if share < self.setup.loss.curriculum else None
-        epoch, rest = divmod(round(share * self.iterations), self.settings.evaluate_every)
+        iteration = round(share * self.iterations)
+        # by the iteration, so that a resumed run draws alike
+        self.kl_draws.manual_seed(self.setup.seed + iteration)
+        epoch, rest = divmod(iteration, self.settings.evaluate_every)
         if self.setup.reward_model is not None and rest == 0:
             self._correct(self.setup.reward_model, epoch)
 
@@ -205,10 +210,11 @@ class SequenceGRPO(SelectorStage):
         out: TensorDictBase = self.grpo(
             informative(minibatch, loss.min_positive, loss.positive_above)
         )
-        if self.watched and loss.temperature_band is not None:
-            # at the temperature of the draws policies differ from those of another temperature;
-            # the policy is that of all queries, also of those left out here
-            out["kl_to_ref"] = self._kl_of_policy(informative(minibatch))
+        # k3 estimates a KL from draws of the policy alone: neither from records, nor at temperature
+        # 1 from draws at another
+        recorded = self.setup.env.scorer is None
+        if self.watched and (recorded or loss.temperature_band is not None):
+            out["kl_to_ref"] = self._kl_of_policy(minibatch)
         return out
 
     def metrics(self, data: TensorDictBase) -> dict[str, float]:
@@ -249,12 +255,13 @@ class SequenceGRPO(SelectorStage):
 
     @torch.no_grad()
     def _kl_of_policy(self, minibatch: TensorDictBase) -> Tensor:
-        """Return the k3 KL to the reference policy over a minibatch, both at temperature 1."""
-        action = minibatch["action"]
-        log_prob = self.setup.agent.policy(minibatch).log_prob(action)
-        reference = self.setup.reference.policy(minibatch).log_prob(action)
-        weight = even_weight(minibatch["group_mask"])
-        return expected_k3(log_prob, reference, weight=weight).mean()
+        """Estimate the KL to the reference policy over all queries of a minibatch, both at
+        temperature 1: k3, over draws of the policy, G for each query."""
+        agent = self.setup.agent
+        dist = agent.policy(minibatch)
+        drawn, log_prob = dist.sample_with_log_prob(agent.group_size, self.kl_draws)
+        reference = self.setup.reference.policy(minibatch).log_prob(drawn)
+        return k3(log_prob, reference).mean()
 
     def _correct(self, model: RewardModel, epoch: int) -> None:
         """Spend this epoch's share of the true calls on the policy's draws for training queries.

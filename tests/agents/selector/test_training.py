@@ -177,8 +177,11 @@ def test_query_and_pool_are_encoded_once_for_all_sequences(monkeypatch):
     batch = one_batch(student)
     assert batch["action"].shape[1] == 6
     assert encode.call_count == 1
+    student.stage.prepare(0.0, False)
+    student.stage.loss(batch)
+    # where diagnostics are read, once more, for the draws that the KL is taken over
     losses(student, batch)
-    assert [call.args[1].shape[:2] for call in encode.call_args_list] == [(8, 8)] * 2
+    assert [call.args[1].shape[:2] for call in encode.call_args_list] == [(8, 8)] * 4
 
 
 def test_the_last_epoch_is_kept_where_that_is_asked_for(tmp_path):
@@ -309,6 +312,34 @@ def test_the_temperature_follows_the_kl_of_the_policy_and_not_the_one_it_makes()
     assert temperatures[-1] == pytest.approx(2.0)
     for name in ("Train/KL", "Train/KL_Loss", "Val/KL"):
         assert log.values(name) == pytest.approx([0.0] * len(log.values(name)), abs=1e-6)
+
+
+@pytest.mark.parametrize("band", ["kl_band", "temperature_band"])
+@pytest.mark.parametrize("live", [False, True])
+def test_a_band_holds_the_kl_of_the_policy_and_not_that_of_records_or_of_hotter_draws(band, live):
+    data = table, _ = small_beams()
+    sft = fresh(table).eval()
+    hasty = replace(SHORT, epochs=6, lr=3e-2, keep="last")
+    grpo = trainer("grpo", data, sft, config=hasty).run()
+    loss = SelectorLossConfig(**{band: (0.01, 0.1)}, group_size=400)
+    student = trainer("grpo", data, grpo, reference=sft, live=live, loss=loss)
+    if band == "temperature_band":
+        student.agent.temperature.fill_(2.0)
+    batch = one_batch(student)
+    # by hand: over every sequence that the policy may draw
+    every = PAIRS.expand(len(batch), -1, -1)
+    dists = [distribution_of(selector, table, batch["row"]) for selector in (grpo, sft)]
+    ours, theirs = (dist.log_prob(every).detach() for dist in dists)
+    kl = float((ours.exp() * (ours - theirs)).sum(-1).mean())
+    assert float(losses(student, batch)["kl_to_ref"]) == pytest.approx(kl, rel=0.1)
+
+
+def test_a_band_that_nothing_leaves_changes_nothing():
+    """The draws for it come from a generator of their own."""
+    data = small_beams()
+    wide = SelectorLossConfig(kl_band=(0.0, 1e9))
+    agents = [trainer("grpo", data, loss=loss).run() for loss in (None, wide)]
+    assert equal_states(*agents)
 
 
 def test_the_temperature_is_that_of_log_probs():
