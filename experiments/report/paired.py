@@ -17,6 +17,13 @@ KEYS = ("seed", "sample", "condition")
 """The columns that tell the decisions of a policy apart."""
 COLUMNS = ("utility", "accuracy", "latency_ms")
 """The columns that are compared."""
+JUDGES = {
+    "scorer": "a model's answers",
+    "recorded": "recorded answers",
+    "best_beam": "the scores of beams",
+    None: "a measure that was not noted",
+}
+"""What a run of selectors was judged by, in words, by `judged_by`."""
 
 
 def decisions_of(run: Run, policy: str) -> pl.DataFrame | None:
@@ -119,6 +126,10 @@ def _comparable(
             missing = side.missing or "has incomplete decisions"
             return [], Sentence("no_decisions", run=side.label, missing=missing)
         sides.append(decisions)
+    judge, other = (side.results.get("judged_by") for side in (run, reference))
+    if judge != other:
+        judges = {"judge": JUDGES[judge], "other": JUDGES[other]}
+        return [], Sentence("other_judge", run=run.label, reference=reference.label, **judges)
     if not same_measurements(reference, run):
         return [], Sentence("other_measurements", run=run.label, reference=reference.label)
     return sides, None
@@ -221,13 +232,17 @@ def _cube(decisions: pl.DataFrame, column: str) -> np.ndarray:
 
 
 def same_measurements(reference: Run, run: Run) -> bool:
-    """Return whether two runs were judged on the same measurements, under the same limits.
+    """Return whether two runs were judged on the same measurements, in the same way, under the same
+    limits.
 
+    A model that is asked and records that are looked up judge the same queries differently.
     The digest of a profile covers its features too, but runs with other features of the same
     measurements can be compared. The measurements are the same where the oracle, which looks up the
     best choice, has the same outcome for every sample.
     """
     if _limits_of(reference) != _limits_of(run):
+        return False
+    if reference.results.get("judged_by") != run.results.get("judged_by"):
         return False
     digests = set()
     oracles = []

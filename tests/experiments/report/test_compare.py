@@ -256,6 +256,17 @@ def test_runs_under_other_limits_are_not_tested(tmp_path):
     assert comparison.notes[0].fields["run"] == "c"
 
 
+def test_runs_of_the_same_beams_that_were_judged_in_different_ways_are_not_tested(tmp_path):
+    """A model answers other questions than the records do, where it answers other sequences."""
+    for name, judge in (("a", "scorer"), ("b", "recorded"), ("c", "scorer")):
+        change_results(write_selector_run(tmp_path / name), judged_by=judge)
+    comparison = read_comparison([str(tmp_path)])
+    assert comparison.comparable == [0, 2]
+    assert {each.run for each in comparison.differences} == {"c"}
+    (note,) = comparison.notes
+    assert (note.name, note.fields["run"]) == ("other_judge", "b")
+
+
 @pytest.mark.parametrize(
     ("write", "both", "second"),
     [
