@@ -255,9 +255,11 @@ def train_variant(
     # in replay, each round adds draws to the records: first of SFT, the same for all variants,
     # then of the round before
     drawing = sft
+    # the beams may hold rounds of an earlier policy, which count as earlier ones
+    before = int(table.round.max())
     for k in range(1, variant.rounds + 1):
         if variant.own_draws:
-            table = run.recorded(table, drawing, variant.own_draws, k)
+            table = run.recorded(table, drawing, variant.own_draws, before + k)
         policy = name if k == variant.rounds else f"{name}-{k}"
         drawing = run.train(
             policy,

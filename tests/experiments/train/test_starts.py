@@ -29,6 +29,7 @@ from knobwise.agents.selector.settings import SelectorConfig
 from knobwise.agents.training.checkpoint import load_checkpoint
 from knobwise.agents.training.settings import StageConfig
 from knobwise.envs.demonstrations.beam_table import POLICY
+from knobwise.envs.demonstrations.torchrl_env import recorded_groups
 from knobwise.experiments.settings.beams import SelectorData
 from knobwise.experiments.settings.selector_options import SelectorRun
 from knobwise.experiments.settings.tracking import TrackingSettings
@@ -86,6 +87,25 @@ def test_what_the_stages_start_and_learn_from(monkeypatch, tmp_path):
     assert settings["rounds"]["groups"].rounds == 1
     assert settings["warm"]["groups"].methods == "without_beams"
     assert settings["live"]["live"]
+
+
+def test_own_draws_are_learned_from_also_where_the_beams_hold_rounds(monkeypatch, tmp_path):
+    """They are the latest, not those that another policy left in the file."""
+    table, scorer = small_beams(60)
+    rows = torch.arange(60)
+    places = torch.tensor([[0, 1]]).expand(60, 1, 2)
+    for number in (1, 2):
+        scores = scorer(rows, table.pool[rows.unsqueeze(1), places[:, 0]])
+        scores = {name: values.unsqueeze(1) for name, values in scores.items()}
+        table = table.with_beams(places, scores, POLICY, number)
+    trainer = Mock(side_effect=selector.selector_trainer)
+    monkeypatch.setattr(selector, "selector_trainer", trainer)
+    variants = {"rounds": {"rounds": 2, "own_draws": 3, "groups": "own"}}
+    train_graph(SeedRun(run_of(variants), data_of(table, scorer), 0, tmp_path))
+    for call, latest in zip(trainer.call_args_list[-2:], (3, 4), strict=True):
+        group = recorded_groups(call.args[1], call.kwargs["groups"])
+        assert group.round[group.found_by == POLICY].unique().tolist() == [latest]
+        assert group.num_beams == 3
 
 
 def test_own_draws_are_those_of_the_selector(tmp_path):
