@@ -108,12 +108,14 @@ class PaidClient:
         if reply.failed and not reply.counted:
             return most
         price = self.prices[body["model"]]
-        usd = answer_usd(price, reply.usage, reply.service_tier, bool(reply.text))
+        # what was asked for, where the answer does not say
+        tier = reply.service_tier or body.get("service_tier")
+        usd = answer_usd(price, reply.usage, tier, bool(reply.text))
         if not math.isnan(usd):
             return usd
-        if price.in_tier(reply.service_tier) is None:
+        if price.in_tier(tier) is None:
             raise InputError(
-                f"prices: has no price of service_tier={str(reply.service_tier)[:40]}, in which "
+                f"prices: has no price of service_tier={str(tier)[:40]}, in which "
                 f"{body['model']} answered"
             )
         raise InputError(

@@ -136,12 +136,16 @@ def test_thinking_in_the_total_alone_is_paid_for():
     assert table["usd"].to_list() == pytest.approx([410e-6] * 12)
 
 
-def test_an_answer_costs_what_its_tier_does(capsys):
+@pytest.mark.parametrize("says", [True, False])
+def test_an_answer_costs_what_its_tier_does(capsys, says):
+    """That which it says, or else that which was asked for, as while serving."""
+
     def script(body):
         yield "1"
         # one model has no capacity for it
         tier = body["service_tier"] if body["model"] == "large" else "default"
-        yield {"service_tier": tier}
+        if says:
+            yield {"service_tier": tier}
 
     values = "{model: [large], service_tier: [default, flex]}"
     with ScriptedChats(script) as server:
