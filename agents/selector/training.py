@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import functools
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -43,7 +44,7 @@ class SelectorSetup:
 
     Args:
         stage: `sft`, `rce` or `grpo`.
-        table, split, start, shots, scorer, live, groups, config, loss, reward: as in
+        table, split, start, shots, scorer, live, groups, config, loss, reward, seen: as in
             `selector_trainer`.
         reference: the selector that GRPO's KL is taken to.
         reward_model: is copied.
@@ -51,6 +52,8 @@ class SelectorSetup:
     Attributes:
         agent, reference: the actor that learns, and that of the reference.
         env: where queries and rewards come from.
+        fitted: the rows of the queries that are fitted or chosen on.
+        seen: their fingerprints, and those of the training that went before.
         calls: how often the scorer was asked in training.
         reward_spread: how much rewards differ in the records; None where they do not tell.
     """
@@ -71,6 +74,7 @@ class SelectorSetup:
         config: StageConfig | None = None,
         loss: SelectorLossConfig | None = None,
         reward: DemonstrationRewardConfig | None = None,
+        seen: Sequence[str] | None = None,
         seed: int = 0,
         device: str = "cpu",
     ) -> None:
@@ -84,6 +88,8 @@ class SelectorSetup:
         self.settings = self.config.optimiser(len(split.train))
         self.loss = loss or SelectorLossConfig()
         self.calls = 0
+        self.fitted = [*split.train.tolist(), *split.validation.tolist()]
+        self.seen = [table.fingerprints[row] for row in self.fitted] if seen is None else [*seen]
         self._check(stage, live, reward_model)
         # live draws are scored by the scorer, or if there is one by the reward model
         self.reward_model = copy.deepcopy(reward_model)
@@ -270,8 +276,9 @@ def selector_trainer(
             `live`: GRPO draws its own sequences, and the scorer scores them. `reward_model`: GRPO
             draws its own sequences, and this model scores them (it is copied); at the beginning of
             each epoch the scorer corrects it by a share of the true calls; it ignores `reward`,
-            except for `shuffled`. `groups`: how recorded sequences are grouped. And `config`,
-            `loss`, `reward`.
+            except for `shuffled`. `groups`: how recorded sequences are grouped. `seen`: the
+            fingerprints of the queries that count as trained on; None for those of this table. And
+            `config`, `loss`, `reward`.
     """
     with seeded(seed, device):
         setup = SelectorSetup(
@@ -310,12 +317,12 @@ def selector_trainer(
 def selector_provenance(trainer: Trainer) -> Provenance:
     """Return how the selector came about: from which queries, how good on validation."""
     setup: SelectorSetup = trainer.setup
-    rows = [*setup.split.train.tolist(), *setup.split.validation.tolist()]
     return {
         "validation": trainer.state.best.score,
         "epoch": trainer.epoch,
         "shots": setup.shots,
         "reward_spread": trainer.stages[-1].reward_spread,
         "policy": None if trainer.folder is None else trainer.folder.name,
-        "fitted": [setup.table.query_ids[row] for row in rows],
+        "fitted": [setup.table.query_ids[row] for row in setup.fitted],
+        "seen": setup.seen,
     }

@@ -76,6 +76,8 @@ class Provenance(TypedDict, total=False):
     training: dict[str, Any]
     """In `last.pt` alone: a `TrainingState` as plain values."""
     reward_spread: float | None
+    seen: list[str]
+    """Fingerprints of the samples, or queries, that it was trained on."""
 
     # of a controller
     validation_utility: float
@@ -91,8 +93,6 @@ class Provenance(TypedDict, total=False):
     """Scores by held-out sample, before GRPO and of the kept weights."""
     before_grpo: dict[str, Tensor] | None
     """The weights before GRPO."""
-    seen: list[str]
-    """Fingerprints of the samples that it was trained on."""
     fold_seed: int
     train_rows: Tensor
     validation_rows: Tensor

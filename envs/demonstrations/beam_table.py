@@ -23,7 +23,7 @@ from torch.nn.functional import pad
 from knobwise.common.errors import InputError
 from knobwise.envs.demonstrations.settings import FIELDS, METHODS
 from knobwise.envs.tables.splits import Split, split_groups
-from knobwise.envs.tables.tensor_file import check_axes, load_table, save_table
+from knobwise.envs.tables.tensor_file import check_axes, load_table, row_hashes, save_table
 
 POLICY = METHODS.index("policy")
 """The index of draws of a policy in `METHODS`."""
@@ -230,6 +230,12 @@ class BeamTable:
         for tensor in (*integers, *fields.values(), self.queries, self.candidates):
             sha.update(np.ascontiguousarray(tensor.numpy()).data)
         return f"sha256:{sha.hexdigest()}"
+
+    @functools.cached_property
+    def fingerprints(self) -> list[str]:
+        """A short text for each of the Q queries, a hash of its embedding: the same query has the
+        same text in every table, whatever its id."""
+        return row_hashes(self.queries)
 
     def select(self, rows: Tensor) -> BeamTable:
         """Return the table of these queries (int64 [n], in this order).

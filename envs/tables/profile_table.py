@@ -21,7 +21,7 @@ from knobwise.common.errors import InputError
 from knobwise.envs.tables.action_index import ActionIndex
 from knobwise.envs.tables.columns import FEATURES, Column, columns_of
 from knobwise.envs.tables.splits import Split, split_fixed, split_groups
-from knobwise.envs.tables.tensor_file import check_axes, load_table, save_table
+from knobwise.envs.tables.tensor_file import check_axes, load_table, row_hashes, save_table
 from knobwise.envs.tables.units import MS, check_kept
 
 KnobValue = int | float | str
@@ -314,7 +314,7 @@ class ProfileTable:
             datasets = self.datasets or ("",) * self.num_samples
             return [f"{datasets[row]}/{self.sample_ids[row]}" for row in rows.tolist()]
         joined = torch.cat([*self.blocks(rows).values()], 1)
-        hashes = [hashlib.sha1(row.tobytes()).hexdigest()[:16] for row in joined.numpy()]
+        hashes = row_hashes(joined)
         if self.columns:
             return [f"{hashes[i]}/{self.sample_ids[row]}" for i, row in enumerate(rows.tolist())]
         return hashes

@@ -34,6 +34,12 @@ LONGEST_HEADER = 100_000_000
 """In bytes; safetensors reads no longer ones."""
 
 
+def row_hashes(values: Tensor) -> list[str]:
+    """Return a short text for each row [n, d], the same for rows with the same bits in every
+    table."""
+    return [hashlib.sha1(row.tobytes()).hexdigest()[:16] for row in values.numpy()]
+
+
 def check_axes(name: str, table: object, axes_of: Mapping[str, str]) -> dict[str, int]:
     """Return the length of each axis of a table, by its letter.
 

@@ -41,7 +41,7 @@ from knobwise.experiments.evidence.run_folder import checkpoint_at
 from knobwise.experiments.evidence.schema import RunResults
 from knobwise.experiments.evidence.selectors import evaluate_selectors
 from knobwise.experiments.report.report import print_results
-from knobwise.experiments.settings.beams import check_judged, read_data
+from knobwise.experiments.settings.beams import check_judged, read_data, trained_on
 from knobwise.experiments.settings.config_file import of_run
 from knobwise.experiments.settings.deployment_options import EvaluateRun, ExplainRun, ExportRun
 from knobwise.experiments.settings.measured_with import measured_at_once
@@ -58,7 +58,8 @@ def evaluate_run(config: EvaluateRun) -> RunResults:
     On the profile that the controller was trained on (same digest) it is judged on the test samples
     of that training, and the baselines are fitted on what it was fitted on. Another profile is
     split anew, without test samples that the controller has seen (the same features, or without
-    features the same id).
+    features the same id). Nor is a selector judged on queries that it was trained on, see
+    `trained_on`.
 
     Raises:
         InputError: no such checkpoint, or a profile or beams that it cannot decide on, or was
@@ -215,18 +216,23 @@ def evaluate_selector(loaded: Loaded, config: EvaluateRun) -> tuple[RunResults, 
     data = read_data(config.beams, config.encoder)
     rows = data.test_rows
     check_judged(data, config.judged_shots)
-    # on its own beams, queries that it was trained on do not count; beams that draws were added to
-    # have another digest, and the same name
-    digest = as_read(data.table, data.items).digest
-    same = loaded.profile_digest == digest or loaded.profile_name == data.table.name
-    if same and not data.has_own_test:
+    if not data.has_own_test:
         if "fitted" not in loaded.extra:
             raise InputError(
                 f"{config.checkpoint}: does not say which queries it was trained on; use a best.pt"
             )
-        seen = set(loaded.extra["fitted"])
-        ids = enumerate(data.test.query_ids)
-        rows = torch.tensor([row for row, query in ids if query not in seen])
+        new = ~trained_on(loaded, data.table, data.items)
+        # on its own beams all others are judged, whatever the split
+        digest = as_read(data.table, data.items).digest
+        if loaded.profile_digest == digest or loaded.profile_name == data.table.name:
+            rows = new.nonzero().flatten()
+        else:
+            print(
+                f"not the training beams: {int(new[rows].sum())} of their {len(rows)} test queries "
+                "are new",
+                flush=True,
+            )
+            rows = rows[new[rows]]
     if not len(rows):
         raise InputError(f"{config.checkpoint}: was trained on every query of {data.test.name!r}")
     policy = loaded.extra.get("policy") or loaded.selector.stage

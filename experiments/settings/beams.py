@@ -310,6 +310,32 @@ def table_for(table: BeamTable, loaded: Loaded, items: ClipItems | None = None) 
     return as_read(table, items)
 
 
+def trained_on(loaded: Loaded, table: BeamTable, items: ClipItems | None = None) -> Tensor:
+    """Return which queries of a table the selector of a checkpoint was trained on, bool [Q].
+
+    Where all of them are in the table under their ids, these tell. Elsewhere the same query may
+    have another id, so that its fingerprint counts as well. A checkpoint from before there were
+    fingerprints knows the ids of the beams of its training alone.
+
+    Args:
+        loaded: the checkpoint, with the ids of its queries.
+        table: with its embeddings, not as a selector reads items.
+        items: those that the selector reads.
+    """
+    ids = set(loaded.extra["fitted"])
+    by_id = torch.tensor([query in ids for query in table.query_ids])
+    if "seen" not in loaded.extra:
+        # beams that draws of a policy were added to have another digest, and the same name
+        digest = as_read(table, items).digest
+        return by_id & (table.name == loaded.profile_name or digest == loaded.profile_digest)
+    seen = set(loaded.extra["seen"])
+    by_fingerprint = torch.tensor([fingerprint in seen for fingerprint in table.fingerprints])
+    # other queries of the beams of the training may have the same embedding
+    if ids.issubset(table.query_ids) and by_fingerprint[by_id].all():
+        return by_id
+    return by_id | by_fingerprint
+
+
 def check_judged(data: SelectorData, judged_shots: list[int]) -> None:
     """Refuse numbers of shots that cannot be judged.
 

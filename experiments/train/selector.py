@@ -21,7 +21,7 @@ from knobwise.agents.selector.reward_model import RewardModel, recorded_answers
 from knobwise.agents.selector.selector import Selector
 from knobwise.agents.selector.settings import RewardModelConfig
 from knobwise.agents.selector.training import selector_trainer
-from knobwise.agents.training.checkpoint import load_checkpoint, started_from
+from knobwise.agents.training.checkpoint import Loaded, load_checkpoint, started_from
 from knobwise.agents.training.seeding import seeded
 from knobwise.agents.training.trainer import Trainer
 from knobwise.common.checks import at_least
@@ -41,6 +41,7 @@ from knobwise.experiments.settings.beams import (
     hide,
     read_data,
     table_for,
+    trained_on,
 )
 from knobwise.experiments.settings.selector_options import (
     Plan,
@@ -285,6 +286,7 @@ class SeedRun:
         self.config = config
         self.seed = seed
         self.folder = folder
+        self.beams = data.table  # with its embeddings, also where items are read in their place
         self.data = data._replace(table=as_read(data.table, data.items))
         self.step = 0  # of the next stage, in metrics.csv
 
@@ -301,6 +303,7 @@ class SeedRun:
             "reward": config.reward,
             "shots": config.shots,
             "scorer": self.data.scorer,
+            "seen": self.seen,
             "seed": self.seed,
             "device": config.device,
         }
@@ -317,6 +320,22 @@ class SeedRun:
             return Selector.fitted(self.config.selector, queries, table.candidates, encoder)
 
     @functools.cached_property
+    def start(self) -> tuple[Path, Loaded] | None:
+        """The checkpoint of `init_from`, and where it is."""
+        if self.config.init_from is None:
+            return None
+        path = checkpoint_at(self.config.init_from)
+        return path, load_checkpoint(path)
+
+    @functools.cached_property
+    def seen(self) -> list[str]:
+        """Fingerprints of the queries that are fitted or chosen on, also by the checkpoint started
+        from. Nothing is hidden in them."""
+        before = [] if self.start is None else self.start[1].extra.get("seen", [])
+        rows = torch.cat(self.data.split[:2]).tolist()
+        return [*dict.fromkeys([*(self.beams.fingerprints[row] for row in rows), *before])]
+
+    @functools.cached_property
     def first(self) -> Selector:
         """The selector that SFT starts from, where nothing is hidden: a fresh one, or that of
         `init_from`.
@@ -326,20 +345,15 @@ class SeedRun:
                 holds out.
         """
         fresh = self.fresh(self.data.table)
-        if self.config.init_from is None:
+        if self.start is None:
             return fresh
-        path = checkpoint_at(self.config.init_from)
-        loaded = load_checkpoint(path)
+        path, loaded = self.start
         table = self.data.table
         table_for(table, loaded, self.data.items)
         selector = started_from(path, loaded, fresh)
         if selector.encoder is not None:
             selector.encoder.items = self.data.items
-        training, validation = self.data.split[:2]
-        fitted = {table.query_ids[row] for row in [*training.tolist(), *validation.tolist()]}
-        # beams that draws of a policy were added to have another digest, and the same name
-        same = table.name == loaded.profile_name or table.digest == loaded.profile_digest
-        if same and not fitted.issuperset(loaded.extra.get("fitted", ())):
+        if trained_on(loaded, self.beams, self.data.items)[self.data.split.test].any():
             raise InputError(
                 f"init_from={path}: was trained on queries of {table.name!r} that this run holds "
                 "out; use the same beams.train, beams.validation and beams.split_seed"

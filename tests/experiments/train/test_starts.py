@@ -30,7 +30,7 @@ from knobwise.agents.training.checkpoint import load_checkpoint
 from knobwise.agents.training.settings import StageConfig
 from knobwise.envs.demonstrations.beam_table import POLICY
 from knobwise.envs.demonstrations.torchrl_env import recorded_groups
-from knobwise.experiments.settings.beams import SelectorData
+from knobwise.experiments.settings.beams import SelectorData, trained_on
 from knobwise.experiments.settings.selector_options import SelectorRun
 from knobwise.experiments.settings.tracking import TrackingSettings
 from knobwise.experiments.train import selector
@@ -140,6 +140,48 @@ def test_the_kept_epoch_is_judged(tmp_path):
     for row in (*before["rows"], *again["rows"]):
         del row["decision_us_p50"]
     assert before["rows"] == again["rows"]
+
+
+def test_queries_that_a_selector_was_trained_on_are_known_in_other_beams(tmp_path, monkeypatch):
+    """Under other ids in a table of another name, also where parts of them were hidden."""
+    table, scorer = small_beams(40)
+    # every query has an embedding of its own
+    table = replace(table, queries=table.queries + torch.arange(40.0).unsqueeze(1) / 1000)
+    data = data_of(table, scorer)
+    train_graph(SeedRun(run_of({"blind": {"hidden": ["liar"]}}), data, 0, tmp_path / "first"))
+    fitted = torch.ones(40, dtype=torch.bool)
+    fitted[data.split.test] = False
+    names = tuple(f"query {i}" for i in range(40))
+    renamed = replace(table, name="other", query_ids=names)
+    seed = tmp_path / "first" / "checkpoints" / "seed0"
+    for name in ("sft", "hidden_sft", "blind"):
+        loaded = load_checkpoint(seed / name / "best.pt")
+        for beams in (table, renamed, replace(renamed, query_ids=table.query_ids)):
+            assert torch.equal(trained_on(loaded, beams), fitted)
+        # other queries under other ids
+        assert not trained_on(loaded, replace(renamed, queries=table.queries + 1)).any()
+        # as it was before there were fingerprints: by id, where the name is the same
+        del loaded.extra["seen"]
+        assert not trained_on(loaded, renamed).any()
+        assert torch.equal(trained_on(loaded, replace(table, queries=table.queries + 1)), fitted)
+    # nothing starts from what it holds out, and what went before is noted
+    start = str(seed / "sft" / "best.pt")
+    held_out = data_of(renamed, scorer)._replace(split=renamed.split(0.8, 0.1, seed=3))
+    with input_error("holds out"):
+        train_graph(SeedRun(run_of({}, init_from=start), held_out, 0, tmp_path / "second"))
+    others = replace(renamed, queries=table.queries + 1)
+    train_graph(
+        SeedRun(run_of({}, init_from=start), data_of(others, scorer), 0, tmp_path / "third")
+    )
+    again = load_checkpoint(tmp_path / "third" / "checkpoints" / "seed0" / "rce" / "best.pt")
+    assert torch.equal(trained_on(again, renamed), fitted)
+    # nor is it judged on them
+    monkeypatch.chdir(tmp_path)
+    renamed.save("renamed.safetensors")
+    words = "beams=files beams.path=renamed.safetensors beams.train=0.3 judged_shots=[2]"
+    launch("evaluate", f"checkpoint={start}", words_of(words), "json=judged.json")
+    judged = {*renamed.split(0.3, 0.1).test.tolist()} & {*data.split.test.tolist()}
+    assert read_json("judged.json")["test_queries"] == len(judged) == 4
 
 
 # -- runs that start from a checkpoint, through the command line -----------------------------------
