@@ -33,7 +33,7 @@ from knobwise.profiling.demonstrations.scorers import (
     recorded_scores,
 )
 from knobwise.profiling.demonstrations.tasks import kinds_of_questions, read_answerer
-from knobwise.profiling.measuring.questions import VQAData, read_vqa_data
+from knobwise.profiling.measuring.questions import VQAData, folded, read_vqa_data
 from knobwise.testbeds import DATA
 from knobwise.testbeds.canvases.builtin import builtin_demonstrations
 from knobwise.testbeds.canvases.canvases import VARIANTS
@@ -159,10 +159,14 @@ def _check_items(data: VQAData, table: BeamTable) -> None:
     """Raise InputError unless these are the queries and the bank of a table, in order."""
     queries = data.queries
     bank = data.bank
+    # beams may have been recorded when a question was its image as it is spelled
+    of_queries, of_bank = (
+        [folded(image) for image in names] for names in (table.query_images, table.candidate_images)
+    )
     parts = {
         "queries": ([item.id for item in queries], table.query_ids),
-        "images of the queries": ([item.image_id for item in queries], table.query_images),
-        "candidates": ([item.image_id for item in bank], table.candidate_images),
+        "images of the queries": ([folded(item.image_id) for item in queries], of_queries),
+        "candidates": ([folded(item.image_id) for item in bank], of_bank),
         "number of candidates": ([len(bank)], [len(table.candidates)]),
     }
     for what, (names, recorded) in parts.items():

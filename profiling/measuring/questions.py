@@ -49,6 +49,12 @@ def agreeing(answer: str, references: Sequence[str]) -> int:
     return list(map(normalise_answer, references)).count(normalise_answer(answer))
 
 
+def folded(question: str) -> str:
+    """Return what is the same for questions that differ in case or blanks alone, of which each
+    gives the other's answer away."""
+    return " ".join(question.split()).casefold()
+
+
 @dataclass(frozen=True)
 class VQAItem:
     """One question about one image, with the answers that people gave."""
@@ -189,8 +195,8 @@ def read_vqa_data(
     Without `bank`, and without parts in the file, each item is both a query and a possible
     demonstration.
 
-    Without `images` these are not read, and items with the same question count as one image. None:
-    an item may have an image.
+    Without `images` these are not read, and items with the same question, whatever its case and
+    blanks, count as one image. None: an item may have an image.
 
     Raises:
         InputError: no such file, another kind of file, or a row (named) that lacks a column,
@@ -269,7 +275,7 @@ def _item(
             )
     image_id = row.get("image_id")
     if image_id is None:
-        image_id = question if source is None else _identity_of(source)
+        image_id = folded(question) if source is None else _identity_of(source)
     return VQAItem(
         id=str(item_id),
         image=source,

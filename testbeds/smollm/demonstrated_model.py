@@ -36,7 +36,7 @@ from knobwise.profiling.measuring.adaptive_model import (
     Request,
     check_configuration,
 )
-from knobwise.profiling.measuring.questions import VQAItem, read_vqa_data
+from knobwise.profiling.measuring.questions import VQAItem, folded, read_vqa_data
 from knobwise.testbeds import DATA
 
 if TYPE_CHECKING:
@@ -91,7 +91,8 @@ class DemonstratedModel(KeepsConfiguration, HuggingFaceModel):
         self.bank = tuple(bank)
         self.selector = selector
         texts = [item.question for item in self.bank]
-        fewest = len(texts) - max(Counter(texts).values(), default=0)
+        questions = [folded(text) for text in texts]
+        fewest = len(texts) - max(Counter(questions).values(), default=0)
         if fewest < NEAREST:
             raise InputError(
                 f"bank: {len(texts)} items; a question needs {NEAREST} others to choose from"
@@ -104,7 +105,7 @@ class DemonstratedModel(KeepsConfiguration, HuggingFaceModel):
         self.configuration = check_configuration(self.knobs, {})
         self._embed = question_embedder(texts)
         self._candidates = self._embed(texts)  # [M, d]
-        self._texts = np.array(texts)
+        self._questions = np.array(questions)
         # each takes a table of one query, and a number of shots, and returns places in its pool
         self._ways: dict[str, Callable[[BeamTable, int], Tensor]] = {
             "random": lambda table, shots: torch.arange(shots)[None],
@@ -165,7 +166,7 @@ class DemonstratedModel(KeepsConfiguration, HuggingFaceModel):
     def _table(self, question: str) -> BeamTable:
         """Return the question with its pool as a table of one query."""
         rng = np.random.default_rng(zlib.crc32(question.encode()))
-        others = np.flatnonzero(self._texts != question)
+        others = np.flatnonzero(self._questions != folded(question))
         pool = torch.from_numpy(rng.choice(others, self._pool, replace=False))
         return BeamTable(
             name="",

@@ -14,6 +14,7 @@ from helpers import input_error, small_beams
 from knobwise.agents import Controller, OptimiserConfig
 from knobwise.agents.deployed.text import MESSAGES
 from knobwise.agents.teacher.regressors import FAMILIES
+from knobwise.envs.demonstrations.beam_table import BeamTable
 from knobwise.envs.demonstrations.settings import METHODS
 from knobwise.experiments.command_line.compose import read_settings
 from knobwise.experiments.command_line.help import help_lines
@@ -24,7 +25,7 @@ from knobwise.experiments.command_line.registry import (
     readers_of,
 )
 from knobwise.experiments.command_line.verbs import VERBS, settings_of_verb
-from knobwise.experiments.settings.beams import hide, read_data
+from knobwise.experiments.settings.beams import SMOLLM_BEAMS, _check_items, hide, read_data
 from knobwise.experiments.settings.config_file import flatten_keys, settings_text
 from knobwise.experiments.settings.deployment_options import EvaluateRun
 from knobwise.experiments.settings.options import CHATS, TrainRun, resolve_training
@@ -216,6 +217,15 @@ def test_beams_of_a_file_are_judged_on_queries_that_nothing_was_fitted_or_chosen
     assert [len(part) for part in parts] == [40, 5, 5]
     assert len(torch.cat(parts).unique()) == 50
     assert data.judged_by == "recorded"
+
+
+def test_beams_that_were_recorded_under_questions_as_they_are_spelled_fit_their_items():
+    data = read_vqa_data(QUESTIONS_CSV, images=False)
+    table = BeamTable.load(SMOLLM_BEAMS)
+    assert table.query_images[0] != data.queries[0].image_id
+    _check_items(data, table)
+    with input_error("images of the queries"):
+        _check_items(data, replace(table, query_images=("", *table.query_images[1:])))
 
 
 def test_without_right_answers_the_best_beam_is_right(tmp_path):

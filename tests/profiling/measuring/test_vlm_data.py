@@ -67,6 +67,17 @@ def test_queries_and_bank_stand_in_one_file_or_in_two(folder):
         read_vqa_data(folder / "both.json", folder / "b.json")
 
 
+def test_questions_that_differ_in_case_or_blanks_alone_count_as_one_image(folder):
+    """Without pictures a question is its image: a twin in the pool would give the answer away."""
+    questions = ["What is 2 + 2?", " what IS  2 + 2?", "What is 2 + 3?", "Straße?", "STRASSE?"]
+    rows = [{"id": i, "question": text, "answer": "4"} for i, text in enumerate(questions)]
+    data = read_vqa_data(written(folder / "twins.json", rows), images=False)
+    assert [item.question for item in data.queries] == questions
+    first, twin, other, *streets = (item.image_id for item in data.queries)
+    assert first == twin != other
+    assert len({*streets}) == 1
+
+
 def test_other_spellings_of_a_row(folder):
     path = str(folder / "b.png")
     other = {"question_id": "q", "image_path": path, "question": "?", "answer": "two\u2028x"}

@@ -1,5 +1,7 @@
 """A language model whose knobs are its demonstrations, on a tiny random Llama made here."""
 
+from dataclasses import replace
+
 import polars as pl
 import pytest
 import torch
@@ -46,11 +48,14 @@ def test_demonstrations_come_from_the_pool_and_never_hold_the_question(model):
 
 
 def test_the_pool_of_a_small_bank_is_the_bank(model):
-    few = (*BANK[:10], BANK[9])
+    # a question counts once, however it is spelled
+    question = f" {BANK[9].question.upper()} "
+    few = (*BANK[:10], replace(BANK[9], question=question))
     small = DemonstratedModel(model.model, model.tokenizer, few, model.selector)
     assert small.knobs[0].most == 9
-    shown = small.demonstrations(BANK[9].question, 9, "nearest")
-    assert sorted(questions_of(shown)) == sorted(questions_of(BANK[:9]))
+    for spelled in (question, BANK[9].question):
+        shown = small.demonstrations(spelled, 9, "nearest")
+        assert sorted(questions_of(shown)) == sorted(questions_of(BANK[:9]))
     with input_error("bank"):
         DemonstratedModel(model.model, model.tokenizer, BANK[:8], model.selector)
 
