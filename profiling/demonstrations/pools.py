@@ -25,12 +25,12 @@ _CELLS = 1 << 24  # of the table queries × candidates at a time
 
 
 class Kinds(NamedTuple):
-    """The kinds of questions, as numbers."""
+    """The kinds of questions, as numbers. An unknown kind has −1 or −2, so it equals no other."""
 
     queries: Tensor
-    """int64 [Q]."""
+    """int64 [Q], −1 where unknown."""
     candidates: Tensor
-    """int64 [M]."""
+    """int64 [M], −2 where unknown."""
 
 
 def draw_pools(table: BeamTable, config: PoolConfig, of_bank: bool = False) -> Tensor:

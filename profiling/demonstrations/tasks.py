@@ -86,12 +86,14 @@ def kinds_of_questions(data: VQAData) -> Kinds | None:
     """Return the kinds of questions as numbers, of queries int64 [Q] and of the bank int64 [M];
     None where no item names its kind."""
     items = (*data.queries, *data.bank)
-    names = sorted({item.question_type for item in items})
-    if names == [""]:
+    names = sorted({item.question_type for item in items if item.question_type})
+    if not names:
         return None
-    numbers = torch.tensor([names.index(item.question_type) for item in items])
-    of_queries, of_bank = numbers.split([len(data.queries), len(data.bank)])
-    return Kinds(queries=of_queries, candidates=of_bank)
+    numbers = {name: number for number, name in enumerate(names)}
+    return Kinds(
+        queries=torch.tensor([numbers.get(item.question_type, -1) for item in data.queries]),
+        candidates=torch.tensor([numbers.get(item.question_type, -2) for item in data.bank]),
+    )
 
 
 class Answerer(NamedTuple):

@@ -23,7 +23,8 @@ from knobwise.envs.demonstrations.beam_table import BeamTable, bank_rows
 from knobwise.envs.demonstrations.settings import METHODS
 from knobwise.profiling.demonstrations.profile import profile_beams
 from knobwise.profiling.demonstrations.settings import BeamProfileConfig, PoolConfig, VLMTaskConfig
-from knobwise.profiling.demonstrations.tasks import BeamTask, no_beams, vlm_task
+from knobwise.profiling.demonstrations.tasks import BeamTask, kinds_of_questions, no_beams, vlm_task
+from knobwise.profiling.measuring.questions import VQAData, VQAItem
 
 BEAM, _, RETRIEVAL, RANDOM, POLICY = range(len(METHODS))
 CONFIG = BeamProfileConfig(shots=2, width=3, retrieved=2, random=2, chunk=2)
@@ -263,6 +264,16 @@ def test_mistakes_end_with_one_message_before_anything_is_written(
 ):
     monkeypatch.chdir(vlm_files)
     assert fault in refused(words_of("profile out=out", words), capsys)
+
+
+def test_questions_without_a_kind_are_of_no_kind():
+    """Nor are they of the same one."""
+    kinds = ("sum", "", "plural", "")
+    items = tuple(VQAItem(str(i), None, "?", ("a",), question_type=k) for i, k in enumerate(kinds))
+    known = kinds_of_questions(VQAData(items, items[1:]))
+    same = known.queries.unsqueeze(1) == known.candidates
+    assert same.nonzero().tolist() == [[2, 1]]
+    assert kinds_of_questions(VQAData(items[1:2], items[3:])) is None
 
 
 def test_a_bank_of_its_own(vlm_files, monkeypatch):
