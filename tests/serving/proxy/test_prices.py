@@ -126,18 +126,23 @@ def test_what_an_answer_cost_is_known_where_its_tokens_are(trained, words, tmp_p
 
 
 def test_a_cost_that_is_not_known_neither_keeps_nor_breaks_a_promise(trained, monkeypatch):
-    folder, _ = trained
+    folder, questions = trained
     runtime = Runtime(controller_of(folder, "each"))
     monkeypatch.setattr(NumpyController, "promised", lambda *about: Promised(0.0003, 0.9))
     metrics = Mock()
     walk = Walk(runtime, KnobFields(runtime.configurations), None, metrics, budget=0.0003)
     request = runtime.begin(0.0003)
-    decision = runtime.fail(request)
+    decision = runtime.decide(request, questions[0])
     choice = Choice(decision, decision.configuration, {}, allowed=None, learns=True)
     for usd in (math.nan, 0.0002, 0.0004):
         walk.finish(choice, usd=usd)
     kept = [call.args[2] for call in metrics.watch_promise.call_args_list]
     assert kept == [True, False]
+    # nothing is promised of what decides where features fail
+    failed = runtime.fail(request)
+    assert (decision.promised.share, failed.promised.share) == (0.9, 0.0)
+    walk.finish(choice._replace(decision=failed), usd=0.0004)
+    assert metrics.watch_promise.call_count == 2
 
 
 def test_the_tracker_follows_prices_and_an_update_learns_from_them(trained, words, tmp_path):
