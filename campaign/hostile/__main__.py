@@ -23,9 +23,10 @@ def main(*words):
         else:
             seen, faults, examples, kinds = load(folder, *map(int, words))
     if kinds:
-        print("| answer | sent | logged as answered | as failed |\n|---|---|---|---|")
+        print("| answer | sent | logged as answered | failed | abandoned |\n|---|---|---|---|---|")
     for kind, (count, logged) in sorted(kinds.items()):
-        print(f"| {kind} | {count} | {logged['answered']} | {logged['failed']} |")
+        ways = " | ".join(str(logged[way]) for way in ("answered", "failed", "abandoned"))
+        print(f"| {kind} | {count} | {ways} |")
     for what, value in (seen | faults).items():
         print(f"{what}: {value}")
     for line in examples[:30]:

@@ -75,6 +75,13 @@ class Comparison:
             self._note("rows with another id than the answer", *about)
         if seen is not None and seen.id and seen.knobs not in (None, row["knobs"]):
             self._note("rows with other knobs than the answer", *about)
+        if row.get("abandoned"):
+            self.kinds[every[-1].kind if every else "none was sent"]["abandoned"] += 1
+            if seen is not None and seen.whole:
+                self._note("whole answers that are in the log as if nobody had waited", *about)
+            if row["met"] or row.get("fault") or not 0 < row["answer_ms"] < math.inf:
+                self._note("rows of clients that left with a fault, or without a time", *about)
+            return None
         tokens, model, name = FAULT, row["knobs"]["model"], ""
         # an attempt may fail before the endpoint reads it, such as at a connection that it closes
         unread = row.get("attempts", 1) > len(every)
@@ -131,7 +138,7 @@ def label_faults(labels, clients, numbers):
     return faults
 
 
-def counter_faults(counters, answered, failed, missing):
+def counter_faults(counters, answered, failed, abandoned, missing):
     """The faults of the counters in /metrics.
 
     A worker that is killed may have counted what it could not log, but not more than what it broke
@@ -139,7 +146,7 @@ def counter_faults(counters, answered, failed, missing):
 
     Args:
         counters: by name.
-        answered, failed: rows of the log.
+        answered, failed, abandoned: rows of the log.
         missing: requests without a row.
     """
     broken = counters["broken_total"]
@@ -158,6 +165,8 @@ def counter_faults(counters, answered, failed, missing):
     ):
         wrong = not 0 <= total(pattern) - logged <= broken
         faults[f"{what} that /metrics does not count, or counts twice"] = wrong
+    uncounted = abandoned - total("client_left")
+    faults["clients that left by the log and not by /metrics"] = max(0, round(uncounted))
     unlogged = round(broken + total("client_left|refused|unchanged"))
     faults["requests that are neither in the log nor broken off"] = max(0, missing - unlogged)
     faults["counters that are not finite"] = sum(

@@ -61,8 +61,9 @@ def load(folder, seconds=60, seed=0, workers=4, clients=32):
     labels, torn_labels = lines_in(folder / "log", "labels")
     compared = Comparison(rows, endpoint.sent, asking, NumpyController.load(versions[0]))
     missing = [number for number in endpoint.sent if number not in compared.by_number]
-    answered = sum("fault" not in row for row in rows)
-    failed = len(rows) - answered
+    abandoned = sum(bool(row.get("abandoned")) for row in rows)
+    failed = sum("fault" in row for row in rows)
+    answered = len(rows) - failed - abandoned
     logged_usd = math.fsum(row.get("usd") or 0 for row in rows)
     numbers = {row["id"]: number for number, same in compared.by_number.items() for row in same}
     torn += torn_labels
@@ -70,7 +71,7 @@ def load(folder, seconds=60, seed=0, workers=4, clients=32):
     faults = compared.faults
     faults += label_faults(labels, asking, numbers)
     faults += sum_faults(logged_usd, counters["usd_total"], compared, missing)
-    faults += counter_faults(counters, answered, failed, len(missing))
+    faults += counter_faults(counters, answered, failed, abandoned, len(missing))
     of_server, strange = server_faults(server.errors.read_text(), server.kills, left, torn)
     faults += of_server
     faults["answers of status 500, or without an id"] = len(asking.wrong)
@@ -87,6 +88,7 @@ def load(folder, seconds=60, seed=0, workers=4, clients=32):
         "rows": len(rows),
         "answered": answered,
         "failed": failed,
+        "abandoned": abandoned,
         "requests without a row": len(missing),
         "broken off, by /metrics": counters["broken_total"],
         "usd in the log, expected, in /metrics": f"{logged_usd:.9f}, {math.fsum(compared.expected_usd):.9f}, {counters['usd_total']:.9f}",
