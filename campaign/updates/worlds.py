@@ -134,9 +134,11 @@ class Log:
             scale=torch.ones(n).double(),
             propensity=self.propensity,
             choice=self.choice,
+            guard_ms=self.limit_ms,
             limit_ms=self.limit_ms,
             answer_ms=self.answer_ms,
             met=self.met,
+            abandoned=torch.zeros(n, dtype=torch.bool),
             accuracy=self.label,
             batch_size=[n],
         )
