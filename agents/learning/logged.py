@@ -230,7 +230,7 @@ def logged_of(rows: Sequence[Mapping[str, Any]], controller: NumpyController) ->
     columns = {"offset": offset, "scale": scale, "propensity": propensity}
     for name, kind in COLUMNS.items():
         columns[name] = np.array([row[name] for row in rows], kind)
-    # logs of before hold neither
+    # older logs have neither
     columns["guard_ms"] = np.array([row.get("guard_ms", row["budget_ms"]) for row in rows], "f8")
     columns["abandoned"] = np.array([bool(row.get("abandoned")) for row in rows], bool)
     # if the controller has no feature blocks, no request lacks any
