@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import importlib
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -34,15 +35,16 @@ def uncollected() -> Iterator[None]:
     """A block without collections, since what it makes stays: imports of PyTorch take a fourth
     longer if the modules are searched for cycles again and again.
 
-    What it made counts as old afterwards, or the next collection would search all of it at once.
+    What it imported counts as old afterwards, or the next collection would search all of it at once.
     """
     collecting = gc.isenabled()
+    modules = len(sys.modules)
     gc.disable()
     try:
         yield
     finally:
-        # what others froze stays frozen
-        if collecting and not gc.get_freeze_count():
+        # what others froze stays frozen; counting it takes time, and is for nothing without imports
+        if collecting and len(sys.modules) > modules and not gc.get_freeze_count():
             gc.freeze()
             gc.unfreeze()
         if collecting:
