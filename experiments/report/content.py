@@ -156,7 +156,9 @@ def table_at(comparison: Comparison, condition: float | None) -> Table:
     """Return the metrics at a condition: a row for each policy of a run, or for each of several
     runs with its difference to the first one, and the reference policies."""
     entries = comparison.listed()
-    family = [*comparison.differences, *comparison.by_condition]
+    # of selectors, the main condition is tested among all numbers of shots as well
+    is_main = condition == comparison.main
+    family = comparison.differences if is_main else comparison.by_condition
     tested = {each.run: each for each in family if each.condition == condition}
     rows = [entry.run.row(entry.policy, condition) for entry in entries]
     metrics = _metrics(comparison, rows)

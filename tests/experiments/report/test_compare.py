@@ -173,6 +173,18 @@ def test_selectors_by_the_furthest_trained_and_stage_by_stage(tmp_path):
     assert names == ["a", "b"]
 
 
+def test_the_main_table_of_selectors_has_the_p_of_the_differences_that_are_said(tmp_path):
+    runs = {"a": {"wrong": 0.6}, "b": {"wrong": 0.515}}
+    for settings in runs.values():
+        settings |= {"queries": 80, "shots": (1, 2, 4, 8)}
+    comparison = compared(tmp_path, runs, write_selector_run)
+    (one,) = comparison.differences
+    (among_all,) = (each for each in comparison.by_condition if each.condition == 2)
+    assert (one.p_holm, among_all.p_holm) == (one.p, pytest.approx(4 * one.p))
+    _, shown = rows_of(comparison)
+    assert f"p {one.p_holm:.3f}" in shown["gain, points"]
+
+
 # -- through the command line ----------------------------------------------------------------------
 
 
