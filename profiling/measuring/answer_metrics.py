@@ -140,12 +140,15 @@ def chosen_option(answer: str, choices: Sequence[str]) -> int | None:
 
     1. nothing but the text of an option
     2. nothing but a letter ("b", "B.", "(B)")
-    3. a letter before a text ("B) cat", "(B) cat", "B: cat")
+    3. a letter before a text ("B) cat", "(B) cat", "B: cat"), or alone on the first line
     4. a letter after "answer", "option" or "choice", or "Answer:"
     5. a single letter in brackets, or a single capital as a word, anywhere in the answer ("A dog"
        and "I see" begin with no letter, "A is" and "A or B" do)
     6. the text of a single option, as whole words, anywhere in the answer; the longest where one
        contains another
+
+    Where 4 or 5 find no more than a letter that is a word of the option that 6 finds, as in "It is
+    vitamin C", 6 counts.
     """
     if (option := _option_alone(answer, choices)) is not None:
         return option
@@ -153,19 +156,25 @@ def chosen_option(answer: str, choices: Sequence[str]) -> int | None:
     last = string.ascii_uppercase[len(choices) - 1]
     capital = f"[A-{last}]"
     either = f"[A-{last}a-{last.lower()}]"
+    within = _option_within(answer, choices)
+    in_text = re.findall(rf"\b{capital}\b", choices[within]) if within is not None else []
     for pattern in (
         rf"^\s*\(?({either})[).:,](?=\s|$)",
+        rf"^[\s(*]*({either})[).:,*]*[^\S\n]*\n",
         r"(?i:answer|option|choice)\b(?:\s+is\b)?\s*:?\s*[(\"'*]*"
         rf"({capital}|{either}(?=[)\"'*.]*\s*$))(?![\w'])",
         rf"\(({either})\)",
         rf"(?<![\w'])({capital})(?![\w'])(?<![AI](?=\s(?!(?:is|or|and|because|since)\b)[a-z]))",
     ):
         letters = {letter.upper() for letter in re.findall(pattern, answer)}
+        at_start = pattern.startswith("^")
+        if letters and letters <= set(in_text) and not at_start:
+            return within
         if len(letters) == 1:
             return ord(letters.pop()) - ord("A")
         if letters:
             return None
-    return _option_within(answer, choices)
+    return within
 
 
 def _option_alone(answer: str, choices: Sequence[str]) -> int | None:

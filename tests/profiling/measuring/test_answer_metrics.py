@@ -94,6 +94,10 @@ def test_choice_takes_references_as_texts_or_letters(answer, reference, right):
     assert metrics.answer_accuracy("choice", answer, [reference], CHOICES) == right
 
 
+VITAMINS = ("Vitamin C", "Vitamin A", "Vitamin D", "Vitamin K")
+GROUPS = ("Type O", "Type A", "Type B", "Type AB")
+
+
 @pytest.mark.parametrize(
     ("choices", "answer", "place"),
     [
@@ -102,6 +106,14 @@ def test_choice_takes_references_as_texts_or_letters(answer, reference, right):
         (("(1, 2)", "(1, -2)"), "(1, 2)", 0),
         (("C", "A", "B"), "C", 0),  # where options are letters themselves their text counts
         (ANIMALS, "I see a dog", 1), (ANIMALS, "It is I.", 8),  # the pronoun is no ninth option
+        # a letter that is a word of the option is no label of another
+        (VITAMINS, "It is vitamin C.", 0), (VITAMINS, "Vitamin K, I think, not vitamin Q", 3),
+        (VITAMINS, "The answer is C", 2), (VITAMINS, "C) Vitamin D", 2), (GROUPS, "It is type A", 1),
+        (GROUPS, "It is type B", 2), (GROUPS, "It is type AB", 3), (GROUPS, "It is A", 0),
+        (("Option B", "Option A"), "I take option A", 1),
+        # what explains the other letters comes after the answer
+        (("dog", "cat", "cow"), "**B**\n\nOption A is wrong: it shows a dog.", 1),
+        (("dog", "cat", "cow"), "B\n\nExplanation: A is wrong, and C is.", 1),
     ],
 )  # fmt: skip
 def test_choices_that_marks_letters_or_pronouns_could_confuse_are_distinguished(
