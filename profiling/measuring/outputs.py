@@ -42,9 +42,9 @@ def records_of(plan: MeasurementPlan, log: pl.DataFrame, dataset: str) -> pl.Dat
     """Return what long tables and exp5/exp6 files hold, a row for each measurement; samples
     outermost, then configurations, then repeats.
 
-    A row has its own times. The answer, its accuracy and the numbers of tokens are those of the
-    first repeat of its sample and configuration, and the first look is the median over them. The
-    log holds all of the plan; each different answer to a sample is scored once.
+    A row has its own times, answer, accuracy and numbers of tokens; only the first look is the
+    median over the repeats of its sample and configuration. The log holds all of the plan; each
+    different answer to a sample is scored once.
     """
     measured = plan.select(log).sort(*CELL, "repeat")
     extra = [c for c in measured.columns if c.startswith(EXTRA) and measured[c].is_not_null().any()]
@@ -55,8 +55,8 @@ def records_of(plan: MeasurementPlan, log: pl.DataFrame, dataset: str) -> pl.Dat
         pl.col(TIMES[1:]).round(4),
         pl.median("first_look_ms").over(CELL).fill_null(0.0).round(4),
         pl.col(extra).name.map(lambda name: name.removeprefix(EXTRA)),
-        pl.col(TOKENS).first().over(CELL).name.prefix("num_"),
-        pl.col("text").first().over(CELL).alias("pred"),
+        pl.col(TOKENS).name.prefix("num_"),
+        pl.col("text").alias("pred"),
         decode_ms=(pl.col("total_ms").round(4) - pl.col("prefill_ms").round(4)).round(4),
     )
     if not rows["first_look_ms"].sum():
@@ -72,7 +72,7 @@ def records_of(plan: MeasurementPlan, log: pl.DataFrame, dataset: str) -> pl.Dat
     )
     if "failed" in rows.columns:
         # whatever the text of a refusal, or of an answer that was given up
-        failed = pl.col("failed").first().over(CELL).fill_null(0.0) > 0
+        failed = pl.col("failed").fill_null(0.0) > 0
         rows = rows.with_columns(accuracy=pl.when(failed).then(0.0).otherwise("accuracy"))
     # a column for each part of a sample, gathered for each measurement
     ids = [item.id for item in items]

@@ -61,8 +61,9 @@ class VLMProfileConfig:
     the profile of what it has if each configuration was measured on some samples, or with
     per_sample all that was drawn. null or 0: no limit."""
     repeats: int | None = None
-    """Repeats of each (sample, configuration). The table keeps all; summary numbers use the
-    median. null: 3, or 1 behind an endpoint, where each is paid for."""
+    """Repeats of each (sample, configuration). The table keeps all, each with its own answer;
+    summary numbers use the mean accuracy and the median time. null: 3, or 1 behind an endpoint,
+    where each is paid for."""
     clock: str = "wall"
     """The clock: wall, the time that passes, or cpu, the CPU time of the measuring thread, for a
     machine that others use too and a model that runs on one thread."""

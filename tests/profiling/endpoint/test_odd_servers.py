@@ -6,6 +6,7 @@ import json
 import math
 import threading
 import time
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from email.utils import formatdate
 from pathlib import Path
@@ -27,6 +28,7 @@ from scripted_endpoint import (
     event,
 )
 
+from knobwise.envs.readers.long_table import read_long_table
 from knobwise.profiling.endpoint.client import EndpointClient, listed_models
 from knobwise.profiling.endpoint.model_changes import measure_changes
 from knobwise.profiling.endpoint.pauses import LONGEST_PAUSE_S, Pauses, retry_after_s
@@ -91,6 +93,30 @@ def test_the_last_event_may_lack_the_empty_line_after_it():
         streamed(WORD, STOP[:-9])
     with pytest.raises(ValueError, match="overloaded"):
         streamed(WORD, event({"error": "overloaded"})[:-2])
+
+
+def test_each_repeat_has_its_own_answer_and_tokens():
+    """A server that draws its answers is right in one of three repeats, and once has none."""
+    answers = Counter()
+
+    def script(body):
+        question = body["messages"][-1]["content"]
+        number = question.split()[-1].rstrip("?")
+        answers[number] += 1
+        if number == "4" and answers[number] == 2:
+            raise Turned(400, error={"message": "no", "code": "content_filter"})
+        tokens = answers[number]
+        yield number if answers[number] == 1 else "no"
+        yield {"usage": {**USAGE, "completion_tokens": tokens, "total_tokens": 10 + tokens}}
+
+    with ScriptedChats(script) as server:
+        launch(words(server, "{model: [large], max_tokens: [8]}", **{"knobs.repeats": 3}))
+    rows = pl.read_parquet("out/table.parquet").sort("sample_id", "repeat")
+    assert rows["accuracy"].to_list() == [1.0, 0.0, 0.0] * 6
+    assert rows["pred"].to_list()[:6] == ["0", "no", "no", "1", "no", "no"]
+    assert rows["tokens_out"].to_list()[12:] == [1, 0, 3, 1, 2, 3]
+    (accuracy,) = set(read_long_table("out/table.parquet").accuracy.flatten().tolist())
+    assert accuracy == pytest.approx(1 / 3)
 
 
 # -- tokens and tiers ------------------------------------------------------------------------------
