@@ -35,7 +35,8 @@ def uncollected() -> Iterator[None]:
     """A block without collections, since what it makes stays: imports of PyTorch take a fourth
     longer if the modules are searched for cycles again and again.
 
-    What it imported counts as old afterwards, or the next collection would search all of it at once.
+    What it imported counts as old afterwards, or the next collection would search all of it at
+    once.
     """
     collecting = gc.isenabled()
     modules = len(sys.modules)
