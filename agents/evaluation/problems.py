@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
 from knobwise.agents.problem import Problem
 from knobwise.common.checks import one_of
+from knobwise.common.errors import InputError
 from knobwise.common.progress import say
 from knobwise.envs.bandit.budgets import subsample
 from knobwise.envs.bandit.rule_choice import allowed_cells, check_limits, rule_of, try_rule
@@ -49,9 +51,12 @@ def problem_of(
         encoders: what encoded the texts.
 
     Raises:
-        InputError: `unprofiled` is another word, or see `check_limits`.
+        InputError: `unprofiled` is another word, or cells that were drawn with unequal
+            probabilities cannot do without predictions; or see `check_limits`.
     """
     one_of("unprofiled", unprofiled, ("predict", "forbid"))
+    if unprofiled == "forbid":
+        _check_equally_drawn(facts, split.fitted)
     budget = budget or BudgetConfig()
     rule = rule_of(budget)
     check_limits(facts, budget)
@@ -73,6 +78,22 @@ def problem_of(
         encoders=encoders or {},
         allowed=_allowed_cells(values, facts, split, rule),
     )
+
+
+def _check_equally_drawn(table: ProfileTable, rows: Tensor) -> None:
+    """Refuse samples, int64 [n], of which some were likelier to be measured with a configuration
+    than others: means of what was measured are not means of all of them."""
+    if table.sampling_weight is None:
+        return
+    weight, mask = table.sampling_weight[rows], table.mask[rows]
+    least = weight.masked_fill(~mask, torch.inf).amin(0)
+    most = weight.masked_fill(~mask, -torch.inf).amax(0)
+    for c in (most > 1.001 * least).nonzero().flatten().tolist():
+        raise InputError(
+            f"unprofiled=forbid: of samples with {table.label(c)}, some stand for "
+            f"{least[c]:.3g} and others for {most[c]:.3g} (sampling_weight), so means of what was "
+            "measured mislead; take unprofiled=predict, which weighs them"
+        )
 
 
 def _allowed_cells(

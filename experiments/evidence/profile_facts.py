@@ -69,7 +69,14 @@ def configuration_rows(
             torch.tensor(budgets),
         ).mean(-1)
         columns["utility"] = utility.where(counted.mask[rows], torch.nan)
-    means = {name: values.nanmean(0).tolist() for name, values in columns.items()}
+    # a cell stands for others that were not drawn, unless values beside it were predicted
+    weight = torch.ones(accuracy.shape)
+    if cells is None and table.sampling_weight is not None:
+        weight = table.sampling_weight[rows]
+    means = {}
+    for name, values in columns.items():
+        total = weight.where(~values.isnan(), 0.0).sum(0)
+        means[name] = ((weight * values).nansum(0) / total).tolist()
     # the rest was never measured
     configurations: list[ConfigurationRow] = []
     for c, label in enumerate(map(table.label, range(table.num_configurations))):

@@ -5,14 +5,17 @@ from dataclasses import replace
 
 import pytest
 import torch
-from helpers import close, identical, table_of
+from helpers import close, identical, input_error, table_of
 
 from knobwise.agents.calibration.guard import calibrate
 from knobwise.agents.calibration.mean_policies import outcomes_of
+from knobwise.agents.evaluation.problems import problem_of
 from knobwise.agents.problem import Problem
 from knobwise.envs.bandit.outcomes import Decisions
 from knobwise.envs.bandit.rules import Deadline, MeanBudget
 from knobwise.envs.tables.beliefs import Beliefs
+from knobwise.envs.tables.splits import Split
+from knobwise.experiments.evidence.profile_facts import configuration_rows
 
 ROWS = torch.arange(3)
 CHOSEN = torch.tensor([[0], [1], [1]])
@@ -142,3 +145,33 @@ def test_a_guard_counts_answers_above_a_limit_as_late_by_hand(limit, holes, on_t
     budgets_ms = torch.tensor([7.0])
     (row,) = calibrate(problem, ROWS, budgets_ms, second.unsqueeze(1), lambda _: second)
     assert row["on_time"] == pytest.approx(on_time)
+
+
+def drawn_unequally():
+    """20 samples of which the first ten are easy. size=1 is right for these alone: it was measured
+    for all of them, as a policy chose it there, and for one of the others, which stands for ten."""
+    accuracy = torch.tensor([[1.0, 1.0]] * 10 + [[1.0, 0.0]] * 10)
+    accuracy[11:, 1] = torch.nan
+    weight = torch.ones(20, 2)
+    weight[10, 1] = 10.0
+    weight[11:, 1] = 0.0
+    latency_ms = torch.tensor([20.0, 40.0]).expand(20, 2).where(~accuracy.isnan(), torch.nan)
+    return table_of(accuracy, latency_ms, sampling_weight=weight)
+
+
+def test_means_of_a_profile_weigh_what_was_measured_by_what_it_stands_for():
+    table = drawn_unequally()
+    _, one = configuration_rows(table, torch.arange(20))
+    assert one["accuracy"] == pytest.approx(10 / 20)  # of 11 measured cells 10 are right
+    assert one["latency_ms"] == 40
+    _, one = configuration_rows(replace(table, sampling_weight=None), torch.arange(20))
+    assert one["accuracy"] == pytest.approx(10 / 11)
+
+
+def test_what_was_chosen_to_be_measured_needs_predictions():
+    table = drawn_unequally()
+    split = Split(torch.arange(4, 16), torch.arange(16, 20), torch.arange(4))
+    with input_error("size=1.* 1 .* 10 .*unprofiled=predict"):
+        problem_of(table, split, unprofiled="forbid")
+    equally = replace(table, sampling_weight=2.0 * table.mask)
+    assert problem_of(equally, split, unprofiled="forbid").beliefs is None
