@@ -22,6 +22,7 @@ from knobwise.envs.bandit.reward import share_on_time
 from knobwise.envs.bandit.rules import Rule
 from knobwise.envs.tables.beliefs import effective_cells
 from knobwise.envs.tables.profile_table import ProfileTable
+from knobwise.envs.tables.splits import cluster_numbers
 
 CONFIDENCE = 0.8
 """One-sided confidence that it requires for the policy to be better than static."""
@@ -120,14 +121,6 @@ def _unmeasured(problem: Problem, rows: Tensor, chosen: Tensor) -> int:
     cells = torch.zeros_like(problem.facts.mask)
     cells[rows.unsqueeze(1), chosen] = True
     return int((cells & ~problem.facts.mask)[problem.split.validation].sum())
-
-
-def cluster_numbers(table: ProfileTable, rows: Tensor) -> Tensor:
-    """Return the number of the cluster or image of each of these samples int64 [n], from 0 on:
-    int64 [n]. Where there are none each sample has its own."""
-    keys = table.split_keys
-    numbers: dict[tuple[str, str], int] = {}
-    return torch.tensor([numbers.setdefault(keys[row], len(numbers)) for row in rows.tolist()])
 
 
 def _outcomes(

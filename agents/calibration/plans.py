@@ -16,7 +16,7 @@ from knobwise.agents.calibration.deployed_controller import (
     Calibration,
     DeployedController,
 )
-from knobwise.agents.calibration.guard import calibrate, cluster_numbers
+from knobwise.agents.calibration.guard import calibrate
 from knobwise.agents.calibration.latencies import fit_latency_model
 from knobwise.agents.calibration.mean_policies import (
     StaticMix,
@@ -30,6 +30,7 @@ from knobwise.agents.evaluation.baselines import fit_static
 from knobwise.agents.evaluation.policy import Array, Policy, choices_of, inputs_of_rows
 from knobwise.agents.training.controllers import ControllerSetup
 from knobwise.envs.bandit.budgets import MIN_LATENCY_MS
+from knobwise.envs.tables.splits import cluster_numbers
 
 
 def plan_for_deadlines(

@@ -41,7 +41,6 @@ from scipy.special import ndtri
 from scipy.stats import beta
 from torch import Tensor
 
-from knobwise.agents.calibration.guard import cluster_numbers
 from knobwise.agents.deployed.arrays import pick
 from knobwise.agents.deployed.calibrated import Static
 from knobwise.agents.deployed.promise import POLICY
@@ -50,6 +49,7 @@ from knobwise.common.errors import InputError
 from knobwise.common.paired import standard_error
 from knobwise.envs.bandit.budgets import MIN_LATENCY_MS
 from knobwise.envs.bandit.reward import share_on_time
+from knobwise.envs.tables.splits import cluster_numbers
 
 CONFIDENCE = 0.95
 """One-sided, over the draw of the calibration samples."""

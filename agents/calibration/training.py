@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from knobwise.agents.calibration.deployed_controller import DeployedController
-from knobwise.agents.calibration.guard import cluster_numbers
 from knobwise.agents.problem import Problem
 from knobwise.agents.teacher.distiller import Distiller
 from knobwise.agents.teacher.experts import Experts
@@ -24,6 +23,7 @@ from knobwise.agents.training.controllers import ControllerSetup, controller_tra
 from knobwise.agents.training.seeding import seeded
 from knobwise.agents.training.trainer import Trainer
 from knobwise.envs.tables.profile_table import ProfileTable, Split
+from knobwise.envs.tables.splits import cluster_numbers
 
 if TYPE_CHECKING:
     from knobwise.agents.training.stage import Log

@@ -33,7 +33,7 @@ from knobwise.common.progress import progress, say
 from knobwise.envs.bandit.budgets import log_measured, subsample
 from knobwise.envs.bandit.rules import DEADLINES, Rule
 from knobwise.envs.tables.profile_table import ProfileTable
-from knobwise.envs.tables.splits import FOLDS, Fold, Rows, folds_of
+from knobwise.envs.tables.splits import FOLDS, Fold, Rows, cluster_numbers, folds_of
 
 MAX_SAMPLES = 1 << 14
 """Experts are fitted, and the teacher's weights chosen, on at most so many samples."""
@@ -56,6 +56,7 @@ class MeasuredRows(NamedTuple):
         budgets_ms: [B] that utility is averaged over; empty without deadlines.
         folds: positions to fit on and to hold out.
         rule: what decisions are worth under these budgets.
+        clusters: int64 [n], see `cluster_numbers`; None if each sample is one.
     """
 
     rows: Tensor
@@ -66,6 +67,7 @@ class MeasuredRows(NamedTuple):
     budgets_ms: Tensor
     folds: Sequence[Fold] = ()
     rule: Rule = DEADLINES
+    clusters: Tensor | None = None
 
     @classmethod
     def from_table(
@@ -86,6 +88,7 @@ class MeasuredRows(NamedTuple):
             budgets_ms=budgets_ms,
             folds=folds,
             rule=rule,
+            clusters=cluster_numbers(table, rows),
         )
 
     def utility(self, scores: Sequence[Tensor], latency: Tensor) -> float:

@@ -406,7 +406,7 @@ def _weights(known: HeldOutScores, measured: MeasuredRows) -> tuple[Tensor, list
     """Return the weights fitted on all samples, and for each fold those fitted on the others."""
     of_folds, joined = weights_of_folds(known, measured.folds)
     # one member may be better than all together
-    best = known.better_alone(joined)
+    best = known.better_alone(joined, measured.clusters)
     if best is None:
         return stack_weights(known), of_folds
     alone = torch.eye(len(known.scores), dtype=torch.float64)[best]

@@ -72,7 +72,7 @@ class HeldOutScores(NamedTuple):
         """Return the mean of `utility_of_best`."""
         return float(self.utility_of_best(score).mean())
 
-    def better_alone(self, joined: Tensor) -> int | None:
+    def better_alone(self, joined: Tensor, clusters: Tensor | None = None) -> int | None:
         """Return the member that is worth most alone, if it beats all members together.
 
         It must be better by more than chance, at a level of 5 % for all members together
@@ -80,13 +80,14 @@ class HeldOutScores(NamedTuple):
 
         Args:
             joined: scores [B, n, C] of all members, by weights that have not seen the samples.
+            clusters: int64 [n], see `cluster_numbers`; by default each sample is one.
         """
         together = self.utility_of_best(joined).mean(0)
         gains = torch.stack(
             [self.utility_of_best(score).mean(0) - together for score in self.scores]
         )
         best = int(gains.mean(1).argmax())
-        if is_better(gains[best], 1 - LEVEL / len(gains)):
+        if is_better(gains[best], 1 - LEVEL / len(gains), clusters):
             return best
         return None
 

@@ -162,6 +162,14 @@ def midpoints(order: Tensor, lengths: Tensor) -> Tensor:
     return (ordered.cumsum(0) - ordered / 2)[order.argsort()]
 
 
+def cluster_numbers(table: ProfileTable, rows: Tensor) -> Tensor:
+    """Return the number of the cluster or image of each of these samples int64 [n], from 0 on:
+    int64 [n]. Where there are none each sample has its own."""
+    keys = table.split_keys
+    numbers: dict[tuple[str, str], int] = {}
+    return torch.tensor([numbers.setdefault(keys[row], len(numbers)) for row in rows.tolist()])
+
+
 def folds_of(table: ProfileTable, rows: Tensor, seed: int, count: int = FOLDS) -> list[Fold]:
     """Return row positions to fit on and to hold out, `count` times.
 

@@ -20,7 +20,6 @@ import torch
 from scipy.special import ndtri
 from torch import Tensor
 
-from knobwise.agents.calibration.guard import cluster_numbers
 from knobwise.agents.calibration.latencies import fit_latency_model
 from knobwise.agents.calibration.promise import (
     Decide,
@@ -35,6 +34,7 @@ from knobwise.agents.evaluation.baselines import fit_static
 from knobwise.agents.problem import Problem
 from knobwise.agents.training.controllers import controller_trainer
 from knobwise.envs.tables.profile_table import ProfileTable, Split
+from knobwise.envs.tables.splits import cluster_numbers
 from knobwise.experiments.settings.choices import COLD_OPTIMISER, GRPO, SAMPLED
 from knobwise.testbeds.simulated.calibrated import simulate
 from knobwise.testbeds.simulated.settings import SimulatedConfig

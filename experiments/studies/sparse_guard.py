@@ -41,7 +41,7 @@ from torch import Tensor
 
 from knobwise.agents.calibration.calibrate import calibrate_controller
 from knobwise.agents.calibration.deployed_controller import DeployedController
-from knobwise.agents.calibration.guard import CONFIDENCE, GuardRow, cluster_numbers
+from knobwise.agents.calibration.guard import CONFIDENCE, GuardRow
 from knobwise.agents.evaluation.baselines import fit_static
 from knobwise.agents.evaluation.policy import Array, Policy, choices_of, inputs_of_rows
 from knobwise.agents.problem import Problem
@@ -49,6 +49,7 @@ from knobwise.agents.training.controllers import ControllerSetup, controller_tra
 from knobwise.common.paired import is_better
 from knobwise.envs.bandit.budgets import default_budgets
 from knobwise.envs.bandit.outcomes import Decisions
+from knobwise.envs.tables.splits import cluster_numbers
 from knobwise.experiments.settings.choices import COLD_OPTIMISER, GRPO, SAMPLED
 from knobwise.experiments.studies.sparse import (
     POLICY,

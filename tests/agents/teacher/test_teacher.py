@@ -93,6 +93,9 @@ def test_a_member_decides_alone_where_it_is_worth_more_by_more_than_chance():
     joined[0, :4] = torch.tensor([0.0, 1.0])
     assert all_profiled([utility], utility).better_alone(joined) == 0
     assert all_profiled([utility] * 3, utility).better_alone(joined) is None
+    # the four are of one of 25 images: the same mean, standard error .04
+    images = torch.arange(100) // 4
+    assert all_profiled([utility], utility).better_alone(joined, images) is None
 
 
 def test_it_is_weighed_without_dropout():
