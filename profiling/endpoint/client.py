@@ -187,7 +187,7 @@ class EndpointClient:
                 self._whole_beside += not (alone and self._sent == sent)
                 return reply
             except ImpossibleTokens as error:
-                raise InputError(
+                raise ImpossibleTokens(
                     f"endpoint={self.url}: counts tokens that cannot be ({error}), so that neither "
                     "tokens nor prices of its answers are known"
                 ) from error
@@ -247,7 +247,7 @@ class EndpointClient:
                     read_whole(await response.read(), reply, start)
                 else:
                     await read_stream(response.iter_lines(), reply, start)
-            except (ValueError, ImpossibleTokens):
+            except ValueError:
                 raise
             except Exception as error:  # of the HTTP client's own, which openai wraps elsewhere
                 raise Cut(f"a broken answer ({type(error).__name__})") from error
@@ -306,7 +306,7 @@ class EndpointClient:
         try:
             async with asyncio.timeout(self.timeout_s):
                 await self._read(body, EndpointReply(), start, whole)
-        except (openai.APIError, TimeoutError, ValueError, ImpossibleTokens):
+        except (openai.APIError, TimeoutError, ValueError):
             return None
         return time.perf_counter() - start
 

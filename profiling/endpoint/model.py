@@ -6,8 +6,9 @@ import functools
 import inspect
 import itertools
 import math
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import polars as pl
@@ -92,6 +93,8 @@ class EndpointModel:
         # by model, if a change of it takes long
         self._change_ms: dict[str, float] = {}
         self._last: str | None = None
+        # in earlier calls
+        self._spent_before = 0.0
         self.columns: tuple[str, ...] = ("prompt", "tokens_in", "tokens_out")
         if self._client.prices:
             self.columns += ("usd",)
@@ -197,16 +200,38 @@ class EndpointModel:
 
     def affords(self, request: Request, configuration: Configuration) -> bool:
         """Reserve what `answer` can cost at most; False if that is too much."""
-        enough = self._client.reserve(self.body(request, configuration))
-        if not enough:
-            self.limit = self._client.limit
+        body = self.body(request, configuration)
+        enough = self._client.reserve(body)
+        self.limit = "" if enough else self._why_no_more(self._client.most_usd(body))
         return enough
 
-    def continues(self, log: pl.DataFrame) -> None:
-        """Count what was spent on the measurements of a log, in earlier calls too."""
-        if "extra.usd" in log.columns:
-            money = self._client.money
-            money.spent = max(money.spent, float(log["extra.usd"].sum()))
+    def _why_no_more(self, most: float) -> str:
+        """Return the limit of money, with why it allows no request that can cost so much."""
+        spent = self._client.money.spent
+        nothing = ", so nothing was asked" if spent == self._spent_before else ""
+        return (
+            f"{self._client.limit} (${spent:.4g} is spent, and the next request could cost "
+            f"${most:.4g}{nothing})"
+        )
+
+    @contextmanager
+    def saving_for(
+        self, request: Request, configurations: Sequence[Configuration]
+    ) -> Iterator[None]:
+        """Afford nothing in the block that takes the money for these answers."""
+        bodies = [self.body(request, each) for each in configurations]
+        money = self._client.money
+        money.saved = sum(map(self._client.most_usd, bodies))
+        try:
+            yield
+        finally:
+            money.saved = 0.0
+
+    def continues(self, state: Path, log: pl.DataFrame) -> None:
+        """Count what earlier calls spent, and keep what this one spends in the state folder."""
+        of_log = float(log["extra.usd"].sum()) if "extra.usd" in log.columns else 0.0
+        self._client.keep(state, of_log)
+        self._spent_before = self._client.money.spent
 
     def answer(self, stages: Sequence[FirstStage], configuration: Configuration) -> list[Answer]:
         """Ask for the answers, one after the other; several threads may ask at once.

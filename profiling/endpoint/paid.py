@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, BinaryIO
 
 from knobwise.common.errors import InputError
 from knobwise.profiling.endpoint.client import EndpointClient
 from knobwise.profiling.endpoint.messages import images_in, most_tokens
 from knobwise.profiling.endpoint.prices import Money, Price, answer_usd, lacking_tiers, read_prices
-from knobwise.profiling.endpoint.reading import EndpointReply
+from knobwise.profiling.endpoint.reading import EndpointReply, ImpossibleTokens
 from knobwise.profiling.endpoint.settings import EndpointOptions
+from knobwise.profiling.measuring.measuring import open_log
 
 LIMITS = ("max_tokens", "max_completion_tokens")
 """Fields that bound an answer."""
+PAYMENTS = "payments.jsonl"
+"""The file of what was paid, in the state folder. Before a request is sent, a line has the most
+that it can cost; after its answer, a line has the difference to its price. So the sum is what was
+paid, and the most that it can be if the process was killed in between."""
 
 
 class PaidClient:
@@ -36,6 +44,8 @@ class PaidClient:
 
     def __init__(self, options: EndpointOptions, priced: Sequence[Mapping[str, Any]]) -> None:
         self.money = Money(options.max_usd or math.inf)
+        self._payments: BinaryIO | None = None
+        self._open = ExitStack()
         self.prices: dict[str, Price] = {}
         if options.prices is not None:
             self.prices = read_prices(options.prices)
@@ -51,6 +61,43 @@ class PaidClient:
         except InputError:
             self.close()
             raise
+
+    def keep(self, folder: Path, noted_elsewhere: float = 0.0) -> None:
+        """Keep what is paid in a file of this folder, and count what earlier calls paid there.
+
+        Args:
+            folder: the state folder.
+            noted_elsewhere: what was paid for all that the folder holds. It counts where this file
+                is missing, as in folders of earlier versions.
+
+        Raises:
+            InputError: a damaged file, or one that another process writes.
+        """
+        if not self.prices:
+            return
+        # what was paid before the folder was known belongs to the first one
+        before = self.money.spent if self._payments is None else 0.0
+        path = folder / PAYMENTS
+        self._open.close()
+        self._payments = self._open.enter_context(open_log(path))
+        lines = path.read_bytes().splitlines()
+        try:
+            spent = math.fsum(json.loads(line)["usd"] for line in lines)
+        except (ValueError, KeyError, TypeError) as error:
+            raise InputError(
+                f"{path}: is damaged ({error}), so that what was paid is not known; correct it, or "
+                "choose another out folder"
+            ) from error
+        self.money.spent = before + spent
+        self._note(before)
+        if not lines:
+            self.money.spent += noted_elsewhere
+            self._note(noted_elsewhere)
+
+    def _note(self, usd: float) -> None:
+        """Note a payment where it is kept."""
+        if usd and self._payments is not None and not self._payments.closed:
+            self._payments.write(json.dumps({"usd": usd}).encode() + b"\n")
 
     @property
     def progress(self) -> str:
@@ -90,15 +137,28 @@ class PaidClient:
 
         def lost() -> None:
             self.money.pay(most)
-            if self.money.spent + most > self.money.limit:
+            # for the next attempt
+            self._note(most)
+            if self.money.is_short(most):
                 raise InputError(f"{self.limit}: is spent on answers that broke")
 
+        self._note(most)
+        # what ends without an answer may have to be paid all the same, as after Ctrl-C
+        usd = most
         try:
-            reply = self._client.ask(body, lost, whole)
+            try:
+                reply = self._client.ask(body, lost, whole)
+            except ImpossibleTokens:
+                raise
+            except InputError:
+                # the last attempt was turned away, or is counted among those that were lost
+                usd = 0.0
+                raise
             usd = self._usd(reply, body, most)
-            self.money.pay(usd)
         finally:
+            self.money.pay(usd)
             self.money.free(most)
+            self._note(usd - most)
         return reply, usd
 
     def _usd(self, reply: EndpointReply, body: Mapping[str, Any], most: float) -> float:
@@ -123,5 +183,6 @@ class PaidClient:
         )
 
     def close(self) -> None:
-        """Close the connections."""
+        """Close the connections and the file."""
         self._client.close()
+        self._open.close()

@@ -182,6 +182,8 @@ class Money:
     def __init__(self, limit: float = math.inf) -> None:
         self.limit = limit
         self.spent = 0.0
+        # what further reservations must leave
+        self.saved = 0.0
         self._reserved: list[float] = []
         self._changed = threading.Condition()
 
@@ -192,7 +194,7 @@ class Money:
         there is nothing to wait for.
         """
         with self._changed:
-            while self.spent + sum(self._reserved) + usd > self.limit:
+            while self.spent + sum(self._reserved) + usd + self.saved > self.limit:
                 if not self._reserved:
                     return False
                 # now and then, so that Ctrl-C arrives
@@ -205,6 +207,12 @@ class Money:
         with self._changed:
             self.spent += usd
             self._changed.notify_all()
+
+    def is_short(self, usd: float) -> bool:
+        """Return True if a request that may cost so much, and may be among what is reserved, could
+        exceed the limit."""
+        with self._changed:
+            return self.spent + max(sum(self._reserved), usd) > self.limit
 
     def free(self, reserved: float) -> None:
         """Give back what was put aside, if it was."""

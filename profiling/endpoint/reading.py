@@ -13,6 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
+from knobwise.common.errors import InputError
 from knobwise.profiling.endpoint.token_counts import count_tokens
 
 NO_ANSWER = "the answer is none of the protocol's"
@@ -23,8 +24,9 @@ BROKEN_OFF = ("abort", "error")
 and SGLang say abort, gateways error."""
 
 
-class ImpossibleTokens(Exception):
-    """A server counted tokens that cannot be; no further attempt would change that."""
+class ImpossibleTokens(InputError):
+    """A server counted tokens that cannot be; no further attempt would change that. The answer has
+    to be paid, whatever it costs."""
 
 
 class Cut(ValueError):

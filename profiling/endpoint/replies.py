@@ -48,17 +48,16 @@ class Replies:
         Raises InputError for a damaged file, or one that another process writes.
         """
         path = folder / REPLIES
-        # what is known by now was paid for too
-        before = self.client.money.spent
         self._file = self._open.enter_context(open_log(path))
+        paid = 0.0
         try:
             for line in path.read_bytes().splitlines():
                 kept = orjson.loads(line)
                 self._known[kept["request"]] = kept["reply"]
-                self.client.money.spent += kept["usd"]
+                paid += kept["usd"]
         except (ValueError, KeyError, TypeError) as error:
             raise InputError(f"{path}: is damaged ({error}); move it away to ask again") from error
-        self._write("first", None, before)
+        self.client.keep(folder, paid)
 
     def _write(self, request: str, reply: object, usd: float) -> None:
         """Note what was said to a request, where it is kept."""

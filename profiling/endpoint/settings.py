@@ -30,8 +30,8 @@ class EndpointOptions:
     {small: {input: 0.1, output: 0.4}}; also by service tier, and above a length of the prompt. The
     price of a request becomes the column usd."""
     max_usd: float | None = None
-    """With `prices`: no request is sent that could bring the price of all that was measured in
-    `out` above so many US dollars. The same command with more goes on."""
+    """With `prices`: no request is sent that could bring all that was paid for what is in `out`, in
+    this call and before, above so many US dollars. The same command with more goes on."""
     messages: str | None = None
     """With model=openai: module:function, your own: the list of chat messages for a question and a
     dictionary of the knobs. Needed for knobs that are no fields of a request."""

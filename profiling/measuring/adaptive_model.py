@@ -187,7 +187,10 @@ class AdaptiveVLM(Protocol):
       the one before, where a change takes long that belongs to no answer.
     - `remarks(plan, log)`, lines for people on what was measured, a `MeasurementPlan` and its log.
     - `affords(request, configuration)`, asked before each request; False ends the measuring, and
-      `limit` is the setting that did. `continues(log)` is told what was measured before.
+      `limit` is the setting that did. `saving_for(request, configurations)`, a context of the
+      requests that come before a measurement, such as a warm-up: they leave enough for this one.
+    - `continues(state, log)` is told the folder for what later calls need, and what was measured
+      before.
     - `progress`, a text beside the progress, such as what was spent; `close`, called at the end.
     """
 

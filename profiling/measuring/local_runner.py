@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import orjson
 
@@ -67,6 +68,16 @@ class LocalRunner:
         _, i, columns = job
         request = self.plan.requests.request(self.plan.items[i].id)
         return all(self.model.affords(request, self.plan.configurations[j]) for j in columns)
+
+    def saving_for(self, job: Job) -> AbstractContextManager[None]:
+        """Have the model afford nothing that takes what this job may need."""
+        if not hasattr(self.model, "saving_for"):
+            return nullcontext()
+        _, i, columns = job
+        request = self.plan.requests.request(self.plan.items[i].id)
+        configurations = [self.plan.configurations[j] for j in columns]
+        context: AbstractContextManager[None] = self.model.saving_for(request, configurations)
+        return context
 
     def blocks(self, columns: Sequence[int]) -> list[list[int]]:
         """Ask the model which configurations are measured one after the other, if it has a say."""

@@ -14,7 +14,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, NamedTuple, Protocol, TypeVar
@@ -209,6 +209,10 @@ class Runner(Protocol):
         """Tell whether a job may begin; False ends the measuring."""
         ...
 
+    def saving_for(self, job: Job) -> AbstractContextManager[None]:
+        """Return a context in which nothing is spent that this job may need."""
+        ...
+
     def blocks(self, columns: Sequence[int]) -> list[list[int]]:
         """Divide the configurations `columns` into those that are measured one after the other,
         each after a warm-up; most models have a single block."""
@@ -267,11 +271,15 @@ def measure(
             lacking.discard(i)
 
     with clocked_by(plan.config.clock):
-        for block in run.blocks(np.flatnonzero(~done.all((0, 1))).tolist()):
+        # what is not measured in the end, because all is spent, needs no warm-up
+        with _saving_for_next(run, done):
+            blocks = run.blocks(np.flatnonzero(~done.all((0, 1))).tolist())
+        for block in blocks:
             known = done.copy()
             known[..., np.setdiff1d(np.arange(done.shape[-1]), block)] = True
             wanted = count + int((~known).sum())
-            run.warm_up(block)
+            with _saving_for_next(run, known):
+                run.warm_up(block)
             # asked right before each
             jobs = itertools.takewhile(
                 lambda job: not out_of_time() and run.affords(job), missing(known, run.together)
@@ -293,6 +301,12 @@ def measure(
                 keep(i, taken)
                 tick(number)
     return count == total
+
+
+def _saving_for_next(run: Runner, done: Bools) -> AbstractContextManager[None]:
+    """Return a context in which nothing is spent that the next missing measurement may need."""
+    job = next(missing(done, run.together), None)
+    return nullcontext() if job is None else run.saving_for(job)
 
 
 def missing(done: Bools, together: bool) -> Iterator[Job]:

@@ -119,13 +119,13 @@ def profile_vlm(
         return clock_s() - start_s >= limit_s
 
     with open_log(path) as log:
+        known = read_measurements(path)
+        if hasattr(model, "continues"):
+            model.continues(state, known)
         sure = _sure_cells(state / FILE, drawn, needed)
         plan = replace(drawn, design=drawn.design.with_sure(sure))
         wanted_cells = int(plan.design.cells.sum())
-        known = read_measurements(path)
         done = plan.done(known)
-        if hasattr(model, "continues"):
-            model.continues(known)
         print(line_of_plan(plan, model.knobs))
         run: Runner = LocalRunner(model, plan)
         if runner is not None:

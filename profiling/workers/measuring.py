@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -74,6 +75,9 @@ class PoolRunner:
 
     def affords(self, job: Job) -> bool:
         return True
+
+    def saving_for(self, job: Job) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def blocks(self, columns: Sequence[int]) -> list[list[int]]:
         return [[*columns]]

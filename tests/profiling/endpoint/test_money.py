@@ -1,0 +1,156 @@
+"""What a profile through an endpoint costs, over all calls that measure into one folder."""
+
+import math
+import threading
+from pathlib import Path
+
+import polars as pl
+import pytest
+from commands import Command, launch, mistake, stop_when
+from scripted_endpoint import USAGE, Broken, ScriptedChats
+
+from knobwise.profiling.endpoint.prices import Money
+from knobwise.profiling.measuring.measuring import read_measurements
+
+PRICES = "large: {input: 1, output: 4}\nsmall: {input: 1, output: 4}\n"
+MOST = (16 + 16 + 8 + 4 * 8) / 1e6
+"""What a request with 8 characters and max_tokens=8 can cost: a token for each byte, and 32."""
+COST = (10 + 4 * 5) / 1e6
+"""What it does cost, by `USAGE`."""
+
+
+@pytest.fixture(autouse=True)
+def _in_a_folder(home, monkeypatch):
+    """Questions, prices and short waits."""
+    monkeypatch.setattr("knobwise.profiling.endpoint.pauses.FIRST_WAIT_S", 0.01)
+    rows = [{"id": f"q{i}", "question": f"Is it {i}?", "answer": str(i)} for i in range(6)]
+    pl.DataFrame(rows).write_ndjson("q.jsonl")
+    Path("prices.yaml").write_text(PRICES)
+
+
+def words(server, values="{model: [large], max_tokens: [8]}", out="out", **options):
+    options = {"model": "openai", "endpoint": server.url, "data": "q.jsonl", **options}
+    options = {"prices": "prices.yaml", "knobs.warm_up": 0, "concurrency": 1, **options}
+    return [
+        "profile",
+        f"knobs.values={values}",
+        f"out={out}",
+        *(f"{k}={v}" for k, v in options.items()),
+    ]
+
+
+def kept():
+    """What the folder holds of payments, in US dollars."""
+    return math.fsum(pl.read_ndjson("out/state/payments.jsonl")["usd"])
+
+
+def yes(body):
+    yield "yes"
+
+
+# -- a limit over several calls --------------------------------------------------------------------
+
+
+def test_warm_ups_and_looks_at_changes_of_the_model_count_in_later_calls(capsys):
+    values = "{model: [small, large], max_tokens: [8]}"
+    options = {"max_usd": 0.0005, "knobs.warm_up": 1}
+    with ScriptedChats(yes) as server:
+        line = mistake(words(server, values, **options), capsys, "measures ")
+        assert "nothing was asked" not in line
+        # the 15th begins when 420 millionths are spent, of which each took 30, and none begins
+        # after it, since one can take 72
+        assert len(server.bodies) == 15
+        # two warm up, and at least six look at what a change of the model takes
+        assert 0 < len(read_measurements("out/state/measured.jsonl")) <= 15 - 8
+        assert kept() == pytest.approx(0.00045)
+        for _ in range(3):
+            line = mistake(words(server, values, **options), capsys, "measures ")
+            assert "max_usd=0.0005 ($0.00045 is spent, and the next" in line
+            assert "could cost $7.2e-05, so nothing was asked" in line
+        assert len(server.bodies) == 15
+        launch(words(server, values, **options | {"max_usd": 1}))
+        assert kept() == pytest.approx(COST * len(server.bodies))
+
+
+def test_a_warm_up_leaves_enough_for_a_measurement(capsys):
+    # the limit allows one request, which would be the warm-up
+    options = {"max_usd": 1.5 * MOST, "knobs.warm_up": 1}
+    with ScriptedChats(yes) as server:
+        mistake(words(server, **options), capsys, "measures ")
+        mistake(words(server, **options), capsys, "measures ")
+        known = read_measurements("out/state/measured.jsonl")
+        assert len(known) == len(server.bodies) == (1.5 * MOST - MOST) // COST + 1
+
+
+def breaks(body):
+    yield "yes"
+    raise Broken
+
+
+def miscounts(body):
+    yield "yes"
+    yield {"usage": {**USAGE, "prompt_tokens": -1}}
+
+
+def counts_nothing(body):
+    yield "yes"
+    yield {"usage": None}
+
+
+@pytest.mark.parametrize("script", [breaks, miscounts, counts_nothing])
+def test_answers_without_a_price_count_as_the_most_in_later_calls(script, capsys):
+    # 6 times the most, and a little
+    options = {"max_usd": 6 * MOST + 1e-6}
+    with ScriptedChats(script) as server:
+        for _ in range(8):
+            line = mistake(words(server, **options), capsys, "measures ")
+            assert kept() == pytest.approx(MOST * len(server.bodies))
+        assert len(server.bodies) == 6
+        assert "nothing was asked" in line
+
+
+def test_answers_that_break_leave_what_others_have_reserved():
+    money = Money(1.0)
+    assert money.reserve(0.4)
+    assert money.reserve(0.4)
+    # the first is lost, and would be sent again
+    money.pay(0.4)
+    assert money.is_short(0.4)
+    money.free(0.4)
+    # the second alone may be
+    assert not money.is_short(0.4)
+
+
+@pytest.mark.usefixtures("_forked")
+def test_what_is_under_way_at_a_kill_counts_as_the_most(capsys):
+    held = threading.Event()
+
+    def script(body):
+        # the third never comes
+        held.wait(60 * (len(server.bodies) == 3))
+        yield "yes"
+
+    options = {"max_usd": 2 * COST + 2 * MOST + 1e-6}
+    with ScriptedChats(script) as server:
+        stop_when(lambda: len(server.bodies) == 3, Command(words(server, **options)))
+        held.set()
+        assert kept() == pytest.approx(2 * COST + MOST)
+        # one more can be paid, and after it none
+        mistake(words(server, **options), capsys, "measures ")
+        assert len(server.bodies) == 4
+        assert kept() == pytest.approx(3 * COST + MOST)
+
+
+def test_a_folder_that_keeps_no_payments_has_paid_for_what_it_measured(capsys):
+    payments = Path("out/state/payments.jsonl")
+    with ScriptedChats(yes) as server:
+        command = words(server, "{model: [large], max_tokens: [8, 16]}", max_usd=1)
+        launch(command)
+        assert kept() == pytest.approx(12 * COST)
+        payments.unlink()
+        launch(command)
+        assert payments.read_text().count("\n") == 1
+        assert kept() == pytest.approx(12 * COST)
+        payments.write_text("nothing\n")
+        assert "payments.jsonl: is damaged" in mistake(command, capsys)
+        assert len(server.bodies) == 12
