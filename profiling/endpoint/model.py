@@ -228,9 +228,21 @@ class EndpointModel:
             money.saved = 0.0
 
     def continues(self, state: Path, log: pl.DataFrame) -> None:
-        """Count what earlier calls spent, and keep what this one spends in the state folder."""
-        of_log = float(log["extra.usd"].sum()) if "extra.usd" in log.columns else 0.0
-        self._client.keep(state, of_log)
+        """Count what earlier calls spent, and keep what this one spends in the state folder.
+
+        Raises InputError if they paid other prices, or if they had prices and this one has none.
+        """
+        usd = log["extra.usd"] if "extra.usd" in log.columns else pl.repeat(None, len(log))
+        usd = pl.select(usd).to_series().cast(pl.Float64)
+        priced = bool(self._client.prices)
+        if (usd.is_not_null() != priced).any():
+            raise InputError(
+                f"{state.parent}: holds answers that were measured with"
+                f"{'out' if priced else ''} prices; "
+                f"{'leave out prices' if priced else 'give prices=… again'}, or choose another out "
+                "folder"
+            )
+        self._client.keep(state, float(usd.sum()))
         self._spent_before = self._client.money.spent
 
     def answer(self, stages: Sequence[FirstStage], configuration: Configuration) -> list[Answer]:

@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -22,7 +23,8 @@ LIMITS = ("max_tokens", "max_completion_tokens")
 PAYMENTS = "payments.jsonl"
 """The file of what was paid, in the state folder. Before a request is sent, a line has the most
 that it can cost; after its answer, a line has the difference to its price. So the sum is what was
-paid, and the most that it can be if the process was killed in between."""
+paid, and the most that it can be if the process was killed in between. Other lines have the prices
+at which it was paid, by model and tier."""
 
 
 class PaidClient:
@@ -34,7 +36,7 @@ class PaidClient:
 
     Attributes:
         url: the address.
-        prices: by model; empty without prices.
+        prices: by model, of those that are asked; empty without prices.
         money: what was spent.
 
     Raises:
@@ -44,13 +46,15 @@ class PaidClient:
 
     def __init__(self, options: EndpointOptions, priced: Sequence[Mapping[str, Any]]) -> None:
         self.money = Money(options.max_usd or math.inf)
+        self._prices_file = options.prices
         self._payments: BinaryIO | None = None
         self._open = ExitStack()
         self.prices: dict[str, Price] = {}
         if options.prices is not None:
-            self.prices = read_prices(options.prices)
-            if unpriced := {fields["model"] for fields in priced}.difference(self.prices):
+            known = read_prices(options.prices)
+            if unpriced := {fields["model"] for fields in priced}.difference(known):
                 raise InputError(f"{options.prices}: has no price of {min(unpriced)}")
+            self.prices = {fields["model"]: known[fields["model"]] for fields in priced}
             bodies = [{**(options.extra_body or {}), **fields} for fields in priced]
             if lacking := lacking_tiers(self.prices, bodies):
                 raise InputError(f"{options.prices}: {lacking}")
@@ -71,7 +75,8 @@ class PaidClient:
                 is missing, as in folders of earlier versions.
 
         Raises:
-            InputError: a damaged file, or one that another process writes.
+            InputError: a damaged file, or one that another process writes; something was paid at
+                other prices.
         """
         if not self.prices:
             return
@@ -81,23 +86,60 @@ class PaidClient:
         self._open.close()
         self._payments = self._open.enter_context(open_log(path))
         lines = path.read_bytes().splitlines()
+        payments = []
+        noted = {}
         try:
-            spent = math.fsum(json.loads(line)["usd"] for line in lines)
+            for line in map(json.loads, lines):
+                if "price_of" in line:
+                    noted[line["price_of"]] = line["price"]
+                else:
+                    payments.append(line["usd"])
+            spent = math.fsum(payments)
         except (ValueError, KeyError, TypeError) as error:
             raise InputError(
                 f"{path}: is damaged ({error}), so that what was paid is not known; correct it, or "
                 "choose another out folder"
             ) from error
+        prices = _by_model_and_tier(self.prices)
+        # a table must not mix prices, nor the sum that the limit is for
+        if spent:
+            self._refuse_other_prices(folder, noted, prices)
         self.money.spent = before + spent
         self._note(before)
         if not lines:
             self.money.spent += noted_elsewhere
             self._note(noted_elsewhere)
+        for name, price in prices.items():
+            if noted.get(name) != price:
+                self._write({"price_of": name, "price": price})
+
+    def _refuse_other_prices(
+        self, folder: Path, noted: Mapping[str, Any], prices: Mapping[str, Any]
+    ) -> None:
+        """Raise InputError if prices differ from those that were noted of the same model."""
+        differences = [
+            f"{name}.{key}: {noted[name].get(key)} → {price.get(key)}"
+            for name, price in prices.items()
+            if name in noted
+            for key in {**noted[name], **price}
+            if noted[name].get(key) != price.get(key)
+        ]
+        if differences:
+            raise InputError(
+                f"{self._prices_file}: {folder.parent} was measured at other prices "
+                f"({'; '.join(differences)}), which a table must not mix; give those prices again, "
+                "or choose another out folder"
+            )
 
     def _note(self, usd: float) -> None:
         """Note a payment where it is kept."""
-        if usd and self._payments is not None and not self._payments.closed:
-            self._payments.write(json.dumps({"usd": usd}).encode() + b"\n")
+        if usd:
+            self._write({"usd": usd})
+
+    def _write(self, line: Mapping[str, object]) -> None:
+        """Write a line where payments are kept."""
+        if self._payments is not None and not self._payments.closed:
+            self._payments.write(json.dumps(line).encode() + b"\n")
 
     @property
     def progress(self) -> str:
@@ -186,3 +228,15 @@ class PaidClient:
         """Close the connections and the file."""
         self._client.close()
         self._open.close()
+
+
+def _by_model_and_tier(prices: Mapping[str, Price]) -> dict[str, Any]:
+    """Return prices as JSON holds them, each tier by itself: a model may get further ones."""
+    plain = {}
+    for model, price in prices.items():
+        for tier, of_tier in {"": price, **price.tiers}.items():
+            rates = {name: value for name, value in asdict(of_tier).items() if name != "tiers"}
+            plain[f"{model}.{tier}" if tier else model] = rates
+    # lengths of prompts become texts
+    known: dict[str, Any] = json.loads(json.dumps(plain))
+    return known

@@ -7,7 +7,7 @@ from pathlib import Path
 import polars as pl
 import pytest
 from commands import Command, launch, mistake, stop_when
-from scripted_endpoint import USAGE, Broken, ScriptedChats
+from scripted_endpoint import USAGE, Broken, ScriptedChats, Turned
 
 from knobwise.profiling.endpoint.prices import Money
 from knobwise.profiling.measuring.measuring import read_measurements
@@ -41,7 +41,9 @@ def words(server, values="{model: [large], max_tokens: [8]}", out="out", **optio
 
 def kept():
     """What the folder holds of payments, in US dollars."""
-    return math.fsum(pl.read_ndjson("out/state/payments.jsonl")["usd"])
+    return math.fsum(
+        pl.read_ndjson("out/state/payments.jsonl", infer_schema_length=None)["usd"].drop_nulls()
+    )
 
 
 def yes(body):
@@ -149,8 +151,65 @@ def test_a_folder_that_keeps_no_payments_has_paid_for_what_it_measured(capsys):
         assert kept() == pytest.approx(12 * COST)
         payments.unlink()
         launch(command)
-        assert payments.read_text().count("\n") == 1
+        # the sum, and the price
+        assert payments.read_text().count("\n") == 2
         assert kept() == pytest.approx(12 * COST)
         payments.write_text("nothing\n")
         assert "payments.jsonl: is damaged" in mistake(command, capsys)
         assert len(server.bodies) == 12
+
+
+# -- prices that change ----------------------------------------------------------------------------
+
+
+def test_a_folder_goes_on_only_at_the_same_prices(capsys):
+    values = "{model: [large], max_tokens: [8, 16]}"
+    some = {"knobs.samples": 3}
+    with ScriptedChats(yes) as server:
+        launch(words(server, values, **some))
+        before = {path: path.read_bytes() for path in Path("out").rglob("*") if path.is_file()}
+        Path("prices.yaml").write_text("large: {input: 100, output: 4, cached_input: 1}\n")
+        line = mistake(words(server, values), capsys)
+        assert line.startswith("knobwise: prices.yaml: out was measured at other prices ")
+        assert "(large.input: 1 → 100; large.cached_input: None → 1)" in line
+        assert "another out folder" in line
+        line = mistake(words(server, values, prices="null"), capsys)
+        assert "out: holds answers that were measured with prices" in line
+        for path, content in before.items():
+            assert path.read_bytes() == content
+        assert len(server.bodies) == 6
+        # prices of models and tiers that nothing was paid at may be others
+        Path("prices.yaml").write_text(
+            "large: {input: 1.0, output: 4, flex: {input: 9, output: 9}}\n"
+            "small: {input: 7, output: 7}\nother: {input: 1, output: 1}\n"
+        )
+        launch(words(server, "{model: [large, small], max_tokens: [8, 16]}"))
+    table = pl.read_parquet("out/table.parquet")
+    prices = dict(table.group_by("model").agg(pl.col("usd").unique().implode()).iter_rows())
+    assert {model: [*set(usd)] for model, usd in prices.items()} == {
+        "large": [pytest.approx(COST)],
+        "small": [pytest.approx(105e-6)],
+    }
+
+
+def test_what_was_measured_without_prices_gets_none_later(capsys):
+    values = "{model: [large], max_tokens: [8, 16]}"
+    with ScriptedChats(yes) as server:
+        launch(words(server, values, prices="null", **{"knobs.samples": 3}))
+        line = mistake(words(server, values), capsys)
+        assert "out: holds answers that were measured without prices; leave out prices" in line
+        assert len(server.bodies) == 6
+
+
+def test_prices_may_change_as_long_as_nothing_was_paid(capsys):
+    def refuses(body):
+        raise Turned(404, error={"message": "no such model"})
+        yield
+
+    values = "{model: [large], max_tokens: [8, 16]}"
+    with ScriptedChats(refuses) as server:
+        mistake(words(server, values), capsys, "measures ")
+        Path("prices.yaml").write_text("large: {input: 2, output: 8}\n")
+        server.script = yes
+        launch(words(server, values))
+        assert kept() == pytest.approx(12 * 2 * COST)
