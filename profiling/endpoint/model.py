@@ -23,7 +23,13 @@ from knobwise.profiling.endpoint.messages import (
 )
 from knobwise.profiling.endpoint.model_changes import measure_changes, say_costs
 from knobwise.profiling.endpoint.paid import LIMITS, PaidClient
-from knobwise.profiling.endpoint.remarks import CHANGE_MS, CHANGED, changes, ignored_knobs
+from knobwise.profiling.endpoint.remarks import (
+    CHANGE_MS,
+    CHANGED,
+    cached_prompts,
+    changes,
+    ignored_knobs,
+)
 from knobwise.profiling.endpoint.settings import NAME, EndpointOptions
 from knobwise.profiling.measuring.adaptive_model import (
     Answer,
@@ -95,7 +101,7 @@ class EndpointModel:
         self._last: str | None = None
         # in earlier calls
         self._spent_before = 0.0
-        self.columns: tuple[str, ...] = ("prompt", "tokens_in", "tokens_out")
+        self.columns: tuple[str, ...] = ("prompt", "tokens_in", "tokens_out", "tokens_cached")
         if self._client.prices:
             self.columns += ("usd",)
 
@@ -194,9 +200,13 @@ class EndpointModel:
         return [*places.values()]
 
     def remarks(self, plan: MeasurementPlan, log: pl.DataFrame) -> list[str]:
-        """Return what the measurements say of the server: knobs that it may ignore, and what
-        changes of the model cost."""
-        return [*ignored_knobs(plan, log, self.knobs), *changes(plan.select(log))]
+        """Return what the measurements say of the server: knobs that it may ignore, what changes of
+        the model cost, and tokens that it had in its cache."""
+        return [
+            *ignored_knobs(plan, log, self.knobs),
+            *changes(plan.select(log)),
+            *cached_prompts(plan, log),
+        ]
 
     def affords(self, request: Request, configuration: Configuration) -> bool:
         """Reserve what `answer` can cost at most; False if that is too much."""
@@ -262,6 +272,8 @@ class EndpointModel:
         if reply.failed == "timed out" and not reply.counted:
             # nobody counted those of an answer that was given up, which are not few
             extra = dict.fromkeys(extra, math.nan)
+        # what is not known is left out of the log
+        extra["tokens_cached"] = reply.tokens_cached if reply.counted else math.nan
         extra |= {"failed": float(bool(reply.failed)), "attempts": float(reply.attempts)}
         if len(self.measured["model"]) > 1:
             extra[CHANGED] = float(changed)

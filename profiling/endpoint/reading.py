@@ -7,6 +7,7 @@ true.
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import AsyncIterable, AsyncIterator, Mapping
 from contextlib import suppress
@@ -14,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from knobwise.common.errors import InputError
-from knobwise.profiling.endpoint.token_counts import count_tokens
+from knobwise.profiling.endpoint.token_counts import count_tokens, names_cached_tokens
 
 NO_ANSWER = "the answer is none of the protocol's"
 THOUGHTS = ("reasoning_content", "reasoning")
@@ -45,6 +46,8 @@ class EndpointReply:
     """Why it counts as wrong whatever the text says: `refused` or `timed out`."""
     tokens_in: int = 0
     tokens_out: int = 0
+    tokens_cached: float = math.nan
+    """How many of `tokens_in` the server had in its cache; NaN where it does not say."""
     usage: Mapping[str, Any] | None = None
     """What the server said of the tokens; None if nothing."""
     service_tier: object = None
@@ -179,7 +182,9 @@ def _count(content: Mapping[str, Any], reply: EndpointReply) -> None:
         tokens = count_tokens(usage)
     except ValueError as error:
         raise ImpossibleTokens(str(error)) from error
-    if tokens is not None:
+    if tokens is not None and isinstance(usage, Mapping):
         reply.usage = usage
         reply.tokens_in = tokens.read
         reply.tokens_out = tokens.written
+        if names_cached_tokens(usage):
+            reply.tokens_cached = tokens.cached

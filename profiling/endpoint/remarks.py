@@ -1,5 +1,5 @@
-"""What the measurements of a profile say about the server: knobs that it may ignore, and changes of
-the model that are in the times. Hints, for people."""
+"""What the measurements of a profile say about the server: knobs that it may ignore, changes of the
+model that are in the times, and prompts that it had in its cache. Hints, for people."""
 
 from __future__ import annotations
 
@@ -20,6 +20,8 @@ SAME_TIME = 0.1
 """Times that differ by less are the same."""
 LONGER = 1.1
 """An answer is longer than its limit if it has more tokens by this factor, and by two."""
+CACHED = 0.02
+"""A larger share of the input tokens from the cache is told."""
 CHANGED = "model_changed"
 """The number beside an answer that tells whether the request before it was to another model."""
 CHANGE_MS = "model_change_ms"
@@ -132,4 +134,34 @@ def changes(log: pl.DataFrame) -> list[str]:
         f"model: a change takes longer by {say_costs(costs_ms)}, as where a server loads it, and "
         "that is in the times of answers right after one; measure into another folder with "
         "knobs.warm_up=1, which takes models one after the other"
+    ]
+
+
+def cached_prompts(plan: MeasurementPlan, log: pl.DataFrame) -> list[str]:
+    """Return a line on the input tokens that came from the server's cache because each prompt is
+    sent several times; none if they are few.
+
+    What a model reads of a sample for the first time may be cached too: a beginning that all
+    prompts share. New requests find it there as well, so its share is taken off.
+    """
+    names = [EXTRA + "tokens_in", EXTRA + "tokens_cached"]
+    if not {*names} <= {*log.columns}:
+        return []
+    # in the order of the log, which a join need not keep
+    line = EXTRA + "line"
+    rows = plan.select(log.with_row_index(line)).sort(line).drop_nulls(names)
+    rows = rows.filter(pl.col(names[0]) > 0)
+    first = rows.unique(["sample", "model"], keep="first", maintain_order=True)
+    if len(first) == len(rows):
+        return []
+    shared = float((first[names[1]] / first[names[0]]).median())  # type: ignore[arg-type]
+    read, cached = (float(rows[name].sum()) for name in names)
+    share = cached / read - shared
+    if share <= CACHED:
+        return []
+    return [
+        f"{share:.0%} of the input tokens came from the server's cache, because each prompt is "
+        "sent once for each configuration: new requests will take longer, and cost more where "
+        "cached tokens are cheaper; switch the cache off at the server, or begin each prompt with "
+        "its configuration (messages=module:function), and measure into another folder"
     ]

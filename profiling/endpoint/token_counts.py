@@ -12,6 +12,7 @@ READ = ("prompt_tokens", "input_tokens")
 WRITTEN = ("completion_tokens", "output_tokens")
 """The same for those that it writes."""
 DETAILS = ("prompt_tokens_details", "input_tokens_details")
+CACHED = ("cached_tokens",)
 
 
 class TokenCounts(NamedTuple):
@@ -45,13 +46,22 @@ def count_tokens(usage: object) -> TokenCounts | None:
         return None
     written = max(written or 0, (total or 0) - read)
     cached = 0
-    for name in DETAILS:
-        details = usage.get(name)
-        if isinstance(details, Mapping):
-            cached = _first(details, ("cached_tokens",)) or cached
+    for details in _details(usage):
+        cached = _first(details, CACHED) or cached
     if cached > read:
         raise ValueError(f"cached_tokens={cached} is more than the {read} tokens that were read")
     return TokenCounts(read, written, cached)
+
+
+def names_cached_tokens(usage: Mapping[str, Any]) -> bool:
+    """Return True if the server says how many tokens came from its cache, be it none."""
+    return any(details.get(CACHED[0]) is not None for details in _details(usage))
+
+
+def _details(usage: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Return what the server says of the tokens that were read."""
+    details = [usage.get(name) for name in DETAILS]
+    return [fields for fields in details if isinstance(fields, Mapping)]
 
 
 def _first(counts: Mapping[str, Any], names: tuple[str, ...]) -> int | None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import polars as pl
 import pytest
-from commands import Command, launch, mistake, stop_when
+from commands import Command, launch, mistake, read_json, stop_when
 from scripted_endpoint import USAGE, Broken, ScriptedChats, Turned
 
 from knobwise.profiling.endpoint.prices import Money
@@ -213,3 +213,55 @@ def test_prices_may_change_as_long_as_nothing_was_paid(capsys):
         server.script = yes
         launch(words(server, values))
         assert kept() == pytest.approx(12 * 2 * COST)
+
+
+# -- prompts that the server has in its cache ------------------------------------------------------
+
+
+class Caching:
+    """Reads 100 tokens, of which all prompts share 20; it keeps each prompt by model."""
+
+    def __init__(self):
+        self.known = set()
+
+    def __call__(self, body):
+        key = body["model"], body["messages"][0]["content"]
+        cached = 90 if key in self.known else 20 * bool(self.known)
+        self.known.add(key)
+        yield "yes"
+        yield {
+            "usage": {
+                "prompt_tokens": 100,
+                "completion_tokens": 5,
+                "prompt_tokens_details": {"cached_tokens": cached},
+            }
+        }
+
+
+def test_prompts_that_are_cached_since_they_are_sent_again_are_said(capsys):
+    Path("prices.yaml").write_text("large: {input: 1, output: 4, cached_input: 0.1}\n")
+    with ScriptedChats(Caching()) as server:
+        launch(words(server, "{model: [large], max_tokens: [8, 16]}"))
+    table = pl.read_parquet("out/table.parquet")
+    # of each sample one answer is to a new prompt, and the first of these shares nothing
+    assert sorted(table["tokens_cached"]) == [0, *[20] * 5, *[90] * 6]
+    usd = (100 - table["tokens_cached"] + 0.1 * table["tokens_cached"] + 20) / 1e6
+    assert table["usd"].to_list() == pytest.approx(usd.to_list())
+    # (5 × 20 + 6 × 90) / 1200 is 53 %, less the 20 % that all prompts share
+    (line,) = read_json("out/profile.json")["remarks"]
+    assert line.startswith("33% of the input tokens came from the server's cache, because each ")
+    assert line in capsys.readouterr().out
+
+
+def test_a_beginning_that_all_prompts_share_is_no_reason_to_switch_a_cache_off():
+    with ScriptedChats(Caching()) as server:
+        launch(words(server, "{model: [large, small], max_tokens: [8]}"))
+    assert pl.read_parquet("out/table.parquet")["tokens_cached"].sum() == 11 * 20
+    assert not [r for r in read_json("out/profile.json")["remarks"] if "cache" in r]
+
+
+def test_a_server_that_says_nothing_of_a_cache_has_no_such_column():
+    with ScriptedChats(yes) as server:
+        launch(words(server, "{model: [large], max_tokens: [8, 16]}"))
+    assert "tokens_cached" not in pl.read_parquet("out/table.parquet").columns
+    assert not [r for r in read_json("out/profile.json")["remarks"] if "cache" in r]
