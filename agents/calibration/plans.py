@@ -25,9 +25,16 @@ from knobwise.agents.calibration.mean_policies import (
     outcomes_of,
 )
 from knobwise.agents.calibration.promise import requests_of, trials_of
+from knobwise.agents.controller.actor import make_actor
 from knobwise.agents.deployed.promise import LatencyModel
 from knobwise.agents.evaluation.baselines import fit_static
-from knobwise.agents.evaluation.policy import Array, Policy, choices_of, inputs_of_rows
+from knobwise.agents.evaluation.policy import (
+    Array,
+    Policy,
+    allowed_in_service,
+    choices_of,
+    inputs_of_rows,
+)
 from knobwise.agents.training.controllers import ControllerSetup
 from knobwise.envs.bandit.budgets import MIN_LATENCY_MS
 from knobwise.envs.tables.splits import cluster_numbers
@@ -90,36 +97,44 @@ def promise_for_deadlines(
     folds = setup.folds
     assert problem.calibration is not None
     requests = requests_of(problem, problem.calibration)
-    # the network that is deployed, and its model of latencies
-    alone = Calibration(latency=calibration.latency, texts=calibration.texts)
-    decider = DeployedController(copy.deepcopy(setup.controller).cpu(), None, alone).decider
-    features, mask = inputs_of_rows(problem, requests.rows)
+    # the network that is deployed, with its model of latencies and its limits, and no rule yet
+    decider = DeployedController(copy.deepcopy(setup.controller).cpu(), None, calibration).decider
+    features, _ = inputs_of_rows(problem, requests.rows)
+    # as in service, where nothing is known of what was measured for a sample
+    allowed = torch.from_numpy(
+        allowed_in_service(decider, problem, torch.arange(problem.facts.num_samples))
+    )
+    actor = make_actor(
+        setup.controller, problem.facts, setup.group_size, all_networks=True, mask=allowed
+    ).to(setup.device)
 
     normaliser = copy.deepcopy(setup.controller.normaliser).cpu()
 
     def within(model: LatencyModel, rows: Tensor, limit_ms: float, quantile: float) -> Array:
         x = normaliser.of_rows(problem.facts, rows).numpy()
-        return model.within(x, limit_ms, quantile, problem.mask[rows].numpy())
+        return model.within(x, limit_ms, quantile, allowed[rows].numpy())
 
     # for samples held out of a fold neither network nor model of latencies was fitted on them
     models = [LatencyModel(fit_latency_model(problem.facts, fit, normaliser)) for fit in folds[0]]
 
     def held_out(limit_ms: float, quantile: float) -> Tensor:
-        log_probs = setup.held_out_log_probs(torch.tensor(limit_ms)).cpu().numpy()
+        log_probs = setup.held_out.log_probs(actor, torch.tensor(limit_ms)).cpu().numpy()
         parts = zip(models, folds[1], strict=True)
-        allowed = [within(model, hold, limit_ms, quantile) for model, hold in parts]
-        return torch.from_numpy(np.where(np.concatenate(allowed), log_probs, -np.inf).argmax(1))
+        expected = [within(model, hold, limit_ms, quantile) for model, hold in parts]
+        return torch.from_numpy(np.where(np.concatenate(expected), log_probs, -np.inf).argmax(1))
 
     def deployed(limit_ms: float, quantile: float) -> Tensor:
+        mask = allowed[requests.rows].numpy()
         log_probs = decider.log_probs(features, np.full(len(mask), limit_ms), mask)
-        allowed = within(decider.latency, requests.rows, limit_ms, quantile)
-        return torch.from_numpy(np.where(allowed, log_probs, -np.inf).argmax(1))
+        expected = within(decider.latency, requests.rows, limit_ms, quantile)
+        return torch.from_numpy(np.where(expected, log_probs, -np.inf).argmax(1))
 
     static = fit_static(problem.cells, setup.fitted, setup.rule)
     about = problem, rows, requests, budgets_ms, static
-    policy = trials_of(*about, held_out, deployed, cost_ms=setup.cost_ms)
+    policy = trials_of(*about, held_out, deployed, allowed=allowed, cost_ms=setup.cost_ms)
     calibration.promise = [each.row(promise) for each in policy]
-    calibration.promise_of_static = [each.row(promise) for each in trials_of(*about)]
+    single = trials_of(*about, allowed=allowed)
+    calibration.promise_of_static = [each.row(promise) for each in single]
     calibration.static = static.arrays()
 
 

@@ -22,6 +22,10 @@ on to decide: what it answers in time there is in time here, so its promise hold
 as well, and says nothing new that could be wrong. Below such a budget the safest candidate decides,
 and nothing is promised.
 
+The rules are tested as they will decide. In service nothing is unmeasured, so that only limits on
+further costs forbid a choice. A choice that was not measured for a sample stays the choice, and
+counts as late: what it would have taken is not known, and it may be missing because it was slow.
+
 The bound needs independent requests that are late or not. So of several measurements of an answer
 one is drawn, and of samples that belong together, such as the questions about an image, one: a
 cluster is kept with a probability in the ratio of its size to the largest, so that each request is
@@ -47,6 +51,7 @@ from knobwise.agents.deployed.promise import POLICY
 from knobwise.agents.problem import Problem
 from knobwise.common.errors import InputError
 from knobwise.common.paired import standard_error
+from knobwise.common.progress import say
 from knobwise.envs.bandit.budgets import MIN_LATENCY_MS
 from knobwise.envs.bandit.reward import share_on_time
 from knobwise.envs.tables.splits import cluster_numbers
@@ -99,7 +104,8 @@ def requests_needed(promise: float) -> int:
 
 
 def check_promise(problem: Problem) -> None:
-    """Refuse a promise where times are not measured, or a request has no budget of its own.
+    """Refuse a promise where times are not measured, or a request has no budget of its own; say how
+    many cells have no time that could show anything.
 
     Raises:
         InputError: a mean budget, a rule of the user's own, or beliefs about cells.
@@ -113,7 +119,13 @@ def check_promise(problem: Problem) -> None:
         raise InputError(
             f"policy.promise: profile {problem.facts.name!r} has cells that nobody measured, and "
             "what is predicted of them proves nothing; measure all of them, set "
-            "unprofiled=forbid, or leave the promise out"
+            "unprofiled=forbid, which counts them as late, or leave the promise out"
+        )
+    mask = problem.facts.mask
+    if not mask.all():
+        say(
+            f"{int((~mask).sum()):,} of {mask.numel():,} cells were not measured: where such an "
+            "answer is chosen, policy.promise counts it as late"
         )
 
 
@@ -233,6 +245,7 @@ def trials_of(
     held_out: Decide | None = None,
     deployed: Decide | None = None,
     *,
+    allowed: Tensor | None = None,
     cost_ms: float = 0.0,
 ) -> list[Trial]:
     """Put the candidates at each of B budgets in order, and test them; in ascending order.
@@ -241,11 +254,13 @@ def trials_of(
         rows: int64 [n], the fitted samples, which candidates are put in order by.
         requests: drawn from the samples that were held back.
         budgets_ms: float [B].
-        static: knows which configuration is most often on time, which decides for a request that a
-            candidate's configuration is forbidden for.
+        static: knows which configuration is most often on time, which decides for a request that
+            limits forbid a candidate's configuration for.
         held_out: what the policy chooses for `rows`, each by a network that was not fitted on it;
             None for single configurations alone.
         deployed: what the deployed policy chooses for the requests.
+        allowed: bool [N, C], what limits on further costs let samples have, whether or not it was
+            measured; None for everything.
         cost_ms: the time of a decision.
     """
     candidates = [PromiseCandidate(c, 0.0) for c in range(problem.values.num_configurations)]
@@ -254,15 +269,17 @@ def trials_of(
     reads = torch.tensor([c.configuration == POLICY for c in candidates])
     count = len(requests.rows)
     clusters = cluster_numbers(problem.facts, rows)
+    if allowed is None:
+        allowed = torch.ones_like(problem.facts.mask)
     result = []
     for budget in sorted(budgets_ms.tolist()):
         left = max((1 - RESERVE) * (budget - cost_ms), MIN_LATENCY_MS)
-        chosen = _chosen(candidates, left, problem.mask[rows], static, held_out)
+        chosen = _chosen(candidates, left, allowed[rows], static, held_out)
         on_time, accuracy = _expected(problem, rows, chosen, left, reads)
         order = in_order(_surely(on_time, reads, clusters), accuracy.mean(0).numpy())
         accuracies = accuracy.mean(0)[order].tolist()
         kept = [candidates[i] for i in order]
-        answers = _chosen(kept, left, problem.mask[requests.rows], static, deployed)
+        answers = _chosen(kept, left, allowed[requests.rows], static, deployed)
         hits = count - late(problem, requests, answers, left, reads[order]).sum(0)
         result.append(Trial(budget, left, kept, accuracies, hits.tolist(), count))
     return result
@@ -271,21 +288,21 @@ def trials_of(
 def _chosen(
     candidates: Sequence[PromiseCandidate],
     left: float,
-    mask: Tensor,
+    allowed: Tensor,
     static: Static,
     decide: Decide | None,
 ) -> Tensor:
-    """Return what candidates choose with so many ms left, inside the mask bool [n, C]: int64 [n,
-    K]."""
-    share = np.broadcast_to(static.on_time(left), mask.shape)
-    safest = torch.from_numpy(pick(share, static.latency_ms, mask.numpy()))
+    """Return what candidates choose with so many ms left, of what limits allow, bool [n, C]: int64
+    [n, K]."""
+    share = np.broadcast_to(static.on_time(left), allowed.shape)
+    safest = torch.from_numpy(pick(share, static.latency_ms, allowed.numpy()))
     columns = []
     for configuration, probability in candidates:
         if configuration == POLICY:
             assert decide is not None
             columns.append(decide(left, float(ndtri(probability))))
         else:
-            columns.append(safest.masked_fill(mask[:, configuration], configuration))
+            columns.append(safest.masked_fill(allowed[:, configuration], configuration))
     return torch.stack(columns, 1)
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from knobwise.agents.deployed.arrays import Array as Array
 from knobwise.agents.deployed.arrays import Arrays
 from knobwise.agents.deployed.calibrated import Guard
+from knobwise.agents.deployed.controller import NumpyController
 from knobwise.agents.problem import Problem
 from knobwise.common.errors import InputError
 
@@ -79,6 +80,14 @@ def inputs_of_rows(problem: Problem, rows: Tensor) -> tuple[dict[str, Array], Ar
     """Return the feature blocks [n, d] by name and the mask bool [n, C] of samples int64 [n]."""
     features = {name: block.numpy() for name, block in problem.facts.blocks(rows).items()}
     return features, problem.mask[rows].numpy()
+
+
+def allowed_in_service(decider: NumpyController, problem: Problem, rows: Tensor) -> Array:
+    """Return what a controller may choose in service for samples int64 [n], bool [n, C]: what its
+    own limits on further costs allow, whether or not it was measured."""
+    features, mask = inputs_of_rows(problem, rows)
+    allowed = decider.allowed(features, len(mask))
+    return np.ones_like(mask) if allowed is None else allowed
 
 
 def choose_each(policy: Any, features: Arrays, limits: Array, mask: Array) -> Array:

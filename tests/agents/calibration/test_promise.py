@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from helpers import input_error, table_of
+from helpers import WITH_TEACHER, deployed, input_error, table_of, two_kinds
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import binom
@@ -28,8 +28,11 @@ from knobwise.agents.calibration.promise import (
 )
 from knobwise.agents.deployed.promise import POLICY, Promise
 from knobwise.agents.evaluation.baselines import fit_static
+from knobwise.agents.evaluation.policy import inputs_of_rows
+from knobwise.agents.evaluation.problems import problem_of
 from knobwise.agents.problem import Problem
 from knobwise.envs.bandit.rules import MeanBudget
+from knobwise.envs.bandit.settings import BudgetConfig
 from knobwise.envs.tables.divisions import hold_back
 from knobwise.envs.tables.profile_table import Split
 
@@ -189,13 +192,63 @@ def test_the_policy_pays_for_its_decisions_and_for_the_first_look():
     assert made(table, rows, [9.0], 0.95, decide, decide)[0]["expected_accuracy"] == 1.0
 
 
-def test_a_request_that_a_configuration_is_forbidden_for_gets_the_safest():
-    accuracy = torch.tensor([[0.1, 0.9]] * 80)
-    accuracy[:40, 1] = NAN
-    latency = torch.tensor([[5.0, 5.0]] * 80).where(~accuracy.isnan(), NAN)
-    (row,) = made(table_of(accuracy, latency), torch.arange(80), [10.0], 0.95)
+def test_a_request_that_limits_forbid_a_configuration_for_gets_the_safest():
+    table = table_of(torch.tensor([[0.1, 0.9]] * 80), torch.full((80, 2), 5.0))
+    allowed = torch.ones(80, 2, dtype=torch.bool)
+    allowed[:40, 1] = False
+    (row,) = made(table, torch.arange(80), [10.0], 0.95, allowed=allowed)
     assert (row["configuration"], row["kept"]) == (1, True)
     assert row["expected_accuracy"] == pytest.approx(0.5)
+
+
+def test_what_was_not_measured_stays_the_choice_and_counts_as_late():
+    """In service nothing is unmeasured, so that the second configuration would decide for all."""
+    accuracy = torch.tensor([[0.1, 0.9]] * 100)
+    latency = torch.full((100, 2), 5.0)
+    for holes, rule in ((1, (1, True, 0.99)), (40, (0, True, 1.0))):
+        accuracy[:holes, 1] = latency[:holes, 1] = NAN
+        (row,) = made(table_of(accuracy, latency), torch.arange(100), [10.0], 0.95)
+        assert (row["configuration"], row["kept"], row["on_time"]) == rule
+    # .1 of all is less than .9 of sixty in a hundred: the second was tried, and failed
+    assert (row["candidates"], row["passed"]) == (2, 1)
+
+
+@pytest.mark.parametrize("limits", [None, {"usd": 0.002}])
+def test_the_rules_that_are_tested_are_those_that_decide_in_service(limits, capfd):
+    """In a table with holes, where training may choose only what was measured."""
+    table = two_kinds(400, shown=True)
+    holes = torch.rand(400, 3, generator=torch.Generator().manual_seed(0)) < 0.2
+    holes[:, 0] = False
+    # of the last configuration half of the samples cost more than 0.002
+    price = torch.full((400, 3), 0.001)
+    price[:, 2] = 0.002 * table.features["x"][:, 1].exp()
+    table = replace(
+        table,
+        accuracy=table.accuracy.masked_fill(holes, NAN),
+        latency_ms=table.latency_ms.masked_fill(holes, NAN),
+        mask=~holes,
+        costs={"usd": price.masked_fill(holes, NAN)},
+    )
+    split, held = hold_back(table, table.split(0.6, 0.2, 0), HELD_BACK, 0)
+    problem = problem_of(table, split, BudgetConfig(limits=limits), "forbid")
+    problem = replace(problem, calibration=held)
+    check_promise(problem)
+    assert f"{int(holes.sum())} of 1,200 cells" in capfd.readouterr().err
+    agent = deployed(problem, replace(WITH_TEACHER, promise=0.5), torch.tensor([20.0, 100.0]))
+    requests = requests_of(problem, held)
+    features, mask = inputs_of_rows(problem, requests.rows)
+    rows = [row for row in agent.calibration.promise if row["kept"]]
+    assert POLICY in [row["configuration"] for row in rows]
+    unmeasured = 0
+    for row in rows:
+        left = row["planned_ms"]
+        # nothing is masked, as in service
+        chosen = agent.decider.choose(features, np.full(len(mask), left))
+        unmeasured += (~mask[np.arange(len(mask)), chosen]).sum()
+        chosen = torch.from_numpy(chosen).unsqueeze(1)
+        too_late = late(problem, requests, chosen, left, torch.ones(1, dtype=torch.bool))
+        assert row["on_time"] == pytest.approx(1 - float(too_late.double().mean()))
+    assert unmeasured
 
 
 @settings(max_examples=40, deadline=None)
