@@ -318,8 +318,15 @@ class KnobPolicy:
             promised = decider.promised(budget_ms, drift)
             assert promised is not None
             words = f"at least {100 * promised.share:g}% on time is promised"
+            whole = np.array([budget_ms * decider.factor(drift)])
             if not promised.share:
                 words = "nothing can be promised here, so what is most often on time decides"
+            elif not decider.promise.shares_at(whole)[0]:
+                # the rule of a budget decides as soon as that is left which it plans with
+                words = (
+                    f"nothing is promised below {promised.budget_ms:.6g} {decider.unit}, of which "
+                    "features and decisions take a part"
+                )
             if decider.decides_by_static(request, budget_ms, drift):
                 return f"{words}; this configuration decides for all inputs"
             return f"{words}; it has the highest probability of those that are expected in time"

@@ -13,6 +13,9 @@ from .calibrated import Static
 
 POLICY = -1
 """In the place of a configuration: the policy decides."""
+ROUNDING = 1e-6
+"""By how much, as a share, a budget may fall short of a calibrated one: these have been rounded to
+float32."""
 
 
 class LatencyModel:
@@ -148,10 +151,16 @@ class Promise:
             return Promised(0.0, 0.0)
         return Promised(self.budgets_ms.item(group), self.shares.item(group))
 
-    def shares_at(self, limits: Array) -> Array:
-        """Return the shares that are promised under limits [n], 0 for none: [n]."""
-        group = self.groups(limits)
-        return np.where(group < 0, 0.0, self.shares[group])
+    def shares_at(self, budgets_ms: Array) -> Array:
+        """Return the shares that are promised at whole budgets [n], 0 for none: [n].
+
+        Features and the decision are still to be taken off them. So nothing is promised where the
+        budget that the deciding rule was calibrated for is larger, though its `planned_ms` are
+        less.
+        """
+        group = self.groups(budgets_ms)
+        covered = budgets_ms >= (1 - ROUNDING) * self.budgets_ms[group]
+        return np.where((group >= 0) & covered, self.shares[group], 0.0)
 
     def planned(self, limits: Array) -> Array:
         """Return the ms that are planned with under limits [n]."""

@@ -75,7 +75,7 @@ def decide_requests(config: DecideRun) -> int:
             good = faults.is_null()
             decided = pl.concat([named.filter(good), settings[chosen]], how="horizontal")
             if controller.promise is not None:
-                # the share of such requests that is promised to be on time
+                # the share of such requests that is promised to be on time; budgets are whole
                 shares = controller.promise.shares_at(decided["budget_ms"].to_numpy())
                 decided = decided.with_columns(promised=pl.Series(shares, dtype=pl.Float64))
             decided.write_csv(file, include_header=not first)

@@ -45,6 +45,23 @@ def policy_of(kind):
     return KnobPolicy(Loaded(agent, "small", "", {}))
 
 
+def test_it_says_what_is_promised_at_a_whole_budget():
+    """The rule for 20 ms decides from 15 ms on, what is left there for the answer."""
+    calibration = calibration_for(TABLE, DEPLOY)
+    rule = {"budget_ms": 20.0, "planned_ms": 15.0, "promise": 0.95, "kept": True}
+    calibration.promise = [rule | {"configuration": 3, "probability": 0.0}]
+    calibration.guard = []
+    controller = driven_apart(TABLE, CONFIG)
+    policy = KnobPolicy(Loaded(DeployedController(controller, None, calibration), "s", "", {}))
+    reasons = {
+        budget_ms: policy.decide(TABLE.blocks(0), budget_ms, explain=True).reason
+        for budget_ms in (14.0, 16.0, 20.0)
+    }
+    assert reasons[14.0].startswith("nothing can be promised here")
+    assert reasons[16.0].startswith("nothing is promised below 20 ms")
+    assert reasons[20.0].startswith("at least 95% on time is promised")
+
+
 @settings(max_examples=25)
 @given(
     st.sampled_from(["heads", "teacher", "guard"]),

@@ -67,12 +67,21 @@ def test_each_budget_has_its_rule_and_what_is_between_that_of_the_next_smaller()
     assert light.decide_index(request, 30.0, slower) == 5
     limits = np.array([9.7, 9.81, 13.72, 13.73, 20.0, 300.0])
     assert light.reads_features(limits).tolist() == [False, False, True, True, False, True]
-    assert promise.shares_at(limits).tolist() == [0, 0, 0.95, 0.95, 0.95, 0.95]
     # where the policy decides, it plans with what was promised for, whatever more there is
     identical(
         light.choose(arrays(TABLE), np.full(SAMPLES, 300.0)),
         light.choose(arrays(TABLE), np.full(SAMPLES, 29.4)),
     )
+
+
+def test_nothing_is_promised_at_a_whole_budget_below_that_of_the_rule():
+    """Of 14 ms 13.72 are planned with: enough to decide by that rule if so much is left, but of a
+    whole budget a decision takes some."""
+    light = promised(*RULES)
+    budgets = np.array([9.7, 10.0, 13.72, np.float32(14.0 - 1e-6), 14.0, 19.7, 20.0, 29.9, 300.0])
+    shares = light.promise.shares_at(budgets)
+    assert shares.tolist() == [0, 0, 0, 0.95, 0.95, 0, 0.95, 0, 0.95]
+    assert light.promised(13.72).share == 0.95
 
 
 def test_a_policy_takes_the_best_of_what_it_expects_in_time_by_hand():

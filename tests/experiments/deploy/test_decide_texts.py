@@ -1,5 +1,6 @@
 """From a CSV with prompts to decisions: train, export, decide by text, serve, log."""
 
+import copy
 import json
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from commands import mistake, words_of
 import knobwise
 from knobwise.__main__ import main
 from knobwise.agents import NumpyController
+from knobwise.agents.deployed.promise import POLICY
 from knobwise.experiments.inspection.logs import inspect_log
 
 RUN = "runs/controller/texts"
@@ -128,6 +130,32 @@ def test_decide_and_evaluate_read_the_texts(folder, capsys):
         assert main(["evaluate", "checkpoint=" + RUN, "baselines=false"]) == 0
         assert "learned controller" in capsys.readouterr().out
         assert "no graph" in mistake(["export", "checkpoint=" + RUN, "onnx=true", "out=x"], capsys)
+
+
+def promised(folder, capsys, *requests):
+    """What `decide` says is promised of requests, (prompt, budget) each. By the policy .95 is
+    promised at 20 ms, which has 15 left for the answer, and by a single model at 40."""
+    agent = copy.deepcopy(knobwise.load(folder / RUN).agent)
+    rule = {"promise": 0.95, "kept": True, "probability": 0.0}
+    agent.calibration.promise = [
+        rule | {"budget_ms": 20.0, "planned_ms": 15.0, "configuration": POLICY},
+        rule | {"budget_ms": 40.0, "planned_ms": 30.0, "configuration": 1},
+    ]
+    agent.calibration.guard = []
+    agent.export(folder / "promised.npz")
+    frame = pl.DataFrame(requests, schema=["prompt", "budget_ms"], orient="row")
+    frame.with_columns(tokens=3).write_csv(folder / "promised.csv")
+    with chdir(folder):
+        words = ["checkpoint=promised.npz", "requests=promised.csv", "out=d.csv"]
+        assert main(["decide", *words]) == 0
+        capsys.readouterr()
+        return pl.read_csv("d.csv")["promised"].to_list()
+
+
+def test_at_whole_budgets_below_that_of_the_rule_nothing_is_promised(folder, capsys):
+    budgets = (14.0, 16.0, 20.0, 35.0, 40.0)
+    found = promised(folder, capsys, *((ADD, budget_ms) for budget_ms in budgets))
+    assert found == [0, 0, 0.95, 0, 0.95]
 
 
 def test_requests_unlike_training_are_counted_and_logged(folder):
