@@ -321,6 +321,8 @@ class KnobPolicy:
             whole = np.array([budget_ms * decider.factor(drift)])
             if not promised.share:
                 words = "nothing can be promised here, so what is most often on time decides"
+            elif decider.is_unlike(request):
+                words = "a text is unlike those of training, so nothing is promised"
             elif not decider.promise.shares_at(whole)[0]:
                 # the rule of a budget decides as soon as that is left which it plans with
                 words = (

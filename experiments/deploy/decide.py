@@ -68,7 +68,7 @@ def decide_requests(config: DecideRun) -> int:
         for first in range(0, max(len(frame), 1), AT_ONCE):
             part = frame.slice(first, AT_ONCE)
             limits, chosen, faults, odd = _decided(controller, part, config)
-            unlike += odd
+            unlike += int(odd.sum())
             number_of_line = pl.Series("line", lines.numbers[first : first + AT_ONCE])
             names = _ids(part, ids, [*settings.columns, "line", limits.name])
             named = pl.DataFrame([number_of_line, *names, limits])
@@ -77,6 +77,8 @@ def decide_requests(config: DecideRun) -> int:
             if controller.promise is not None:
                 # the share of such requests that is promised to be on time; budgets are whole
                 shares = controller.promise.shares_at(decided["budget_ms"].to_numpy())
+                # nothing of what is unlike the profile, as in service
+                shares = np.where(odd, 0.0, shares)
                 decided = decided.with_columns(promised=pl.Series(shares, dtype=pl.Float64))
             decided.write_csv(file, include_header=not first)
             untried += int((~decided["budget_ms"].is_between(tried.min(), tried.max())).sum())
@@ -93,6 +95,8 @@ def decide_requests(config: DecideRun) -> int:
         )
     if unlike:
         words = "without its text" if controller.static is None else "by budget-aware static"
+        if controller.promise is not None:
+            words = "without features, and promised nothing"
         say(
             f"{format_count(unlike, 'request')} with a text unlike those of training: decided "
             f"{words}"
@@ -114,12 +118,13 @@ def _ids(frame: pl.DataFrame, ids: Sequence[str | None], written: Sequence[str])
 
 def _decided(
     controller: NumpyController, frame: pl.DataFrame, config: DecideRun
-) -> tuple[pl.Series, Array, pl.Series, int]:
+) -> tuple[pl.Series, Array, pl.Series, Array]:
     """Decide for the rows of a frame.
 
     Returns:
         The budget of each row, the configurations of those that are not refused, for each row why
-        it is refused, null for nothing; and how many have a text unlike those of training.
+        it is refused, null for nothing; and which of those that are not refused have a text unlike
+        those of training, bool.
 
     Raises:
         InputError: a column is missing.
@@ -142,7 +147,7 @@ def _decided(
     odd = np.zeros(int(good.sum()), bool)
     for name in controller.texts:
         odd |= np.isnan(features[name][:, 0])
-    return limits, chosen, fault, int(odd.sum())
+    return limits, chosen, fault, odd
 
 
 def _limits(frame: pl.DataFrame, config: DecideRun) -> pl.Series:

@@ -15,7 +15,9 @@ import knobwise
 from knobwise.__main__ import main
 from knobwise.agents import NumpyController
 from knobwise.agents.deployed.promise import POLICY
+from knobwise.agents.training.checkpoint import Loaded
 from knobwise.experiments.inspection.logs import inspect_log
+from knobwise.serving.knob_policy import KnobPolicy
 
 RUN = "runs/controller/texts"
 ADD = "please add the numbers {} and {} for me"
@@ -132,9 +134,9 @@ def test_decide_and_evaluate_read_the_texts(folder, capsys):
         assert "no graph" in mistake(["export", "checkpoint=" + RUN, "onnx=true", "out=x"], capsys)
 
 
-def promised(folder, capsys, *requests):
-    """What `decide` says is promised of requests, (prompt, budget) each. By the policy .95 is
-    promised at 20 ms, which has 15 left for the answer, and by a single model at 40."""
+def promising(folder):
+    """The policy of the run with a promise of .95: at 20 ms, which has 15 left for the answer, it
+    decides itself, and at 40 a single model."""
     agent = copy.deepcopy(knobwise.load(folder / RUN).agent)
     rule = {"promise": 0.95, "kept": True, "probability": 0.0}
     agent.calibration.promise = [
@@ -142,13 +144,19 @@ def promised(folder, capsys, *requests):
         rule | {"budget_ms": 40.0, "planned_ms": 30.0, "configuration": 1},
     ]
     agent.calibration.guard = []
-    agent.export(folder / "promised.npz")
+    return agent
+
+
+def promised(folder, capsys, *requests, status=0):
+    """What `decide` says is promised of requests, (prompt, budget) each."""
+    promising(folder).export(folder / "promised.npz")
     frame = pl.DataFrame(requests, schema=["prompt", "budget_ms"], orient="row")
     frame.with_columns(tokens=3).write_csv(folder / "promised.csv")
     with chdir(folder):
         words = ["checkpoint=promised.npz", "requests=promised.csv", "out=d.csv"]
-        assert main(["decide", *words]) == 0
-        capsys.readouterr()
+        assert main(["decide", *words]) == status
+        said = capsys.readouterr().err
+        assert ("and promised nothing" in said) == (FOREIGN in dict(requests))
         return pl.read_csv("d.csv")["promised"].to_list()
 
 
@@ -156,6 +164,17 @@ def test_at_whole_budgets_below_that_of_the_rule_nothing_is_promised(folder, cap
     budgets = (14.0, 16.0, 20.0, 35.0, 40.0)
     found = promised(folder, capsys, *((ADD, budget_ms) for budget_ms in budgets))
     assert found == [0, 0, 0.95, 0, 0.95]
+
+
+def test_nothing_is_promised_of_a_text_unlike_those_of_training(folder, capsys):
+    requests = (FOREIGN, 20.0), (ADD, 20.0), (FOREIGN, 40.0), (POEM, -1.0), (ADD, 40.0)
+    # the budget below zero is refused
+    assert promised(folder, capsys, *requests, status=3) == [0, 0.95, 0, 0.95]
+    policy = KnobPolicy(Loaded(promising(folder), "texts", "", {}))
+    for text, said in ((FOREIGN, "a text is unlike"), (ADD, "at least 95%")):
+        for budget_ms in (20.0, 40.0):
+            request = {"prompt": text, "tokens": 3}
+            assert policy.decide(request, budget_ms, explain=True).reason.startswith(said)
 
 
 def test_requests_unlike_training_are_counted_and_logged(folder):
