@@ -318,10 +318,12 @@ def deciding(rows: Sequence[PromiseRow]) -> list[PromiseRow]:
 
 
 def arrays_of(rows: Sequence[PromiseRow]) -> dict[str, NDArray[Any]]:
-    """Collect the columns that `agents.deployed.promise.Promise` reads, of the budgets [B] whose
-    own rule decides."""
+    """Collect what `agents.deployed.promise.Promise` reads: all budgets, and columns of those [B]
+    whose own rule decides."""
+    trained_ms = np.array([row["budget_ms"] for row in rows])
     rows = [row for row, decides in zip(rows, deciding(rows), strict=True) if decides is row]
     return {
+        "trained_ms": trained_ms,
         "budgets_ms": np.array([row["budget_ms"] for row in rows]),
         "planned_ms": np.array([row["planned_ms"] for row in rows]),
         "fixed": np.array([row["configuration"] for row in rows]),

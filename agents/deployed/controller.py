@@ -146,6 +146,14 @@ class NumpyController:
                 raise
             raise ValueError(f"{path}: is damaged ({error!r})") from error
 
+    @property
+    def trained_ms(self) -> Array | None:
+        """All budgets that it was calibrated for, also where a promise of a smaller one goes on;
+        None for a controller that was calibrated for none."""
+        if self.promise is not None:
+            return self.promise.trained_ms
+        return self.calibrated.budgets_ms if self.calibrated else None
+
     def _try(self) -> None:
         """Decide at each calibrated budget, so that arrays that do not fit together fail now."""
         budgets = self.calibrated.budgets_ms if self.calibrated else np.ones(1)

@@ -108,6 +108,8 @@ class Promise:
 
     Attributes:
         static: knows how often each configuration was on time.
+        trained_ms: ascending, all budgets that rules were sought for; files of earlier versions
+            hold only `budgets_ms`.
         budgets_ms: [B], ascending.
         planned_ms: [B], what is left of each budget for the answer. That much was promised for.
         fixed: int64 [B], the configuration that decides for all requests, or `POLICY`.
@@ -119,6 +121,7 @@ class Promise:
     def __init__(self, arrays: Arrays, static: Static) -> None:
         self.static = static
         self.budgets_ms = arrays["budgets_ms"].astype(np.float64)
+        self.trained_ms = arrays.get("trained_ms", self.budgets_ms).astype(np.float64)
         self.planned_ms = arrays["planned_ms"].astype(np.float64)
         self.fixed = arrays["fixed"].astype(np.int64)
         self.quantiles = arrays["quantiles"].astype(np.float64)

@@ -47,9 +47,9 @@ def decide_requests(config: DecideRun) -> int:
         limit_in_request(config.budget_ms, controller.unit)
     knobs = [controller.configuration(i) for i in range(len(controller.configurations))]
     settings = pl.DataFrame(knobs, infer_schema_length=None)
-    # the budgets that the controller was judged at, where it has a guard
-    calibrated = controller.calibrated
-    tried = np.array([0, np.inf]) if calibrated is None else calibrated.budgets_ms
+    # the budgets that the controller was tested at, where it has a guard or a promise
+    trained_ms = controller.trained_ms
+    tried = np.array([0, np.inf]) if trained_ms is None else trained_ms
     # the column of ids in training, too
     ids = ["sample_id", of_run(config.checkpoint, "profile.id")]
     notes = list[str]()

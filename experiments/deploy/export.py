@@ -104,10 +104,8 @@ def _print(summary: dict[str, Any], out: Path) -> None:
 
 def _budgets_of(agent: DeployedController, table: ProfileTable) -> Tensor:
     """Return the budgets to decide at, float32 [B]: those that were calibrated, or the default."""
-    calibrated = agent.decider.calibrated
-    if calibrated is None:
-        return default_budgets(table)
-    return torch.from_numpy(calibrated.budgets_ms).float()
+    trained_ms = agent.decider.trained_ms
+    return default_budgets(table) if trained_ms is None else torch.from_numpy(trained_ms).float()
 
 
 def _make(

@@ -188,9 +188,9 @@ def _default_budget(config: ServeRun, controller: NumpyController) -> float:
     there is none, or, as a mean, if it was not calibrated."""
     if config.budget_ms is not None:
         return checked_budget(config.budget_ms, controller, "budget_ms")
-    if controller.calibrated is None:
+    if controller.trained_ms is None:
         raise InputError(
             "budget_ms: the controller was calibrated for no budget; give the one of requests that "
             "bring none"
         )
-    return float(controller.calibrated.budgets_ms.max())
+    return float(controller.trained_ms.max())

@@ -169,7 +169,13 @@ def test_where_nothing_passes_the_promise_of_a_smaller_budget_goes_on():
     assert [row["configuration"] for row in rows] == [2, 0, 1, 2]
     assert [row["kept"] for row in rows] == [False, True, False, True]
     assert [row["budget_ms"] for row in deciding(rows)] == [1.0, 10.0, 10.0, 50.0]
-    promise = Promise(arrays_of(rows), static)
+    arrays = arrays_of(rows)
+    promise = Promise(arrays, static)
+    assert promise.budgets_ms.tolist() == [1.0, 10.0, 50.0]
+    assert promise.trained_ms.tolist() == [1.0, 10.0, 20.0, 50.0]
+    # a file of an earlier version knows no others
+    del arrays["trained_ms"]
+    assert Promise(arrays, static).trained_ms.tolist() == [1.0, 10.0, 50.0]
     limits = np.array([0.5, 5.0, 15.0, 25.0, 60.0])
     assert promise.shares_at(limits).tolist() == [0.0, 0.0, 0.95, 0.95, 0.95]
     undecided = np.zeros(5, np.int64)

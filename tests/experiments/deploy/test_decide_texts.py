@@ -9,7 +9,7 @@ from contextlib import chdir
 import numpy as np
 import polars as pl
 import pytest
-from commands import mistake, words_of
+from commands import mistake, read_json, words_of
 
 import knobwise
 from knobwise.__main__ import main
@@ -18,6 +18,8 @@ from knobwise.agents.deployed.promise import POLICY
 from knobwise.agents.training.checkpoint import Loaded
 from knobwise.experiments.inspection.logs import inspect_log
 from knobwise.serving.knob_policy import KnobPolicy
+from knobwise.serving.proxy.server import _default_budget
+from knobwise.serving.proxy.settings import ServeRun
 
 RUN = "runs/controller/texts"
 ADD = "please add the numbers {} and {} for me"
@@ -164,6 +166,25 @@ def test_at_whole_budgets_below_that_of_the_rule_nothing_is_promised(folder, cap
     budgets = (14.0, 16.0, 20.0, 35.0, 40.0)
     found = promised(folder, capsys, *((ADD, budget_ms) for budget_ms in budgets))
     assert found == [0, 0, 0.95, 0, 0.95]
+
+
+def test_a_budget_that_another_ones_promise_goes_on_to_counts_as_tested(folder, capsys):
+    """No rule passes at 40 ms: that of 20 goes on."""
+    agent = promising(folder)
+    agent.calibration.promise[1]["kept"] = False
+    KnobPolicy(Loaded(agent, "texts", "", {})).save(folder / "goes_on.pt")
+    controller = agent.export(folder / "goes_on.npz")
+    assert controller.promise.budgets_ms.tolist() == [20.0]
+    assert _default_budget(ServeRun(checkpoint="goes_on.npz"), controller) == 40.0
+    frame = pl.DataFrame({"prompt": ADD, "tokens": 3, "budget_ms": [20.0, 40.0, 41.0]})
+    frame.write_csv(folder / "r.csv")
+    with chdir(folder):
+        assert main(["decide", "checkpoint=goes_on.npz", "requests=r.csv", "out=d.csv"]) == 0
+        assert "1 budget outside 20 to 40 ms" in capsys.readouterr().err
+        assert pl.read_csv("d.csv")["promised"].to_list() == [0.95] * 3
+        words = ["profile=table", "profile.path=log.csv", "profile.features=auto"]
+        assert main(["export", "checkpoint=goes_on.pt", "out=goes_on", *words]) == 0
+        assert read_json("goes_on/export.json")["compared_on"]["budgets_ms"] == [20.0, 40.0]
 
 
 def test_nothing_is_promised_of_a_text_unlike_those_of_training(folder, capsys):
