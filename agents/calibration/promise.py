@@ -18,9 +18,11 @@ Algorithms to Achieve Risk Control", Annals of Applied Statistics, section 3); a
 stops earlier, so it never deploys a bolder candidate.
 
 Where no candidate of a budget passes, the rule of the next smaller budget that has a promise goes
-on to decide: what it answers in time there is in time here, so its promise holds for these requests
-as well, and says nothing new that could be wrong. Below such a budget the safest candidate decides,
-and nothing is promised.
+on to decide: what it answers in time there is in time here, so if its promise holds there it does
+here. If it does not, it is wrong here as well: what `CONFIDENCE` bounds is the test of each rule,
+and at a budget at which promises of others may go on, the chances of theirs add up. A level divided
+by the number of budgets would bound that, and make far fewer promises of a few hundred requests.
+Below such a budget the safest candidate decides, and nothing is promised.
 
 The rules are tested as they will decide. In service nothing is unmeasured, so that only limits on
 further costs forbid a choice. A choice that was not measured for a sample stays the choice, and

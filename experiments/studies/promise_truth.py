@@ -4,7 +4,9 @@ A policy is trained once in each simulated world: GRPO alone, on 600 samples of 
 say half of what there is to know, or nothing, or whose samples come in clusters of four that take
 alike. Then the samples that a promise is calibrated on are drawn from 20,000 others, 500 times, and
 the share on time of what would be deployed is that of all of these: the truth. A promise is
-*broken* if it was made and the truth is below it; that may be in 5 % of the draws at each budget.
+*broken* if it was made and the truth is below it; for the rule that was tested at a budget that may
+be in 5 % of the draws. Where none passes, that of a smaller budget goes on with its promise, and
+what is said at a budget may be wrong more often: the column "said wrongly" counts that.
 
     python experiments/studies/promise_truth.py [draws=500]
 """
@@ -24,6 +26,8 @@ from knobwise.agents.calibration.latencies import fit_latency_model
 from knobwise.agents.calibration.promise import (
     Decide,
     IndependentRequests,
+    PromiseRow,
+    deciding,
     late,
     requests_of,
     trials_of,
@@ -117,24 +121,29 @@ def trained(table: ProfileTable) -> World:
     return World(problem, budgets_ms, decide)
 
 
-def broken_in(world: World, size: int, draws: int) -> dict[float, tuple[float, float, float]]:
-    """Return for each promise how often it was made and broken at a budget, and made at all, as
-    shares of the draws: the largest over the budgets, and the mean of both."""
+def broken_in(world: World, size: int, draws: int) -> dict[float, tuple[float, ...]]:
+    """Return for each promise, as shares of the draws: how often that of a budget's own rule was
+    broken, the largest over the budgets and the mean; how often what is said at a budget is wrong,
+    that of a rule that goes on too, the largest; and how often a rule passed, the mean."""
     problem = world.problem
     fitted, others = problem.split.fitted, problem.split.test
     static = fit_static(problem.cells, fitted)
     everyone = IndependentRequests(others, torch.full((len(others),), 0.5, dtype=torch.float64))
     random = np.random.default_rng(0)
-    truths: dict[tuple[float, int, float], float] = {}
+    truths: dict[tuple[float, float, int, float], float] = {}
     made = {promise: np.zeros((draws, len(world.budgets_ms))) for promise in PROMISES}
     broken = {promise: np.zeros((draws, len(world.budgets_ms))) for promise in PROMISES}
+    wrong = {promise: np.zeros((draws, len(world.budgets_ms))) for promise in PROMISES}
 
-    def truth(limit_ms: float, configuration: int, quantile: float) -> float:
-        key = limit_ms, configuration, quantile
+    def truth(rule: PromiseRow, limit_ms: float) -> float:
+        # a rule that goes on plans with less than there is
+        configuration = rule["configuration"]
+        quantile = float(ndtri(rule["probability"]))
+        key = limit_ms, rule["planned_ms"], configuration, quantile
         if key not in truths:
             chosen = torch.full((len(others),), configuration)
             if configuration == POLICY:
-                chosen = world.decide(limit_ms, quantile)[others]
+                chosen = world.decide(rule["planned_ms"], quantile)[others]
             reads = torch.tensor([True])
             answers = late(problem, everyone, chosen.unsqueeze(1), limit_ms, reads)
             truths[key] = 1 - float(answers.double().mean())
@@ -150,17 +159,20 @@ def broken_in(world: World, size: int, draws: int) -> dict[float, tuple[float, f
 
         about = problem, fitted, requests, world.budgets_ms, static
         rules = world.for_rows(fitted), world.for_rows(requests.rows)
-        for place, each in enumerate(trials_of(*about, *rules)):
-            for promise in PROMISES:
-                row = each.row(promise)
+        trials = trials_of(*about, *rules)
+        for promise in PROMISES:
+            rows_of_budgets = [each.row(promise) for each in trials]
+            pairs = zip(rows_of_budgets, deciding(rows_of_budgets), strict=True)
+            for place, (row, decides) in enumerate(pairs):
                 made[promise][draw, place] = row["kept"]
-                quantile = float(ndtri(row["probability"]))
-                share = truth(row["planned_ms"], row["configuration"], quantile)
-                broken[promise][draw, place] = row["kept"] and share < promise
+                below = decides["kept"] and truth(decides, row["planned_ms"]) < promise
+                wrong[promise][draw, place] = below
+                broken[promise][draw, place] = below and decides is row
     return {
         promise: (
             float(broken[promise].mean(0).max()),
             float(broken[promise].mean()),
+            float(wrong[promise].mean(0).max()),
             float(made[promise].mean()),
         )
         for promise in PROMISES
@@ -177,8 +189,16 @@ def main(words: list[str]) -> None:
     }
     worlds["clusters of four"] = clustered(worlds["features that say half"])
     allowed = 0.05 + 2 * (0.05 * 0.95 / draws) ** 0.5
-    print(f"share of {draws} draws with a broken promise, allowed at a budget: {allowed:.3f}")
-    heads = ["world", "held back", "promise", "broken, largest", "broken, mean", "promised"]
+    print(f"share of {draws} draws with a broken promise, allowed for a tested rule: {allowed:.3f}")
+    heads = [
+        "world",
+        "held back",
+        "promise",
+        "broken, largest",
+        "broken, mean",
+        "said wrongly, largest",
+    ]
+    heads.append("promised")
     print(f"| {' | '.join(heads)} |\n{'|---' * len(heads)}|")
     for name, table in worlds.items():
         world = trained(table)
