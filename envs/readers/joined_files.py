@@ -8,12 +8,27 @@ from typing import Any
 import polars as pl
 
 from knobwise.common.errors import InputError
-from knobwise.envs.readers.column_names import MEASURED, OUTCOMES, list_columns, named_like
+from knobwise.envs.readers.column_names import (
+    ANSWERS,
+    INDEX,
+    JUDGES,
+    MEASURED,
+    NO_SETTINGS,
+    OUTCOMES,
+    REPEATS,
+    ROW_NUMBERS,
+    UNITS,
+    list_columns,
+    named_like,
+)
 from knobwise.envs.readers.column_values import holds_no_text
 from knobwise.envs.readers.tool_rows import UNLESS_GIVEN, ToolRows, as_part, given_of, named_columns
 
 SHARED = 0.5
-"""A column that both tables have is a key if so many of its values in each are in the other."""
+"""A column that both tables have is a key if so many of its values in either are in the other. The
+times of one model out of three are those of this model alone."""
+SELDOM_NEW = 0.5
+"""A column of settings has at most so many different values for each row."""
 EXAMPLES = 3
 """So many keys are shown as examples."""
 
@@ -32,8 +47,9 @@ def join_files(
         The rows that met, and the options.
 
     Raises:
-        InputError: they share no ids, no rows meet, or a key has several rows in both tables, whose
-            join would pair each with each.
+        InputError: they share no ids, no rows meet, rows that meet differ in a setting or are of
+            several data sets, or a key has several rows in both tables, whose join would pair each
+            with each.
     """
     typed = given_of(choices)
     roles: dict[str, Any] = {}
@@ -97,8 +113,12 @@ def _joined_pair(
                 "remove it from one of them, or rename it"
             )
     left = frame.with_columns(_as_text(frame, keys))
-    right = other.drop(both).with_columns(_as_text(other, keys))
+    right = other.with_columns(_as_text(other, keys))
     temporary = [_key(key) for key in keys]
+    if "knobs" not in typed:
+        settings = _may_be_settings(left, right, both, typed)
+        _refuse_other_settings(name, left, other_name, right, keys, settings)
+    right = right.drop(both)
     _refuse_pairs(name, left, other_name, right, keys)
     met = left.join(right.drop(keys), on=temporary, how="inner", maintain_order="left_right")
     alone = len(left.join(right, on=temporary, how="anti"))
@@ -108,6 +128,7 @@ def _joined_pair(
             f"no row of {name} meets one of {other_name} by {', '.join(keys)}: there is "
             f"{_examples(left, temporary)} in one, {_examples(right, temporary)} in the other"
         )
+    _refuse_datasets(name, left, other_name, right, met, temporary)
     notes.append(
         f"{name} and {other_name} are joined by {', '.join(keys)}: {len(met)} rows met; {alone} "
         f"rows of {name} and {alone_there} of {other_name} met none"
@@ -130,19 +151,99 @@ def _keys(frame: pl.DataFrame, other: pl.DataFrame, typed: dict[str, Any]) -> li
     return [*ids, *(c for c in columns if _shares_values(frame, other, c)), *repeats]
 
 
+def _may_be_settings(
+    left: pl.DataFrame, right: pl.DataFrame, columns: Sequence[str], typed: dict[str, Any]
+) -> list[str]:
+    """Return those of these columns that may hold settings: a few values that recur, and no
+    property of the sample, whatever each table calls it."""
+    no_settings = named_like(
+        columns,
+        *(OUTCOMES, MEASURED, ANSWERS, REPEATS, ROW_NUMBERS, UNITS, INDEX, NO_SETTINGS, JUDGES),
+    )
+    ids = [c for c in (_key("dataset"), _key("sample_id")) if c in left.columns]
+    settings = []
+    for column in columns:
+        if column in {*no_settings, *named_columns(typed)}:
+            continue
+        tables = [each for each in (left, right) if not holds_no_text(each.schema[column])]
+        if len(tables) < 2:
+            continue
+        counts = [each[column].drop_nulls().n_unique() for each in tables]
+        recur = all(
+            count <= max(1, SELDOM_NEW * len(each))
+            for count, each in zip(counts, tables, strict=True)
+        )
+        of_sample = all(
+            each.select(*ids, column).n_unique() == each.select(ids).n_unique() for each in tables
+        )
+        if recur and not (of_sample and max(counts) > 1):
+            settings.append(column)
+    return settings
+
+
+def _refuse_other_settings(
+    name: str,
+    left: pl.DataFrame,
+    other_name: str,
+    right: pl.DataFrame,
+    keys: Sequence[str],
+    settings: Sequence[str],
+) -> None:
+    """Raise InputError if rows that meet differ in a setting that is no key: the times of one
+    model would count for another."""
+    temporary = [_key(key) for key in keys]
+    for column in settings:
+        values = [each.select(*temporary, _text(column)).unique() for each in (left, right)]
+        met = values[0].join(values[1], on=temporary, suffix=" there")
+        if met.filter(pl.col(column) != pl.col(f"{column} there")).is_empty():
+            continue
+        raise InputError(
+            f"rows of {name} and {other_name} that meet by {', '.join(keys)} differ in {column}: "
+            f"{_examples(values[0].sort(column), [column])} in one, "
+            f"{_examples(values[1].sort(column), [column])} in the other. Write its values alike "
+            "in both; if it is no setting, remove it from one of them, or name the settings "
+            "(on the command line profile.knobs=[…])"
+        )
+
+
+def _refuse_datasets(
+    name: str,
+    left: pl.DataFrame,
+    other_name: str,
+    right: pl.DataFrame,
+    met: pl.DataFrame,
+    temporary: Sequence[str],
+) -> None:
+    """Raise InputError if one table alone has data sets, and a row of the other meets several of
+    them: ids restart in each, so that it belongs to one of them at most."""
+    if ("dataset" in left.columns) == ("dataset" in right.columns):
+        return
+    several = met.filter(pl.col("dataset").n_unique().over(temporary) > 1)
+    if several.is_empty():
+        return
+    with_names, without = (name, other_name) if "dataset" in left.columns else (other_name, name)
+    key = several.select(temporary).row(0)
+    datasets = several.join(several.select(temporary).head(1), on=temporary)
+    raise InputError(
+        f"{'/'.join(map(str, key))} of {without} meets rows of several data sets of {with_names} "
+        f"({_examples(datasets, ['dataset'])}), in which ids restart: {without} needs a column "
+        "dataset, too"
+    )
+
+
 def _name(value: Any) -> str | None:
     return value if isinstance(value, str) else None
 
 
 def _shares_values(frame: pl.DataFrame, other: pl.DataFrame, column: str) -> bool:
-    """Return whether most values of a column in each of two tables are in the other, too."""
+    """Return whether most values of a column in either of two tables are in the other, too."""
     if holds_no_text(other.schema[column]):
         return False
     values = [
         {*each.select(_text(column)).to_series().drop_nulls().unique()} for each in (frame, other)
     ]
     shared = len(values[0] & values[1])
-    return all(shared >= SHARED * len(each) for each in values) and shared > 0
+    return any(shared >= SHARED * len(each) for each in values) and shared > 0
 
 
 def _text(column: str) -> pl.Expr:

@@ -147,3 +147,58 @@ def test_other_columns_of_both_are_those_of_the_first(tmp_path):
     made = read(tmp_path, SCORES, other, features=["text"])
     identical(made.mask.sum(), 24)
     assert any("both have text: taken from scores.jsonl" in note for note in made.notes)
+
+
+@pytest.mark.parametrize("few", ["scores", "times"])
+def test_what_is_of_one_setting_meets_the_rows_of_this_setting_alone(tmp_path, few):
+    """One of three models has times, or scores: the others have no cell of their own."""
+    models = [
+        {"id": f"q{n}", "model": model, "score": n % 2, "seconds": at + n}
+        for n in range(6)
+        for at, model in enumerate(("small", "mid", "large"))
+    ]
+    small = [row for row in models if row["model"] == "small"]
+    scores = [{name: row[name] for name in ("id", "model", "score")} for row in models]
+    other = [{name: row[name] for name in ("id", "model", "seconds")} for row in models]
+    if few == "times":
+        other = other[::3]
+    else:
+        scores = scores[::3]
+    made = read(tmp_path, scores, other)
+    (note,) = [note for note in made.notes if "rows met" in note]
+    lone = (12, 0) if few == "times" else (0, 12)
+    assert f"by sample_id, model: 6 rows met; {lone[0]} rows" in note
+    assert f"and {lone[1]} of times.csv met none" in note
+    assert made.num_configurations == 1
+    identical(made.latency_ms, [[1000.0 * row["seconds"]] for row in small])
+
+
+@pytest.mark.parametrize("times_of", [["openai/small"], ["openai/small", "openai/large"]])
+def test_settings_that_are_called_otherwise_in_the_other_file_are_refused(tmp_path, times_of):
+    scores = [{"id": row["id"], "model": row["model"], "score": 1} for row in SCORES[::2]]
+    other = [
+        {"id": f"q{n}", "model": model, "seconds": 1.0} for n in range(6) for model in times_of
+    ]
+    with input_error("differ in model: large, small in one, openai/.*alike in both"):
+        read(tmp_path, scores, other)
+
+
+def test_one_row_that_meets_several_data_sets_is_refused(tmp_path):
+    scores = [
+        {"dataset": name, "id": str(n), "model": model, "score": n % 2}
+        for name in ("gsm", "mmlu")
+        for n in range(6)
+        for model in ("small", "large")
+    ]
+    other = [row | {"seconds": at} for at, row in enumerate(scores)]
+    made = read(tmp_path, scores, [{k: v for k, v in row.items() if k != "score"} for row in other])
+    assert made.num_samples == 12
+    names = ("id", "model", "seconds")
+    with input_error("0/small of times.csv meets .*scores.jsonl .gsm, mmlu.*column dataset"):
+        read(tmp_path, scores, [{name: row[name] for name in names} for row in other[:12]])
+    # ids of one data set each do not restart
+    for row in scores:
+        row["id"] += row["dataset"]
+    alone = [row | {"seconds": 1.0} for row in scores]
+    made = read(tmp_path, scores, [{name: row[name] for name in names} for row in alone])
+    assert made.num_samples == 12
