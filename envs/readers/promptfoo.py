@@ -64,7 +64,7 @@ def read_promptfoo(paths: Sequence[Path], notes: list[str]) -> ToolRows:
                 "score": row.get("score"),
                 "success": row.get("success"),
                 "latencyMs": row.get("latencyMs"),
-                "cost": row.get("cost"),
+                "cost": _price(row),
                 FAILED: row.get("failureReason") == ERROR,
                 "cached": bool(isinstance(response, dict) and response.get("cached")),
                 **{f"namedScores.{k}": v for k, v in (row.get("namedScores") or {}).items()},
@@ -77,6 +77,8 @@ def read_promptfoo(paths: Sequence[Path], notes: list[str]) -> ToolRows:
     knobs = ["model", "prompt"]
     _note_held(frame, that_vary(frame, knobs), notes)
     priced = frame["cost"].cast(pl.Float64).fill_null(0.0).sum() > 0
+    if priced:
+        _note_unpriced(frame, that_vary(frame, knobs), notes)
     return ToolRows(
         "promptfoo",
         frame,
@@ -153,6 +155,25 @@ def _prompt(prompt: Any) -> str:
     if isinstance(prompt, dict):
         return str(prompt.get("label") or prompt.get("raw"))
     return str(prompt)
+
+
+def _price(row: dict[str, Any]) -> Any:
+    """Return the price of an answer, None where promptfoo knew none: it then writes 0, but its
+    `response` has no cost."""
+    response = row.get("response")
+    known = isinstance(response, dict) and response.get("cost") is not None
+    return row.get("cost") if known or row.get("cost") else None
+
+
+def _note_unpriced(frame: pl.DataFrame, knobs: Sequence[str], notes: list[str]) -> None:
+    """Note answers without a price, beside others that have one."""
+    unpriced = frame.filter(pl.col("cost").is_null() & ~pl.col(FAILED))
+    if len(unpriced):
+        notes.append(
+            f"{len(unpriced)} answers have no price ({counted_by_setting(unpriced, knobs)}): "
+            "promptfoo knew none and wrote 0; their cost is unknown, not 0. If such a model is "
+            "free, let its provider return cost 0"
+        )
 
 
 def _plain(value: Any) -> Any:

@@ -61,6 +61,37 @@ def test_failed_answers_are_wrong_and_late_and_have_no_price():
     assert any("8 of 96 answers failed" in note for note in made.notes)
 
 
+@pytest.mark.parametrize("written", [0, None])
+def test_model_without_a_known_price_is_not_free(tmp_path, written):
+    """promptfoo writes 0 for it; what a provider says costs 0 does."""
+    rows = results()
+    for row in rows:
+        if row["failureReason"] == ERROR:
+            continue
+        if row["provider"]["label"] == "large":
+            row["cost"] = written
+            del row["response"]["cost"]
+        elif row["testIdx"] == 0:
+            row["cost"] = row["response"]["cost"] = 0
+    path = write(tmp_path / "r.jsonl", rows)
+    made = knobwise.read(path)
+    large = [k for k in range(4) if "model=large" in made.label(k)]
+    small = [k for k in range(4) if "model=small" in made.label(k)]
+    assert made.costs["cost"][:, large].isnan().all()
+    identical(made.costs["cost"][0, small], [0.0, 0.0])
+    (note,) = [note for note in made.notes if "no price" in note]
+    answered = sum(
+        row["provider"]["label"] == "large" and row["failureReason"] != ERROR for row in rows
+    )
+    assert note.startswith(f"{answered} answers have no price (model=large")
+    # where the price is the budget, cells without one are no measurements
+    budgeted = knobwise.read(path, latency="cost")
+    for k, label in enumerate(map(budgeted.label, range(budgeted.num_configurations))):
+        if "model=small" in label:
+            assert budgeted.mask[0, k], label
+    assert not any("no price" in note for note in knobwise.read(RESULTS).notes)
+
+
 def test_budget_by_price():
     made = knobwise.read(RESULTS, latency="cost")
     assert made.unit == "USD"
