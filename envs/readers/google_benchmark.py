@@ -40,25 +40,31 @@ def read_google_benchmark(paths: Sequence[Path], notes: list[str]) -> ToolRows:
         InputError: a file has no row of measurements, or one in a unit that is no time.
     """
     records = []
+    skipped = 0
     for path in paths:
         for row in _rows(path):
             factor = TIMES.get(row.get("time_unit") or "ns")
             if factor is None:
                 raise InputError(f"{path}: {row['name']} has the unit {row['time_unit']}")
             name = row.get("run_name") or row["name"]
+            # what SkipWithMessage left out did not fail, but the JSON gives it a time of 0
+            ran = not _is_true(row.get("skipped"))
+            skipped += not ran
             records.append(
                 {
                     "name": name,
                     "repetition_index": row.get("repetition_index"),
-                    "real_time": _times(row.get("real_time"), factor),
-                    "cpu_time": _times(row.get("cpu_time"), factor),
-                    FAILED: str(row.get("error_occurred") or "").lower() == "true",
+                    "real_time": _times(row.get("real_time"), factor) if ran else None,
+                    "cpu_time": _times(row.get("cpu_time"), factor) if ran else None,
+                    FAILED: _is_true(row.get("error_occurred")),
                     **dict(ARGUMENT.findall(name)),
                 }
             )
     if not records:
         raise InputError(f"{paths[0]}: no single runs; without --benchmark_report_aggregates_only")
     frame = pl.DataFrame(records, infer_schema_length=None)
+    if skipped:
+        notes.append(f"{skipped} runs were skipped, with a message: they are not measured")
     if frame["repetition_index"].null_count():
         # a CSV has no numbers of the repetitions
         frame = frame.with_columns(repetition_index=pl.int_range(pl.len()).over("name"))
@@ -92,6 +98,11 @@ def _rows(path: Path) -> list[dict[str, Any]]:
         for row in rows
         if row.get("run_type", "iteration") == "iteration" and not AGGREGATE.fullmatch(row["name"])
     ]
+
+
+def _is_true(value: Any) -> bool:
+    """Return whether a field is true, which a CSV holds as text."""
+    return str(value).lower() == "true"
 
 
 def _times(value: Any, factor: float) -> float | None:

@@ -22,7 +22,15 @@ from knobwise.envs.readers.column_names import (
     named_like,
 )
 from knobwise.envs.readers.column_values import holds_no_text
-from knobwise.envs.readers.tool_rows import UNLESS_GIVEN, ToolRows, as_part, given_of, named_columns
+from knobwise.envs.readers.tool_rows import (
+    FAILED,
+    UNLESS_GIVEN,
+    ToolRows,
+    as_part,
+    given_of,
+    named_columns,
+    wrong_where,
+)
 
 SHARED = 0.5
 """A column that both tables have is a key if so many of its values in either are in the other. The
@@ -54,19 +62,36 @@ def join_files(
     typed = given_of(choices)
     roles: dict[str, Any] = {}
     name, part = parts[0]
-    frame = _plain_rows(part, roles, typed, notes)
-    for other_name, part in parts[1:]:
-        other = _plain_rows(part, roles, typed, notes)
+    frame = _plain_rows(0, part, roles, typed, notes)
+    for number, (other_name, part) in enumerate(parts[1:], 1):
+        other = _plain_rows(number, part, roles, typed, notes)
         frame = _joined_pair(name, frame, other_name, other, typed, notes)
         name = f"{name} and {other_name}"
     if not all(isinstance(part, ToolRows) for _, part in parts):
         # the knobs of the other files are unknown
         roles.pop("knobs", None)
-    return frame, choices | roles | typed
+    choices = choices | roles | typed
+    return _with_failures(frame, choices.get("accuracy", UNLESS_GIVEN["accuracy"])), choices
+
+
+def _with_failures(frame: pl.DataFrame, accuracy: str) -> pl.DataFrame:
+    """Return rows that are wrong where any file says that the answer failed: one that holds times
+    alone knows of failures that the scores do not."""
+    columns = [name for name in frame.columns if name.startswith(FAILED)]
+    # as `table_from_frame` calls it
+    accuracy = accuracy if accuracy in frame.columns else "score"
+    if columns and accuracy in frame.columns:
+        failed = frame.select(pl.any_horizontal(columns).fill_null(False)).to_series()
+        frame = frame.with_columns(wrong_where(failed, frame[accuracy]))
+    return frame.drop(columns)
 
 
 def _plain_rows(
-    part: pl.DataFrame | ToolRows, roles: dict[str, Any], typed: dict[str, Any], notes: list[str]
+    number: int,
+    part: pl.DataFrame | ToolRows,
+    roles: dict[str, Any],
+    typed: dict[str, Any],
+    notes: list[str],
 ) -> pl.DataFrame:
     """Return the rows of a file, with `sample_id`; what a tool's columns mean is added to roles."""
     name = typed.get("id")
@@ -77,7 +102,9 @@ def _plain_rows(
         roles.update(of_tool, knobs=list(dict.fromkeys(knobs)), costs=list(dict.fromkeys(costs)))
         kept = {"dataset", "sample_id", "repeat", name, *of_tool["knobs"], *of_tool["costs"]}
         kept |= {*part.accuracies, part.latency, *part.features, *named_columns(typed)}
-        part = frame.select(column for column in frame.columns if column in kept)
+        failed = {FAILED: f"{FAILED} {number}"}
+        part = frame.select(column for column in frame.columns if column in kept | {*failed})
+        part = part.rename(failed, strict=False)
     if name in part.columns and name != "sample_id":
         return part.with_columns(pl.col(name).alias("sample_id"))
     return part
@@ -275,7 +302,9 @@ def _refuse_pairs(
     if common.is_empty():
         return
     alone = [
-        c for c in (*left.columns, *right.columns) if (c in left.columns) != (c in right.columns)
+        c
+        for c in (*left.columns, *right.columns)
+        if (c in left.columns) != (c in right.columns) and not c.startswith(FAILED)
     ]
     raise InputError(
         f"joined by {', '.join(keys)}, {common.select(temporary).n_unique()} keys have several "

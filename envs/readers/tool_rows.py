@@ -177,7 +177,9 @@ def _with_failures(
     answered = ~failed
     counts = counted_by_setting(frame.filter(failed), roles["knobs"])
     note = f"{failed.sum()} of {len(frame)} answers failed ({counts}): they count as wrong"
-    changed = [pl.when(answered).then(name).alias(name) for name in roles["costs"]]
+    changed: list[pl.Expr | pl.Series] = [
+        pl.when(answered).then(name).alias(name) for name in roles["costs"]
+    ]
     latency = roles.get("latency")
     if latency in frame.columns:
         times = number_column(frame[latency], False)
@@ -191,11 +193,18 @@ def _with_failures(
             "tell the time after which they were given up"
         )
     accuracy = roles.get("accuracy")
-    if accuracy in frame.columns and frame[accuracy].dtype != pl.String:
-        shares = frame[accuracy].cast(pl.Float64)
-        changed.append(pl.when(answered).then(shares).otherwise(0.0).alias(accuracy))
+    if accuracy in frame.columns:
+        changed.append(wrong_where(failed, frame[accuracy]))
     notes.append(note)
     return frame.with_columns(changed)
+
+
+def wrong_where(failed: pl.Series, accuracy: pl.Series) -> pl.Series:
+    """Return accuracies that are 0 where the answer failed, whatever a score or a word says."""
+    if accuracy.dtype in (pl.String, pl.Categorical, pl.Enum):
+        # no word that counts as right
+        return accuracy.cast(pl.String).zip_with(~failed, pl.Series(["0"]))
+    return accuracy.cast(pl.Float64).zip_with(~failed, pl.Series([0.0]))
 
 
 def _with_repeats(

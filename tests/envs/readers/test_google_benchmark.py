@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from helpers import input_error
+from helpers import identical, input_error
 
 import knobwise
 from knobwise.envs.readers.google_benchmark import read_google_benchmark
@@ -39,3 +39,43 @@ def test_nanoseconds_are_the_default(tmp_path):
 def test_times_alone_are_no_profile():
     with input_error("times alone, and no accuracy.*profile.path="):
         knobwise.read(DATA / "google_benchmark.json")
+
+
+@pytest.mark.parametrize("right", [None, "yes"])
+def test_failed_and_skipped_runs_beside_scores(tmp_path, right):
+    """The scores were made elsewhere, and do not know that a run failed here."""
+    rows = [
+        {
+            "name": f"z/doc:{doc}/level:{level}",
+            "run_type": "iteration",
+            "repetition_index": repeat,
+            "real_time": 1000.0 * level + doc,
+            "cpu_time": 1.0,
+            "time_unit": "us",
+        }
+        for doc in range(4)
+        for level in (1, 9)
+        for repeat in (0, 1)
+    ]
+    at = {row["name"]: row for row in rows if row["repetition_index"] == 1}
+    none = {"real_time": 0.0, "cpu_time": 0.0, "iterations": 0}
+    at["z/doc:0/level:9"].update(none, error_occurred=True, error_message="no memory")
+    for row in rows:
+        if row["name"] == "z/doc:1/level:9":
+            row.update(none, skipped=True, skip_message="too large")
+    (tmp_path / "b.json").write_text(json.dumps({"context": {}, "benchmarks": rows}))
+    yes = right or 1
+    scores = [{"doc": doc, "level": level, "score": yes} for doc in range(4) for level in (1, 9)]
+    (tmp_path / "s.jsonl").write_text("\n".join(map(json.dumps, scores)))
+    paths = [tmp_path / "s.jsonl", tmp_path / "b.json"]
+    made = knobwise.read(paths, id="doc", accuracy="score", right=right)
+    # one repeat of two failed
+    identical(made.accuracy[0], [1.0, 0.5])
+    identical(made.mask[1], [True, False])
+    identical(made.accuracy[2:], [[1.0, 1.0]] * 2)
+    # the slowest answer took 9.003 ms
+    times = made.measurements_ms[0, 1].sort().values.tolist()
+    assert times == pytest.approx([9.0, 1.001 * 9.003])
+    assert any("1 of 16 answers failed (doc=0 level=9: 1)" in note for note in made.notes)
+    assert any("2 runs were skipped" in note for note in made.notes)
+    assert [knob.name for knob in made.knobs] == ["level"]
