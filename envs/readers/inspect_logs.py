@@ -23,7 +23,13 @@ from knobwise.common.files import check_unpacked, most_unpacked
 from knobwise.common.json_text import decode_json
 from knobwise.common.zstd_frames import BLOCK, most_unpacked_from
 from knobwise.envs.readers.raw_files import beginning, json_in
-from knobwise.envs.readers.tool_rows import FAILED, ToolRows, known_before
+from knobwise.envs.readers.tool_rows import (
+    FAILED,
+    ToolRows,
+    counted_by_setting,
+    known_before,
+    that_vary,
+)
 
 TOOL = "inspect-ai"
 BEGINS = re.compile(r'\{\s*"version":\s*\d+,\s*"status":\s*"\w+",\s*"eval":')
@@ -50,6 +56,10 @@ UNSET = "unset"
 CUT = "...\n(content truncated)"
 """How inspect-ai ends a text that it has cut in a summary."""
 UNITS = {"total_time": "s", "working_time": "s", "total_tokens": "tokens"}
+LONG_WAIT = 1.5
+"""A sample waited if its `total_time` is so many times its `working_time`."""
+MANY_WAITED = 0.05
+"""A larger share of the samples of any setting is worth a note."""
 ZSTD = 93
 """The number of this compression in zip archives, which Python reads from version 3.14 on."""
 LOCAL_HEADER = 30
@@ -169,6 +179,7 @@ def _tool_rows(
     """Return the rows with what their columns are; several tasks are several data sets."""
     if "task" in frame.columns and frame["task"].n_unique() > 1:
         frame = frame.with_columns(pl.col("task").alias("dataset"))
+    _note_waits(frame, that_vary(frame, settings or ["eval_id"]), notes)
     scores = [
         name
         for name in frame.columns
@@ -184,6 +195,31 @@ def _tool_rows(
         features=["input", *known_before(frame.columns, METADATA, notes)],
         repeat=repeat,
     )
+
+
+def _note_waits(frame: pl.DataFrame, knobs: Sequence[str], notes: list[str]) -> None:
+    """Note samples whose `total_time` is mostly a wait, and those of which a failed attempt is not
+    in their times."""
+    if {"total_time", "working_time"} <= {*frame.columns}:
+        total, working = (pl.col(name).cast(pl.Float64) for name in ("total_time", "working_time"))
+        has_waited = (total > LONG_WAIT * working).fill_null(False)
+        # of one setting, in which a few samples of many settings may all be
+        shares = frame.group_by(list(knobs)).agg(has_waited.mean().alias("share"))["share"]
+        if shares.gt(MANY_WAITED).any():
+            waited = frame.filter(has_waited)
+            notes.append(
+                f"{len(waited)} samples took more than {LONG_WAIT:g} times their working_time "
+                f"({counted_by_setting(waited, knobs)}): total_time holds waits, such as those "
+                "for a rate limit or a connection; profile.latency=working_time leaves them out"
+            )
+    if "retries" in frame.columns:
+        retried = frame.filter(pl.col("retries").cast(pl.Float64).fill_null(0.0) > 0)
+        if len(retried):
+            notes.append(
+                f"{len(retried)} samples failed and were retried within their run "
+                f"({counted_by_setting(retried, knobs)}): their times are those of the last "
+                "attempt alone"
+            )
 
 
 def _record(about: dict[str, Any], sample: dict[str, Any]) -> dict[str, Any]:
@@ -207,6 +243,8 @@ def _record(about: dict[str, Any], sample: dict[str, Any]) -> dict[str, Any]:
         "total_tokens": sum(each.get("total_tokens") or 0 for each in usage),
         "error": error,
         "limit": limit,
+        # a summary counts them, a whole sample lists them
+        "retries": sample.get("retries") or len(sample.get("error_retries") or ()),
         FAILED: bool(error),
     }
     for name, value in (sample.get("metadata") or {}).items():

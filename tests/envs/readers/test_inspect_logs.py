@@ -270,6 +270,61 @@ def test_cut_off_and_cut_short(tmp_path):
     assert any("1 inputs" in note and "cut" in note for note in made.notes)
 
 
+@pytest.mark.parametrize("form", ["json", "eval", "frame"])
+def test_waits_and_retries_are_noted(tmp_path, form):
+    """A rate limit held 3 of 6 samples of one model for a minute; 2 were retried."""
+    rows = []
+    for model in "ab":
+        samples = []
+        for n in range(6):
+            waited = 60.0 if model == "b" and n % 2 else 0.0
+            each = sample(n, time=1.0 + n + waited, working_time=1.0 + n)
+            if model == "b" and n < 2:
+                errors = [{"message": "bad gateway"}, {"message": "bad gateway"}]
+                each |= {"error_retries": errors} if form == "json" else {"retries": 2}
+            samples.append(each)
+        content = log(f"m/{model}", samples=samples)
+        if form == "json":
+            (tmp_path / f"{model}.json").write_text(json.dumps(content))
+        else:
+            summaries = content.pop("samples")
+            members = {"header.json": content, "summaries.json": summaries}
+            archive(tmp_path / f"{model}.eval", members)
+        rows += [
+            {
+                "sample_id": each["uuid"],
+                "eval_id": model,
+                "log": model,
+                "model": f"m/{model}",
+                "score_match": each["scores"]["match"]["value"],
+                **{name: each.get(name) for name in ("id", "epoch", "total_time")},
+                **{name: each.get(name) for name in ("working_time", "retries")},
+            }
+            for each in samples
+        ]
+    read = pl.DataFrame(rows) if form == "frame" else tmp_path
+    made = knobwise.read(read)
+    (waits,) = [note for note in made.notes if "working_time" in note]
+    assert waits.startswith("3 samples took more than 1.5 times their working_time (model=m/b: 3)")
+    assert "profile.latency=working_time" in waits
+    (retries,) = [note for note in made.notes if "retried" in note]
+    assert retries.startswith("2 samples failed and were retried within their run (model=m/b: 2)")
+    working = knobwise.read(read, latency="working_time")
+    identical(working.latency_ms, [[1000.0 * (1 + n)] * 2 for n in range(6)])
+
+
+def test_short_waits_are_not_noted(tmp_path):
+    """In the real logs, 21 of 48 samples waited for a connection."""
+    made = knobwise.read(LOGS, accuracy="score_match")
+    (note,) = [note for note in made.notes if "holds waits" in note]
+    assert note.startswith("21 samples")
+    assert not any("within their run" in note for note in made.notes)
+    for model in "ab":
+        samples = [sample(n, time=1.4, working_time=1.0) for n in range(6)]
+        (tmp_path / f"{model}.json").write_text(json.dumps(log(f"m/{model}", samples=samples)))
+    assert not any("holds waits" in note for note in knobwise.read(tmp_path).notes)
+
+
 # -- what cannot be read ---------------------------------------------------------------------------
 
 
