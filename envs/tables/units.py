@@ -32,6 +32,12 @@ UNITS = {
     },
 }
 """Last word of the name of a cost, in lower case → its unit."""
+UNSURE = ("min", "h", "d")
+"""Units of time that a name may end in for another reason: a minimum, high, a dimension."""
+STATISTIC = re.compile(
+    r"mean|avg|average|med(ian)?|p\d+|(percent|quant)ile|total|sum|max(imum)?|min(imum)?|overall"
+)
+"""Words that may stand behind a unit in a name, as in `latency_s_mean`."""
 
 
 def kept_as(unit: str) -> tuple[str, float]:
@@ -49,22 +55,41 @@ def kept_as(unit: str) -> tuple[str, float]:
 
 
 def own_unit(column: str) -> str | None:
-    """Return the unit that a column's name ends in, such as `s` of `latency_s` or `durationSec`, or
-    `usd`; None if it names none. `min` may be a minimum, and single letters anything."""
+    """Return the unit that a column's name ends in, such as `s` of `latency_s`, `durationSec` or
+    `latency_s_p50`, or `usd`; None if it names none for sure."""
+    word = _unit_word(column)
+    return None if word in UNSURE else word
+
+
+def _unit_word(column: str) -> str | None:
+    """Return the last word of a column's name that is a unit, or None; only names of statistics may
+    stand behind it."""
     words = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", column.rstrip(")] ")).casefold()
-    word = re.split(r"[\W_]+", words)[-1]
-    is_time = word in TIMES and word not in ("min", "mins", "h", "d")
-    return word if is_time or word in ("usd", "eur", "dollars", "cost", "price", "tokens") else None
+    prices = ("usd", "eur", "dollars", "cost", "price", "tokens")
+    for word in _before_statistics(re.split(r"[\W_]+", words)):
+        if word in TIMES or word in prices:
+            return word
+    return None
+
+
+def _before_statistics(words: list[str]) -> list[str]:
+    """Return the words of a name from the last one that names no statistic on."""
+    first = len(words) - 1
+    while first > 0 and STATISTIC.fullmatch(words[first]):
+        first -= 1
+    return words[first:]
 
 
 def unit_in(name: str) -> str:
     """Return the unit that the name of a cost ends in, such as J of `energy_j`; "" for none."""
-    return UNITS.get(re.split(r"[\W_]+", name.casefold().rstrip(")] "))[-1], "")
+    words = _before_statistics(re.split(r"[\W_]+", name.casefold().rstrip(")] ")))
+    return next((UNITS[word] for word in words if word in UNITS), "")
 
 
 def in_other_unit(column: str) -> bool:
-    """Return whether a column's name ends in a unit other than ms, such as `latency_s` or `usd`."""
-    unit = own_unit(column)
+    """Return whether a column's name ends in a unit other than ms, such as `latency_s` or `usd`, or
+    in what may be one, such as `duration_min`."""
+    unit = _unit_word(column)
     return unit is not None and TIMES.get(unit) != 1
 
 

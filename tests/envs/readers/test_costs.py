@@ -86,7 +86,14 @@ def test_what_is_no_cost_is_refused(usd, options, named):
 
 @pytest.mark.parametrize(
     ("name", "unit"),
-    [("usd", "USD"), ("energy_j", "J"), ("price (USD)", "USD"), ("total_kWh", "kWh"), ("x", "")],
+    [
+        ("usd", "USD"),
+        ("energy_j", "J"),
+        ("price (USD)", "USD"),
+        ("total_kWh", "kWh"),
+        ("usd_mean", "USD"),
+        ("x", ""),
+    ],
 )
 def test_a_name_may_say_the_unit(name, unit):
     assert unit_in(name) == unit

@@ -201,8 +201,19 @@ def test_na_is_missing(tmp_path):
         ("durationUs", True, 1e-3),
         ("usd", True, 1),
         ("time_ms", False, 1),
-        # may be a minimum
-        ("t_min", False, 1),
+        # before a statistic
+        ("latency_s_mean", True, 1e3),
+        ("latencySecondsP50", True, 1e3),
+        ("seconds_total", True, 1e3),
+        ("wall_clock_s.mean", True, 1e3),
+        ("latency_s_min", True, 1e3),
+        ("latency_ms_min", False, 1),
+        ("latency_mean", False, 1),
+        ("mins", True, 6e4),
+        # may be a minimum, and anything
+        ("t_min", True, 1),
+        ("duration_min_mean", True, 1),
+        ("elapsed_h", True, 1),
         # a price
         ("cost_per_hour", True, 1),
     ],
