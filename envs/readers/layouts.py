@@ -72,7 +72,7 @@ def long_form(
         raise InputError("wide_latency needs wide=, the columns with the accuracies")
     if layout.right is not None:
         _refuse_unknown("accuracy", [accuracy], frame)
-        return _judged(frame, [accuracy], layout.right)
+        return _judged(frame, [accuracy], layout.right, notes)
     if accuracy in frame.columns and not frame[accuracy].dtype.is_numeric():
         _refuse_words(frame[accuracy])
     return frame
@@ -124,7 +124,9 @@ def _refuse_words(accuracy: pl.Series) -> None:
         ) from error
 
 
-def _judged(frame: pl.DataFrame, columns: Sequence[str], right: Any) -> pl.DataFrame:
+def _judged(
+    frame: pl.DataFrame, columns: Sequence[str], right: Any, notes: list[str]
+) -> pl.DataFrame:
     """Return the rows with 1 where one of these columns has a value that counts as right, 0 where
     it has another, and null where it is empty. Raises InputError if no row is right."""
     if odd := [column for column in columns if holds_no_text(frame.schema[column])]:
@@ -136,6 +138,14 @@ def _judged(frame: pl.DataFrame, columns: Sequence[str], right: Any) -> pl.DataF
     judged = text.select(pl.all().is_in(wanted.implode()).cast(pl.Float64))
     if not (judged.sum_horizontal() > 0).any():
         raise InputError(f"right={right}: no row has it in column {', '.join(columns)}")
+    if "true" in wanted:
+        refuted = text.select(pl.any_horizontal(pl.all().str.starts_with("false("))).to_series()
+        if refuted.any():
+            notes.append(
+                f"right={right}: {refuted.sum()} rows say false(…), which counts as wrong: if "
+                "these are verdicts, of which a task may expect either, judge by a column that "
+                "says whether they are correct"
+            )
     return frame.with_columns(judged)
 
 
@@ -172,7 +182,7 @@ def _melted(
         notes.append("no column sample_id: each row is a sample, by its number from 0")
         rest = rest.with_row_index("sample_id")
     if layout.right is not None:
-        frame = _judged(frame, wide, layout.right)
+        frame = _judged(frame, wide, layout.right, notes)
     parts = []
     for name, cost in zip(wide, costs, strict=True):
         if _is_number(cost):

@@ -148,6 +148,28 @@ def test_words_that_count_as_right(values, right, accuracy):
     identical(made.accuracy, wanted[:, ~wanted.isnan()[0]])
 
 
+def test_verdicts_are_right_where_the_task_expects_them():
+    """A table of BenchExec: task 1 expects false, and one solver says true of everything."""
+    rows = [
+        ("0.yml", "good", "true", "correct"),
+        ("1.yml", "good", "false(unreach-call)", "correct"),
+        ("0.yml", "yes", "true", "correct"),
+        ("1.yml", "yes", "true", "wrong"),
+    ]
+    names = ["task", "run set", "status", "category"]
+    frame = pl.DataFrame(rows, schema=names, orient="row").with_columns(seconds=1.0)
+    options = {"id": "task", "latency": "seconds", "knobs": ["run set"]}
+    made = read(frame, accuracy="category", right="correct", **options)
+    identical(made.accuracy, [[1.0, 1.0], [1.0, 0.0]])
+    made = read(frame, accuracy="status", right="true", **options)
+    assert any("1 rows say false(…)" in note for note in made.notes)
+    identical(made.accuracy, [[1.0, 1.0], [0.0, 1.0]])
+    # plain words of a judge are no verdicts
+    judged = frame.with_columns(status=pl.Series(["true", "false", "true", "true"]))
+    made = read(judged, accuracy="status", right="true", **options)
+    assert not any("false(" in note for note in made.notes)
+
+
 # -- wide tables -----------------------------------------------------------------------------------
 
 WIDE = {"wide": ["small", "large"], "wide_latency": [12, 30.5]}
