@@ -23,8 +23,8 @@ GROUPED = r"[-+]?[\d.]*,[\d.,]*"
 NO_NUMBER = ("", "?", "null", "none", "na", "n/a", "#n/a")
 """Spellings of a number that is missing, in lower case; nan is none of them."""
 PERCENT = " (those in per cent need accuracy_unit=percent; bring any other scale to 0 … 1)"
-TIERS = ("low", "medium", "high")
-"""Knob values that have an order of their own."""
+TIERS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
+"""Knob values that have an order of their own, such as the reasoning efforts of APIs."""
 NUMERAL = re.compile(r"-?(0|[1-9]\d*)(\.\d+)?([eE][-+]?\d+)?")
 FRACTION = re.compile(r"-?\d+\.0*[1-9]\d*$")
 """A number with digits behind the point, of which the last may be zeros."""

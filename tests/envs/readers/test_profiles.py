@@ -127,6 +127,8 @@ def test_what_becomes_of_numbers(changes, accuracy, latency):
         (["-O2", "-O1", "-O2", "-O1"], ("-O1", "-O2")),
         (["low", "high", "low", "high"], ("low", "high")),
         (["medium", "low", "medium", "low"], ("low", "medium")),
+        (["minimal", "high", "none", "xhigh"], ("none", "minimal", "high", "xhigh")),
+        (["max", "medium", "minimal", "low"], ("minimal", "low", "medium", "max")),
         (["low", "huge", "low", "huge"], ("huge", "low")),
         ([True, False, True, False], ("false", "true")),
         (pl.Series(["z", "y", "z", "y"], dtype=pl.Categorical), ("y", "z")),
