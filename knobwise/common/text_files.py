@@ -23,6 +23,9 @@ NUMBER = r"(?i)^\s*(?:[-+]?(?:\d+|\d*,\d+)(?:e[-+]?\d+)?|nan|na|null|none|\?|)\s
 """A number that may have a decimal comma, or nothing."""
 THOUSANDS = r"^\s*[-+]?[1-9]\d{0,2},\d{3}\s*$"
 """A number whose comma may also part thousands."""
+THOUSANDS_BY_POINT = r"^\s*[-+]?[1-9]\d{0,2}\.\d{3}\s*$"
+"""A number whose point may do so."""
+WHOLE_BELOW_THOUSAND = r"^\s*[-+]?\d{1,3}\s*$"
 
 
 def form_of(lines: Sequence[str]) -> tuple[str, int]:
@@ -104,10 +107,12 @@ def with_points(frame: pl.DataFrame, separator: str, notes: list[str]) -> pl.Dat
     character separates values, and no number has a point. Ids stay as they are.
 
     Raises:
-        ValueError: the commas may as well part thousands.
+        ValueError: the commas may as well part thousands, or points do.
     """
     if separator == ",":
         return frame
+    if separator == ";":
+        _refuse_thousands(frame)
     columns = []
     clear = False
     for column in frame:
@@ -128,6 +133,29 @@ def with_points(frame: pl.DataFrame, separator: str, notes: list[str]) -> pl.Dat
         )
     notes.append(f"decimal commas are read as points: {', '.join(columns)}")
     return frame.with_columns(pl.col(columns).str.replace(",", ".", literal=True))
+
+
+def _refuse_thousands(frame: pl.DataFrame) -> None:
+    """Raise ValueError if points part thousands, as `1.250` beside `850` where spreadsheets write
+    decimal commas: whoever writes decimals leaves out a last 0, or writes `850.000`."""
+    for column in frame:
+        if column.name.endswith("_id") or column.dtype != pl.String:
+            continue
+        points = column.filter(column.str.contains(POINT).fill_null(False))
+        # most columns have none
+        if points.is_empty() or not points.str.contains(THOUSANDS_BY_POINT).all():
+            continue
+        ends_in_0 = points.filter(points.str.contains(r"0\s*$"))
+        others = column.filter(column.str.contains(NUMBER).fill_null(False)).str.strip_chars()
+        others = others.filter(others.str.contains(r"\d"))
+        hundreds = others.filter(others.str.contains(r"^[-+]?[1-9]\d\d$"))
+        whole = others.str.contains(WHOLE_BELOW_THOUSAND).all()
+        if len(ends_in_0) and len(hundreds) and whole:
+            raise ValueError(
+                f"the points in column {column.name!r} seem to part thousands, as in "
+                f"{ends_in_0[0].strip()} beside {hundreds[0]}; write nothing between thousands, or "
+                f"{hundreds[0]}.000 if these are decimals"
+            )
 
 
 def rows_of_text(text: str, separator: str) -> pl.DataFrame:

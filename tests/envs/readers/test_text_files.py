@@ -227,6 +227,29 @@ def test_a_unit_in_the_name_of_the_latency_is_read_and_noted(tmp_path, column, n
     identical(in_s.latency_ms, [[1.728e8, 2.592e8]])
 
 
+@pytest.mark.parametrize(
+    ("times", "refused"),
+    [
+        (["1.250", "850", "1.400", "900"], True),
+        # seconds with milliseconds, whole ones, and ends that are no 0
+        (["1.250", "850.000", "1.400", "900.000"], False),
+        (["1.250", "8", "1.400", "9"], False),
+        (["1.251", "850", "1.4", "900"], False),
+        (["0.250", "850", "0.400", "900"], False),
+    ],
+)
+def test_points_that_part_thousands_are_refused(tmp_path, times, refused):
+    ids = [("a", "x"), ("a", "y"), ("b", "x"), ("b", "y")]
+    rows = [f"{name};{mode};1;{time}" for (name, mode), time in zip(ids, times, strict=True)]
+    (tmp_path / "t.csv").write_text("\n".join(["sample_id;mode;accuracy;latency_ms", *rows]))
+    if refused:
+        with input_error("'latency_ms' seem to part thousands, as in 1.250 beside 850"):
+            knobwise.read(tmp_path / "t.csv")
+    else:
+        made = knobwise.read(tmp_path / "t.csv")
+        identical(made.latency_ms.flatten(), np.float32(times))
+
+
 # -- lines before the header -----------------------------------------------------------------------
 
 PREAMBLES = {
