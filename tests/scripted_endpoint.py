@@ -6,8 +6,28 @@ import threading
 from collections import deque
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
+import polars as pl
+
 USAGE = {"prompt_tokens": 10, "completion_tokens": 5, "total_tokens": 15}
 HEAD = {"id": "chatcmpl-7", "created": 1, "model": "m"}
+
+
+def write_questions():
+    """Write six questions in q.jsonl, which `profile_words` reads."""
+    rows = [{"id": f"q{i}", "question": f"Is it {i}?", "answer": str(i)} for i in range(6)]
+    pl.DataFrame(rows).write_ndjson("q.jsonl")
+
+
+def profile_words(server, values, out="out", **options):
+    """The words that measure a server by one request at a time, without a warm-up."""
+    options = {"model": "openai", "endpoint": server.url, "data": "q.jsonl", **options}
+    options = {"knobs.warm_up": 0, "concurrency": 1, **options}
+    return [
+        "profile",
+        f"knobs.values={values}",
+        f"out={out}",
+        *(f"{k}={v}" for k, v in options.items()),
+    ]
 
 
 def event(content):

@@ -7,7 +7,7 @@ from pathlib import Path
 import polars as pl
 import pytest
 from commands import Command, launch, mistake, read_json, stop_when
-from scripted_endpoint import USAGE, Broken, ScriptedChats, Turned
+from scripted_endpoint import USAGE, Broken, ScriptedChats, Turned, profile_words, write_questions
 
 from knobwise.profiling.endpoint.prices import Money
 from knobwise.profiling.measuring.measuring import read_measurements
@@ -23,20 +23,12 @@ COST = (10 + 4 * 5) / 1e6
 def _in_a_folder(home, monkeypatch):
     """Questions, prices and short waits."""
     monkeypatch.setattr("knobwise.profiling.endpoint.pauses.FIRST_WAIT_S", 0.01)
-    rows = [{"id": f"q{i}", "question": f"Is it {i}?", "answer": str(i)} for i in range(6)]
-    pl.DataFrame(rows).write_ndjson("q.jsonl")
+    write_questions()
     Path("prices.yaml").write_text(PRICES)
 
 
-def words(server, values="{model: [large], max_tokens: [8]}", out="out", **options):
-    options = {"model": "openai", "endpoint": server.url, "data": "q.jsonl", **options}
-    options = {"prices": "prices.yaml", "knobs.warm_up": 0, "concurrency": 1, **options}
-    return [
-        "profile",
-        f"knobs.values={values}",
-        f"out={out}",
-        *(f"{k}={v}" for k, v in options.items()),
-    ]
+def words(server, values="{model: [large], max_tokens: [8]}", **options):
+    return profile_words(server, values, **{"prices": "prices.yaml", **options})
 
 
 def kept():
