@@ -27,6 +27,7 @@ from knobwise.agents.deployed.arrays import MIN_MS
 from knobwise.agents.deployed.controller import NumpyController
 from knobwise.agents.learning.request_log import FORMAT, LABELS, REQUESTS, unpack_floats
 from knobwise.common.errors import InputError
+from knobwise.common.words import setting
 
 LARGEST = sys.float_info.max
 ROUNDED = 0.005
@@ -40,6 +41,7 @@ MAX_ROWS = 1 << 18
 """Of a longer log about so many requests are read, with their labels."""
 MAX_CELLS = 1 << 25
 """And at most so many requests × configurations."""
+OF_ANOTHER = "of another controller"
 COLUMNS = {
     "choice": "i8",
     "limit_ms": "f8",
@@ -100,6 +102,8 @@ class ReadLog(NamedTuple):
 
     rows: list[dict[str, Any]]
     aside: Counter[str]
+    attempts: dict[str, Counter[bool]]
+    """For each setting, its requests by whether it gave no answer, also those in skipped rows."""
 
     def lines(self) -> list[str]:
         """Return a line for each reason for which rows were skipped."""
@@ -137,7 +141,8 @@ def read_log(
         most = min(most, max(MAX_CELLS // len(controller.configurations), 1))
     every = math.ceil(_count_lines(folder) / most)
     aside = Counter[str]()
-    rows, labels, unused = _requests(folder, controller, versions, every, aside)
+    attempts: dict[str, Counter[bool]] = {}
+    rows, labels, unused = _requests(folder, controller, versions, every, aside, attempts)
     # a label comes after its request; of several the one sent last counts
     of_read = (line for line in _lines(folder, LABELS, aside) if _is_read(line[1], every))
     labels += _as_sent(of_read)
@@ -147,7 +152,7 @@ def read_log(
         labels = []
     _join(labels, rows, unused, aside)
     # several processes may have written at once
-    return ReadLog(sorted(rows.values(), key=_moment), aside)
+    return ReadLog(sorted(rows.values(), key=_moment), aside, attempts)
 
 
 def _requests(
@@ -156,9 +161,10 @@ def _requests(
     versions: Collection[str],
     every: int,
     aside: Counter[str],
+    attempts: dict[str, Counter[bool]],
 ) -> tuple[dict[str, dict[str, Any]], list[dict[str, Any]], set[str]]:
-    """Read the requests of a log, and count in `aside` those that are not used; arguments as in
-    `read_log`, and one request in `every` is read.
+    """Read the requests of a log, and count in `aside` those that are not used, and what settings
+    gave no answer in `attempts`; arguments as in `read_log`, and one request in `every` is read.
 
     Returns:
         The good rows by id, still without accuracy; those that hold one, as labels; and the ids of
@@ -173,6 +179,8 @@ def _requests(
             continue
         try:
             reason = next(_faults(row, controller, versions), "")
+            if reason != OF_ANOTHER:
+                _count_attempts(row, attempts)
         except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError):
             reason = "a damaged row"
         if not reason and row["id"] in rows:
@@ -185,6 +193,13 @@ def _requests(
             if row.get("accuracy") is not None:
                 labels.append(row)
     return rows, labels, unused
+
+
+def _count_attempts(row: Mapping[str, Any], attempts: dict[str, Counter[bool]]) -> None:
+    """Count the setting of a row, and those that were tried before it and gave no answer."""
+    tried = [(knobs, True) for knobs in row.get("tried", [])]
+    for knobs, is_fault in [*tried, (row["knobs"], bool(row.get("fault")))]:
+        attempts.setdefault(setting(knobs), Counter())[is_fault] += 1
 
 
 def _join(
@@ -313,7 +328,7 @@ def _faults(
     """
     # the decision: whose it is, and its chances
     if controller and row["controller"] not in (controller.digest, *versions):
-        yield "of another controller"
+        yield OF_ANOTHER
     if row.get("fault"):
         yield "without an answer"
     # by static, where another policy would have read features; or cut short, by another attempt, or

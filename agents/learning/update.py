@@ -18,6 +18,8 @@ from __future__ import annotations
 
 import copy
 import math
+from collections import Counter
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import numpy as np
@@ -45,6 +47,7 @@ from knobwise.agents.learning.adaptation import (
     fit_offsets,
     posterior,
 )
+from knobwise.agents.learning.faults import objections_to_faults
 from knobwise.agents.learning.logged import Logged, of_choices
 from knobwise.agents.learning.off_policy import Estimate, decisions, estimate_gain
 from knobwise.agents.teacher.outcomes import Prediction
@@ -105,7 +108,11 @@ class Candidate(NamedTuple):
 
 
 def update(
-    agent: DeployedController, logged: Logged, accept: bool = False, loss: float = 0.0
+    agent: DeployedController,
+    logged: Logged,
+    accept: bool = False,
+    loss: float = 0.0,
+    attempts: Mapping[str, Counter[bool]] | None = None,
 ) -> Update:
     """Let a controller learn from a log, latencies first and then accuracies, and judge each step.
 
@@ -116,6 +123,7 @@ def update(
         logged: requests that this controller or earlier versions of it served, in order.
         accept: let a better step take over even if something speaks against it.
         loss: `Update.loss` of the update before.
+        attempts: how often each setting gave no answer, of `ReadLog`; None if that is not known.
 
     Raises:
         InputError: too few requests.
@@ -147,8 +155,10 @@ def update(
             rows = logged.labelled
             by_profile = by_times.outcomes.accuracy[rows]
             against = against + objections_to_labels(names, logged[rows], by_profile, total)
-        objections[name] = against
-        if against and not accept:
+        # nothing is learned from requests without an answer, so they are in no estimate of a gain
+        by_faults = objections_to_faults(names, attempts or {}, best, candidate.choices)
+        objections[name] = against + by_faults
+        if objections[name] and not accept:
             continue
         # it takes over
         best = candidate.choices

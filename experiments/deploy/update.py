@@ -28,8 +28,8 @@ from knobwise.common.progress import say
 from knobwise.common.words import format_count, points
 from knobwise.experiments.evidence.exports import export_beside
 from knobwise.experiments.evidence.run_folder import VERSION, checkpoint_at
-from knobwise.experiments.inspection.logs import facts_of_times
-from knobwise.experiments.report.inspection import said_of_times
+from knobwise.experiments.inspection.logs import facts_of_faults, facts_of_times
+from knobwise.experiments.report.inspection import said_of_faults, said_of_times
 from knobwise.experiments.settings.deployment_options import UpdateRun
 from knobwise.experiments.settings.profiles import LongTables, read_profile
 from knobwise.experiments.settings.words import shell_word
@@ -201,19 +201,22 @@ def _from_log(config: UpdateRun, loaded: Loaded, digest: str) -> tuple[Loaded, d
     print(f"{format_count(count, 'request')} of {config.log}", *log.lines(), sep="\n")
     logged = logged_of(log.rows, agent.decider)
     times = facts_of_times(log.rows)
+    faults = facts_of_faults(log)
     # from here on they would only take memory
     log.rows.clear()
     _print_labels(agent, logged)
     # each step learns on some folds of the requests and is judged on the others
-    result = update(agent, logged, config.accept, loaded.extra.get("loss", 0.0))
+    result = update(agent, logged, config.accept, loaded.extra.get("loss", 0.0), log.attempts)
     _print_steps(result, config.accept)
     unit = agent.decider.unit
     print(*said_of_times(times, unit, str(config.log), learned=result.better), sep="\n")
+    print(*said_of_faults(faults), sep="\n", end="\n" * bool(faults))
     facts = {
         "better": result.better,
         "requests": count,
         "set_aside": dict(log.aside),
         "times": times,
+        "without_answer": faults,
         "steps": {name: estimate._asdict() for name, estimate in result.steps.items()},
         "doubts": result.objections,
         "accepted": config.accept,
@@ -247,7 +250,7 @@ def _print_steps(result: Update, accept: bool) -> None:
     if not objections:
         return
     advice = (
-        "The log looks wrong, so the update does not serve. Compare some of these requests with "
+        "The log may be wrong, so the update does not serve. Compare some of these requests with "
         "their answers: delete bad rows or, if the log is right, add accept=true."
     )
     print("Accepted (accept=true) despite:" if accept else advice, *objections, sep="\n- ")

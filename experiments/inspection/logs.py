@@ -8,7 +8,8 @@ from typing import Any
 
 import polars as pl
 
-from knobwise.agents.learning.logged import read_log
+from knobwise.agents.learning.faults import faults_by_setting
+from knobwise.agents.learning.logged import ReadLog, read_log
 from knobwise.agents.learning.times import times_by_setting
 from knobwise.common.words import setting
 from knobwise.envs.tables.units import MS
@@ -25,6 +26,12 @@ def facts_of_times(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     ]
 
 
+def facts_of_faults(log: ReadLog) -> list[dict[str, Any]]:
+    """Return the settings of a log that gave no answer to some requests, see `faults_by_setting`,
+    as plain values."""
+    return [faults._asdict() for faults in faults_by_setting(log.attempts)]
+
+
 def inspect_log(folder: str) -> dict[str, object]:
     """Return the facts about a log, as plain values for JSON.
 
@@ -34,6 +41,7 @@ def inspect_log(folder: str) -> dict[str, object]:
         answered. `accuracy`: mean over the labelled; `fractional`: whether one is neither 0 nor 1.
         `times`: `SettingTimes` of each frequent setting, `off`, `changed` and `far`. `unit`: of
         these times.
+        `without_answer`: `SettingFaults` of each setting that failed.
         `abandoned`: requests that nobody waited for until their deadline was over; they count as
         late. `configurations`: label → requests. `controllers`: digest → requests. `unlike`:
         requests whose text is unlike those of training. `set_aside`: reason → rows.
@@ -59,6 +67,7 @@ def inspect_log(folder: str) -> dict[str, object]:
         "configurations": dict(Counter(setting(row["knobs"]) for row in log.rows).most_common()),
         "times": facts_of_times(log.rows),
         "unit": next((row["unit"] for row in log.rows if "unit" in row), MS),
+        "without_answer": facts_of_faults(log),
         "controllers": dict(Counter(rows["controller"])),
         "abandoned": sum(bool(row.get("abandoned")) for row in log.rows),
         "unlike": sum(bool(row.get("unlike")) for row in log.rows),

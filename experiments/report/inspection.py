@@ -322,7 +322,22 @@ def log_sentences(facts: Facts) -> list[Sentence]:
         requests = format_count(count, "request")
         share = f"{count / total:.1%}"
         lines.append(Sentence("chosen", configuration=label, requests=requests, share=share))
-    return lines + said_of_times(facts["times"], facts["unit"], facts["log"])
+    lines += said_of_times(facts["times"], facts["unit"], facts["log"])
+    return lines + said_of_faults(facts["without_answer"])
+
+
+def said_of_faults(faults: Sequence[Facts]) -> list[Sentence]:
+    """Return how often settings gave no answer, see `facts_of_faults`."""
+    return [
+        Sentence(
+            "no_answer",
+            configuration=each["setting"],
+            faults=f"{each['faults']:,}",
+            requests=format_count(each["requests"], "request"),
+            share=f"{each['faults'] / each['requests']:.1%}",
+        )
+        for each in faults
+    ]
 
 
 def said_of_times(

@@ -200,7 +200,10 @@ class Walk:
             return None
         self._metrics.retries.inc()
         attempts = choice.attempts + 1
-        log_fields = {**(request.log_fields or {}), "attempts": attempts}
+        log_fields = dict(request.log_fields or {})
+        # an update cannot learn from the row, but says how often a setting failed
+        log_fields["attempts"] = attempts
+        log_fields["tried"] = [*log_fields.get("tried", []), decision.configuration]
         request = request._replace(log_fields=log_fields, static=None, explored=False, mask=allowed)
         if seen:
             decision = self.runtime.decide(request, decision.features)

@@ -3,6 +3,7 @@
 import functools
 import math
 import tempfile
+from collections import Counter
 from dataclasses import replace
 
 import numpy as np
@@ -25,6 +26,7 @@ from knobwise.agents.learning import update as update_module
 from knobwise.agents.learning.logged import Logged, logged_of, read_log
 from knobwise.agents.learning.off_policy import decisions, estimate_gain
 from knobwise.agents.learning.update import update
+from knobwise.common.words import setting
 from knobwise.envs import default_budgets
 from knobwise.serving.runtime import Runtime
 
@@ -94,6 +96,20 @@ def test_latencies_that_drifted_are_learned_and_the_new_controller_takes_over():
     # the old one is as it was
     assert DeployedController.restored(agent.plain()).decider.digest == before
     assert result.agent.decider.digest != before
+
+
+def test_a_version_whose_choices_often_got_no_answer_waits_for_a_person():
+    agent, _, logged = logged_requests(2800, slow_crops)
+    best, candidates = update_module._held_out(agent, logged)
+    moved = best != candidates["latencies"].choices
+    names = update_module.configurations_of(agent.decider)
+    attempts = {setting(knobs): Counter({False: 90}) for knobs in names}
+    for c in candidates["latencies"].choices[moved].unique().tolist():
+        attempts[setting(names[c])] = Counter({False: 50, True: 50})
+    waits = update(agent, logged, attempts=attempts)
+    assert not waits.better
+    assert any("no answer" in line for line in waits.objections["latencies"])
+    assert update(agent, logged, accept=True, attempts=attempts).better
 
 
 def test_accuracies_that_fell_are_learned():

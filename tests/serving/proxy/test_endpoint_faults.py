@@ -92,6 +92,7 @@ def test_another_model_is_tried(served, scripted, reply, stream):
     assert answer.content == (b"".join(GOOD) if stream else json.dumps(chat()).encode())
     row = row_of(served.log, answer)
     assert (row["knobs"]["model"], row.get("fault")) == (SAFE, None)
+    assert [knobs["model"] != SAFE for knobs in row["tried"]] == [True]
     # and where none is left, the last has the word; it is no answer that anybody learns from
     scripted.answer = lambda path, body: reply
     answer = served.chat(stream=stream, **FREE) if None not in parts_of(reply) else None
