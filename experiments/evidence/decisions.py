@@ -203,9 +203,10 @@ def splits_of(samples: pl.DataFrame) -> NDArray[np.int64] | None:
     alone = samples["cluster"].is_null().all()
     if samples["split"].has_nulls() and alone:
         return None
-    keys = ("dataset", "sample") if alone else ("cluster",)
+    # a sample that belongs to no cluster is one of its own
+    itself = pl.when(pl.col("cluster").is_null()).then(pl.struct("dataset", "sample"))
     # they are numbered in the order of their first rows
-    first = pl.col("index").first().over(keys)
+    first = pl.col("index").first().over("cluster", itself)
     number = first.rank("dense").cast(pl.Int64) - 1
     split = pl.col("split").fill_null(0)
     return samples.with_row_index().select(split, number).to_numpy().T

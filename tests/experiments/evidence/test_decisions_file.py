@@ -102,6 +102,11 @@ def test_arrays_are_seeds_by_samples_by_conditions():
     # samples of a cluster have one number, also where there is a single split
     alike = first.with_columns(cluster=pl.lit("a"))
     assert numbers(alike).tolist() == [[0, 0], [0, 0]]
+    # those of none are not one more cluster
+    together = pl.Series(["u", "u", None, None])
+    mixed = pl.DataFrame({"sample": [*"abcd"], "cluster": together})
+    mixed = mixed.with_columns(split=pl.lit(None, pl.Int64), dataset=pl.lit("", pl.String))
+    assert splits_of(mixed).tolist() == [[0, 0, 0, 0], [0, 0, 1, 2]]
 
 
 def test_results_are_means_of_the_decisions():
