@@ -167,7 +167,8 @@ def agreement(
     what: str,
     exact: bool = True,
 ) -> dict[str, int]:
-    """Compare the decisions of another form of a controller, over all samples × budgets [B] in ms.
+    """Compare the decisions of another form of a controller, over all samples × budgets [B] in ms,
+    as people type them: 16.7, not 16.700000762939453, the nearest float32.
 
     Returns:
         how many `contexts` there are, and in how many the decision is the `same`, or another one
@@ -181,7 +182,7 @@ def agreement(
     rows = np.arange(table.num_samples)
     with progress("comparing decisions", len(budgets_ms), quiet_s=2) as tick:
         for done, budget in enumerate(budgets_ms.tolist(), 1):
-            limits = np.full(len(rows), budget, np.float32)
+            limits = np.full(len(rows), float(str(np.float32(budget))))
             wanted = controller.choose(blocks, limits)
             other = decide(blocks, limits)
             # decisions that are equally probable may differ by rounding

@@ -216,6 +216,12 @@ def configurations_of(controller: Any) -> list[dict[str, Any]]:
     return [controller.configuration(i) for i in range(len(controller.configurations))]
 
 
+def as_measured(limits: Array) -> Array:
+    """Return limits in the precision of measurements, float32, as float64: what costs exactly a
+    limit is within it, which a double may miss by a rounding error."""
+    return np.minimum(limits, MAX_FLOAT32).astype(np.float32).astype(np.float64)
+
+
 def log_ms(limits: Array) -> Array:
     """Return the natural logarithm of limits in ms, in their precision."""
     return np.log(np.maximum(limits, limits.dtype.type(MIN_MS)))

@@ -1,6 +1,7 @@
 import functools
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -103,6 +104,36 @@ def test_equal_log_probabilities_are_rounding_and_others_are_not():
     with input_error("it"):
         compared(2)
     assert compared(2, exact=False) == {"contexts": 120, "same": 0, "rounding": 0}
+
+
+def test_the_budgets_of_the_comparison_are_those_that_people_type():
+    """They are calibrated in float32, in which 16.7 is 16.700000762939453."""
+    table, agent = guarded()
+    light = agent.decider
+    handed = []
+
+    def decide(blocks, limits):
+        handed.append(limits[0])
+        return light.choose(blocks, limits)
+
+    agreement(light, decide, table, torch.tensor([16.7, 0.0011, 120.0]), "it")
+    assert handed == [16.7, 0.0011, 120.0]
+
+
+def test_a_graph_and_a_controller_agree_on_what_takes_exactly_a_budget():
+    """In float32, the precision of a graph's input, 16.7 is above the double of 16.7."""
+    table = small_table(60)
+    times = table.latency_ms.clone()
+    times[:, 0] = 16.7
+    times[:, 1:] = 33.4
+    table = replace(table, latency_ms=times)
+    agent = untrained(table, None, [False] * len(default_budgets(table)))
+    limits = np.array([16.7, 33.4, 10.0])
+    blocks = {name: block[:3] for name, block in arrays(table).items()}
+    tensors = [torch.from_numpy(block) for block in blocks.values()]
+    graph = Deployed(agent).eval()(*tensors, torch.from_numpy(limits).float())
+    assert agent.decider.choose(blocks, limits).tolist() == graph.tolist()
+    assert (graph[1] != 0) & (graph[0] == 0)
 
 
 def test_budgets_that_are_compared_are_the_calibrated_or_the_default():

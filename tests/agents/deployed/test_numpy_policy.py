@@ -75,6 +75,25 @@ def test_static_on_a_slower_machine_and_with_other_accuracies():
     assert static.scaled(pi * same, same).arrays()["sorted_ms"].dtype == np.float64
 
 
+def test_what_takes_exactly_a_limit_is_within_it_in_either_precision():
+    """float32 has 16.7 as 16.70000076, which a double of 16.7 does not reach."""
+    times = [10.1, 16.7, 33.4]
+    latency = np.tile(np.float32(times), (4, 1))
+    accuracy = np.tile(np.float32([0.4, 0.7, 0.9]), (4, 1))
+    static = FittedStatic.fit(accuracy, latency, latency[..., None])
+    both = np.array([times, np.float32(times).tolist()]).ravel()
+    wanted = [0, 1, 2, 0, 1, 2]
+    everything = np.ones((6, 3), bool)
+    assert [static.single(limit) for limit in both.tolist()] == wanted
+    assert [static.single(limit, everything[0]) for limit in both.tolist()] == wanted
+    assert static.choose({}, both).tolist() == wanted
+    assert static.choose({}, both, everything).tolist() == wanted
+    assert [static.on_time(limit).sum() for limit in both.tolist()] == [1, 2, 3, 1, 2, 3]
+    # a drift may take a budget beyond float32
+    assert static.single(1e39) == 2
+    assert static.choose({}, np.array([1e39])).tolist() == [2]
+
+
 @settings(max_examples=30, deadline=None)
 @given(
     seed=st.integers(0, 10**6),
