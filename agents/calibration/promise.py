@@ -57,14 +57,15 @@ from knobwise.common.progress import say
 from knobwise.envs.bandit.budgets import MIN_LATENCY_MS
 from knobwise.envs.bandit.reward import share_on_time
 from knobwise.envs.tables.splits import cluster_numbers
+from knobwise.envs.tables.units import MS
 
 CONFIDENCE = 0.95
 """One-sided, over the draw of the calibration samples."""
 HELD_BACK = 0.2
 """The share of the fitted samples that a promise is calibrated on."""
 RESERVE = 0.02
-"""The share of a budget that rules are not tested with: it is left to what a decision costs beyond
-what was expected of it."""
+"""The share of a budget in ms that rules are not tested with: it is left to what a decision costs
+beyond what was expected of it. Of a budget in another unit, such as USD, decisions take nothing."""
 PROBABILITIES = (0.0, 0.5, 0.6, 0.7, 0.8, 0.85, 0.9, 0.925, 0.95, 0.97, 0.98, 0.99, 0.995, 0.999)
 """With which what the policy chooses must be expected in time; 0 for anything."""
 
@@ -175,8 +176,8 @@ def late(
     count = (~measured.isnan()).sum(-1)
     which = (requests.drawn.unsqueeze(1) * count).long()
     time = measured.gather(-1, which.unsqueeze(-1)).squeeze(-1)
-    # NaN, where nothing was measured, is not within any limit
-    too_late = ~(time <= limit_ms)
+    # measurements are in float32, so a limit is, too; NaN, where there is none, is within no limit
+    too_late = ~(time <= float(np.float32(limit_ms)))
     over = problem.rule.over(problem.values)
     return too_late if over is None else too_late | over[cells]
 
@@ -273,9 +274,10 @@ def trials_of(
     clusters = cluster_numbers(problem.facts, rows)
     if allowed is None:
         allowed = torch.ones_like(problem.facts.mask)
+    reserve = RESERVE if problem.facts.unit == MS else 0.0
     result = []
     for budget in sorted(budgets_ms.tolist()):
-        left = max((1 - RESERVE) * (budget - cost_ms), MIN_LATENCY_MS)
+        left = max((1 - reserve) * (budget - cost_ms), MIN_LATENCY_MS)
         chosen = _chosen(candidates, left, allowed[rows], static, held_out)
         on_time, accuracy = _expected(problem, rows, chosen, left, reads)
         order = in_order(_surely(on_time, reads, clusters), accuracy.mean(0).numpy())

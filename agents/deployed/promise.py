@@ -126,13 +126,15 @@ class Promise:
         self.fixed = arrays["fixed"].astype(np.int64)
         self.quantiles = arrays["quantiles"].astype(np.float64)
         self.shares = arrays["shares"].astype(np.float64)
-        self._starts = self.planned_ms.tolist()
-        self._few = list(zip(self._starts, self.fixed.tolist(), strict=True))
+        # from where on each rule decides
+        self._from_ms = (1 - ROUNDING) * self.planned_ms
+        self._starts = self._from_ms.tolist()
+        self._few = list(zip(self.planned_ms.tolist(), self.fixed.tolist(), strict=True))
 
     def groups(self, limits: Array) -> Array:
         """Return the calibrated budget whose rule decides under each limit [n] in ms, int64 [n]; −1
         below all of them."""
-        return np.searchsorted(self.planned_ms, limits, side="right") - 1
+        return np.searchsorted(self._from_ms, limits, side="right") - 1
 
     def single(self, limit: float, mask: Array | None = None) -> tuple[int | None, float]:
         """Return the configuration that decides for all requests, inside the mask bool [C], else

@@ -198,6 +198,31 @@ def test_the_policy_pays_for_its_decisions_and_for_the_first_look():
     assert made(table, rows, [9.0], 0.95, decide, decide)[0]["expected_accuracy"] == 1.0
 
 
+@pytest.mark.parametrize("kind", [torch.float32, torch.float64])
+def test_of_a_price_nothing_is_kept_free_and_what_costs_exactly_a_budget_is_within_it(kind):
+    """float32 has .0003 as .00030000001, which is above the double, and .0011 as .00109999997."""
+    prices = torch.tensor([0.0003, 0.0011, 0.0023])
+    accuracy = torch.tensor([0.4, 0.7, 0.9]).expand(100, 3).contiguous()
+    table = table_of(accuracy, prices.expand(100, 3).contiguous(), unit="USD")
+    problem = Problem.from_table(table)
+    everyone = torch.arange(100)
+    static = fit_static(table, everyone)
+    typed = np.array([0.0003, 0.0011, 0.0023])
+    about = problem, everyone, requests_of(problem, everyone), torch.tensor(typed, dtype=kind)
+    rows = [each.row(0.95) for each in trials_of(*about, static)]
+    assert [(row["configuration"], row["kept"]) for row in rows] == [
+        (0, True),
+        (1, True),
+        (2, True),
+    ]
+    promise = Promise(arrays_of(rows), static)
+    for limits in (typed, np.float32(typed).astype(float)):
+        assert promise.with_fallback(np.zeros(3, np.int64), limits, None).tolist() == [0, 1, 2]
+        assert [promise.single(limit)[0] for limit in limits.tolist()] == [0, 1, 2]
+        assert [promise.promised(limit).share for limit in limits.tolist()] == [0.95] * 3
+        assert promise.shares_at(limits).tolist() == [0.95] * 3
+
+
 def test_a_request_that_limits_forbid_a_configuration_for_gets_the_safest():
     table = table_of(torch.tensor([[0.1, 0.9]] * 80), torch.full((80, 2), 5.0))
     allowed = torch.ones(80, 2, dtype=torch.bool)
