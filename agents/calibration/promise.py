@@ -22,7 +22,9 @@ on to decide: what it answers in time there is in time here, so if its promise h
 here. If it does not, it is wrong here as well: what `CONFIDENCE` bounds is the test of each rule,
 and at a budget at which promises of others may go on, the chances of theirs add up. A level divided
 by the number of budgets would bound that, and make far fewer promises of a few hundred requests.
-Below such a budget the safest candidate decides, and nothing is promised.
+Below such a budget the safest candidate decides, and nothing is promised: where nothing is on time
+the fastest, and between its budget and the next one the configuration that is most often on time in
+what is left, if that is more often than the candidate's.
 
 The rules are tested as they will decide. In service nothing is unmeasured, so that only limits on
 further costs forbid a choice. A choice that was not measured for a sample stays the choice, and
@@ -190,11 +192,15 @@ def least_share(on_time: int, count: int) -> float:
     return float(beta.ppf(1 - CONFIDENCE, on_time, count - on_time + 1))
 
 
-def in_order(on_time: NDArray[np.float64], accuracy: NDArray[np.float64]) -> list[int]:
+def in_order(
+    on_time: NDArray[np.float64], accuracy: NDArray[np.float64], latency_ms: NDArray[np.float64]
+) -> list[int]:
     """Return the candidates from the safest to the boldest, each more accurate than all before it:
-    their indices, of shares on time and accuracies [K]."""
+    their indices, of shares on time, accuracies and mean latencies [K]. Of those that are never on
+    time the fastest is the safest."""
     order: list[int] = []
-    for index in np.lexsort((-accuracy, -on_time)).tolist():
+    slow = np.where(on_time > 0, 0.0, latency_ms)
+    for index in np.lexsort((-accuracy, slow, -on_time)).tolist():
         if not order or accuracy[index] > accuracy[order[-1]]:
             order.append(index)
     return order
@@ -280,7 +286,8 @@ def trials_of(
         left = max((1 - reserve) * (budget - cost_ms), MIN_LATENCY_MS)
         chosen = _chosen(candidates, left, allowed[rows], static, held_out)
         on_time, accuracy = _expected(problem, rows, chosen, left, reads)
-        order = in_order(_surely(on_time, reads, clusters), accuracy.mean(0).numpy())
+        mean_ms = static.latency_ms[chosen.numpy()].mean(0)
+        order = in_order(_surely(on_time, reads, clusters), accuracy.mean(0).numpy(), mean_ms)
         accuracies = accuracy.mean(0)[order].tolist()
         kept = [candidates[i] for i in order]
         answers = _chosen(kept, left, allowed[requests.rows], static, deployed)

@@ -105,6 +105,8 @@ class Promise:
     A request uses the rule of the largest calibrated budget that what is left of its own covers.
     Below the smallest nothing is promised, and the configuration decides that was most often on
     time. Budgets at which no rule passed, and that of a smaller one goes on, are not among them.
+    Where none goes on, nothing is promised, and the rule was only the safest at its budget: with
+    more than that left, a single configuration gives way to one that is more often on time.
 
     Attributes:
         static: knows how often each configuration was on time.
@@ -126,6 +128,8 @@ class Promise:
         self.fixed = arrays["fixed"].astype(np.int64)
         self.quantiles = arrays["quantiles"].astype(np.float64)
         self.shares = arrays["shares"].astype(np.float64)
+        # up to where what nothing is promised of is the safest
+        self._until_ms = np.where(self.shares > 0, np.inf, (1 + ROUNDING) * self.budgets_ms)
         # from where on each rule decides
         self._from_ms = (1 - ROUNDING) * self.planned_ms
         self._starts = self._from_ms.tolist()
@@ -145,6 +149,9 @@ class Promise:
         planned_ms, fixed = self._few[group]
         if fixed == POLICY:
             return None, planned_ms
+        if limit > self._until_ms[group]:
+            planned_ms = limit
+            fixed = self.safest(limit, rather=fixed)
         if mask is not None and not mask[fixed]:
             fixed = self.safest(planned_ms, mask)
         return fixed, planned_ms
@@ -194,8 +201,8 @@ class Promise:
         group = self.groups(limits)
         fixed = np.where(group < 0, POLICY, self.fixed[group])
         chosen = np.where(self.reads_features(limits), chosen, fixed)
-        # below all budgets, and where the mask forbids it
-        unknown = chosen < 0
+        # below all budgets, beyond one that nothing is promised at, and where the mask forbids it
+        unknown = (chosen < 0) | ((fixed != POLICY) & (limits > self._until_ms[group]))
         if mask is not None:
             unknown |= (chosen == fixed) & ~mask[np.arange(len(mask)), fixed]
         for row in np.flatnonzero(unknown):
@@ -203,9 +210,10 @@ class Promise:
             chosen[row], _ = self.single(float(limits[row]), allowed)
         return chosen
 
-    def safest(self, limit: float, mask: Array | None = None) -> int:
+    def safest(self, limit: float, mask: Array | None = None, rather: int | None = None) -> int:
         """Return the configuration inside the mask bool [C] that was most often within a limit in
-        ms; among equals the fastest."""
-        share = self.static.on_time(limit)[None]
+        ms; among equals `rather`, which must be inside it, and else the fastest."""
+        share = self.static.on_time(limit)
         mask = None if mask is None else mask[None]
-        return int(pick(share, self.static.latency_ms, mask)[0])
+        index = int(pick(share[None], self.static.latency_ms, mask)[0])
+        return index if rather is None or share[rather] < share[index] else rather

@@ -73,8 +73,13 @@ def test_the_bound_is_where_as_many_hits_have_five_per_cent(hits, count):
 def test_candidates_stand_from_the_safest_to_the_boldest_each_more_accurate():
     on_time = np.array([0.9, 1.0, 0.95, 1.0, 0.8])
     accuracy = np.array([0.5, 0.2, 0.1, 0.3, 0.5])
+    latency = np.array([5.0, 1.0, 2.0, 3.0, 4.0])
     # 1 is as safe as 3 and less accurate; 2 is less accurate than 3; 4 no more than 0
-    assert in_order(on_time, accuracy) == [3, 0]
+    assert in_order(on_time, accuracy, latency) == [3, 0]
+    # of what is never on time the fastest stands first
+    never = np.zeros(5)
+    assert in_order(never, accuracy, latency) == [1, 3, 4]
+    assert in_order(np.array([0, 0, 0.1, 0, 0]), accuracy, latency) == [2, 1, 3, 4]
     assert passing([0.99, 0.96, 0.94, 0.97], 0.95) == 2
     assert passing([0.94, 0.99], 0.95) == 0
 
@@ -165,8 +170,8 @@ def test_where_nothing_passes_the_promise_of_a_smaller_budget_goes_on():
     budgets = torch.tensor([1.0, 10.0, 20.0, 50.0])
     trials = trials_of(problem, fitted, requests_of(problem, held), budgets, static)
     rows = [each.row(0.95) for each in trials]
-    # at 20 ms the second is the safest of the fitted samples, and fails
-    assert [row["configuration"] for row in rows] == [2, 0, 1, 2]
+    # at 1 ms nothing is on time; at 20 ms the second is the safest of the fitted samples, and fails
+    assert [row["configuration"] for row in rows] == [0, 0, 1, 2]
     assert [row["kept"] for row in rows] == [False, True, False, True]
     assert [row["budget_ms"] for row in deciding(rows)] == [1.0, 10.0, 10.0, 50.0]
     arrays = arrays_of(rows)
@@ -181,6 +186,32 @@ def test_where_nothing_passes_the_promise_of_a_smaller_budget_goes_on():
     undecided = np.zeros(5, np.int64)
     assert promise.with_fallback(undecided, limits, None)[2:].tolist() == [0, 0, 2]
     assert promise.promised(25.0) == (10.0, 0.95)
+
+
+def test_a_budget_that_nothing_meets_does_not_decide_for_those_above_it():
+    """The first configuration takes 6 to 8 ms, the second 28, and nothing is promised at 5 or 7 ms;
+    at 7 ms the third is as often on time as the first, and later less often."""
+    times = torch.linspace(6, 8, 101)
+    latency = torch.stack([times, torch.full((101,), 28.0), times.clone()], 1)
+    latency[times > 7, 2] = 60.0
+    accuracy = torch.tensor([0.3, 0.9, 0.5]).expand(101, 3).contiguous()
+    table = table_of(accuracy, latency)
+    rows = made(table, torch.arange(101), [5.0, 7.0, 12.0], 0.9)
+    assert [(row["configuration"], row["kept"]) for row in rows] == [
+        (0, False),
+        (2, False),
+        (0, True),
+    ]
+    promise = Promise(arrays_of(rows), fit_static(table, torch.arange(101)))
+    limits = np.array([4.0, 4.95, 6.5, 6.9, 7.0, 7.5, 11.7, 12.0])
+    wanted = [0, 0, 0, 2, 2, 0, 0, 0]
+    assert promise.with_fallback(np.zeros(8, np.int64), limits, None).tolist() == wanted
+    assert [promise.single(limit)[0] for limit in limits.tolist()] == wanted
+    mask = np.tile([False, True, True], (8, 1))
+    # the second is faster on average than the third
+    wanted = [1, 1, 2, 2, 2, 2, 2, 2]
+    assert promise.with_fallback(np.zeros(8, np.int64), limits, mask).tolist() == wanted
+    assert promise.shares_at(limits).tolist() == [0] * 7 + [0.9]
 
 
 def test_the_policy_pays_for_its_decisions_and_for_the_first_look():

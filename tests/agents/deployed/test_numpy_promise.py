@@ -56,7 +56,10 @@ def test_each_budget_has_its_rule_and_what_is_between_that_of_the_next_smaller()
     share = light.static.on_time(9.7)
     assert share[safest] == share.max()
     assert light.decide_index(request, 9.7) == safest
-    assert [light.decide_index(request, ms) for ms in (9.81, 13.7)] == [3, 3]
+    assert [light.decide_index(request, ms) for ms in (9.81, 10.0)] == [3, 3]
+    # nothing is promised at 10 ms, and more is left
+    share = light.static.on_time(13.7)
+    assert share[3] < share.max() == share[light.decide_index(request, 13.7)]
     assert [light.decide_index(request, ms) for ms in (19.61, 29.3)] == [5, 5]
     assert light.promised(9.7) == Promised(0.0, 0.0)
     assert light.promised(9.81) == Promised(10.0, 0.0)
@@ -113,7 +116,9 @@ def test_a_policy_takes_the_best_of_what_it_expects_in_time_by_hand():
 
 @settings(max_examples=60, deadline=None)
 @given(
-    st.lists(st.tuples(st.integers(-1, 11), st.floats(0, 0.999)), min_size=4, max_size=4),
+    st.lists(
+        st.tuples(st.integers(-1, 11), st.floats(0, 0.999), st.booleans()), min_size=4, max_size=4
+    ),
     st.integers(0, 10**6),
     st.booleans(),
     st.booleans(),
