@@ -26,6 +26,8 @@ from knobwise.serving.inputs import limit_in_request
 
 AT_ONCE = 50_000
 """Rows that are decided together; so many features and outcomes take little memory."""
+ROUNDING = 1e-6
+"""By how much, as a share, a budget may lie outside of those that were tested."""
 SOME_REFUSED = 3
 """The exit status if some rows were refused."""
 
@@ -50,6 +52,8 @@ def decide_requests(config: DecideRun) -> int:
     # the budgets that the controller was tested at, where it has a guard or a promise
     trained_ms = controller.trained_ms
     tried = np.array([0, np.inf]) if trained_ms is None else trained_ms
+    # they are kept in float32, and typed as they are printed
+    least, most = (1 - ROUNDING) * tried.min(), (1 + ROUNDING) * tried.max()
     # the column of ids in training, too
     ids = ["sample_id", of_run(config.checkpoint, "profile.id")]
     notes = list[str]()
@@ -81,7 +85,7 @@ def decide_requests(config: DecideRun) -> int:
                 shares = np.where(odd, 0.0, shares)
                 decided = decided.with_columns(promised=pl.Series(shares, dtype=pl.Float64))
             decided.write_csv(file, include_header=not first)
-            untried += int((~decided["budget_ms"].is_between(tried.min(), tried.max())).sum())
+            untried += int((~decided["budget_ms"].is_between(least, most)).sum())
             refused |= pl.DataFrame([named["line"], faults]).filter(~good).iter_rows()
     # the others are listed, as compilers do
     for line in sorted(refused):

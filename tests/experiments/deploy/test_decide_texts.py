@@ -187,6 +187,23 @@ def test_a_budget_that_another_ones_promise_goes_on_to_counts_as_tested(folder, 
         assert read_json("goes_on/export.json")["compared_on"]["budgets_ms"] == [20.0, 40.0]
 
 
+def test_a_calibrated_budget_is_not_outside_of_them_as_it_is_printed(folder, capsys):
+    """float32 has 13.3 as 13.30000019, and 40.1 as 40.09999847."""
+    agent = promising(folder)
+    for row, budget in zip(agent.calibration.promise, (13.3, 40.1), strict=True):
+        row["budget_ms"] = float(np.float32(budget))
+    agent.export(folder / "printed.npz")
+    for budgets, warning in (([13.3, 40.1], ""), ([13.29, 40.11], "2 budgets outside")):
+        frame = pl.DataFrame({"prompt": ADD, "tokens": 3, "budget_ms": budgets})
+        frame.write_csv(folder / "printed.csv")
+        with chdir(folder):
+            words = ["checkpoint=printed.npz", "requests=printed.csv", "out=d.csv"]
+            assert main(["decide", *words]) == 0
+        said = capsys.readouterr().err
+        assert warning in said
+        assert ("outside" in said) == bool(warning)
+
+
 def test_nothing_is_promised_of_a_text_unlike_those_of_training(folder, capsys):
     requests = (FOREIGN, 20.0), (ADD, 20.0), (FOREIGN, 40.0), (POEM, -1.0), (ADD, 40.0)
     # the budget below zero is refused
