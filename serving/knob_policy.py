@@ -319,8 +319,11 @@ class KnobPolicy:
             assert promised is not None
             words = f"at least {100 * promised.share:g}% on time is promised"
             whole = np.array([budget_ms * decider.factor(drift)])
+            for_all = decider.decides_by_static(request, budget_ms, drift)
             if not promised.share:
-                words = "nothing can be promised here, so what is most often on time decides"
+                words = "nothing can be promised here, where the policy is most often on time"
+                if for_all:
+                    words = "nothing can be promised here, so what is most often on time decides"
             elif decider.is_unlike(request):
                 words = "a text is unlike those of training, so nothing is promised"
             elif not decider.promise.shares_at(whole)[0]:
@@ -329,7 +332,7 @@ class KnobPolicy:
                     f"nothing is promised below {promised.budget_ms:.6g} {decider.unit}, of which "
                     "features and decisions take a part"
                 )
-            if decider.decides_by_static(request, budget_ms, drift):
+            if for_all:
                 return f"{words}; this configuration decides for all inputs"
             return f"{words}; it has the highest probability of those that are expected in time"
         if self.decider.is_unlike(request) and self.decider.static is not None:

@@ -16,6 +16,7 @@ from replayed import calibration_for, teacher_beside
 
 from knobwise.agents import DeployedController, PolicyConfig
 from knobwise.agents.calibration.mean_policies import StaticMix, compare_with_mix
+from knobwise.agents.deployed.promise import POLICY
 from knobwise.agents.training.checkpoint import Loaded
 from knobwise.envs import default_budgets
 from knobwise.serving.knob_policy import EXACT, KnobPolicy
@@ -43,6 +44,24 @@ def policy_of(kind):
     teacher = None if kind == "heads" else teacher_beside(TABLE, controller, constraint)
     agent = DeployedController(controller, teacher, calibration).eval()
     return KnobPolicy(Loaded(agent, "small", "", {}))
+
+
+@pytest.mark.parametrize(
+    ("configuration", "reason"),
+    [
+        (3, "so what is most often on time decides; this configuration decides for all inputs"),
+        (POLICY, "where the policy is most often on time; it has the highest probability of those"),
+    ],
+)
+def test_where_nothing_is_promised_it_says_who_decides(configuration, reason):
+    calibration = calibration_for(TABLE, DEPLOY)
+    rule = {"budget_ms": 20.0, "planned_ms": 15.0, "promise": 0.95, "kept": False}
+    calibration.promise = [rule | {"configuration": configuration, "probability": 0.0}]
+    calibration.guard = []
+    agent = DeployedController(driven_apart(TABLE, CONFIG), None, calibration)
+    policy = KnobPolicy(Loaded(agent, "s", "", {}))
+    found = policy.decide(TABLE.blocks(0), 16.0, explain=True).reason
+    assert found.startswith(f"nothing can be promised here, {reason}")
 
 
 def test_it_says_what_is_promised_at_a_whole_budget():
