@@ -50,7 +50,9 @@ class Explanation:
     by_budget: list[tuple[float, Configuration]]
     """The decisions for this input over the budgets: the budget in ms from which on a decision
     holds, and its knob values. The choice changes at each but the first, exact to a thousandth. A
-    controller for mean budgets knows only the budgets that it was calibrated for."""
+    controller for mean budgets knows only the budgets that it was calibrated for; where the static
+    mix decides, the configuration that it takes more often is listed; at this budget the
+    decision."""
     guard: GuardRow | None
     """The row of the calibrated budget nearest to this one, see `Guard.rows`; None without a
     guard."""
@@ -243,12 +245,17 @@ class KnobPolicy:
         self.loaded.save(path)
 
     def _choose(
-        self, features: Arrays, limits: Array, mask: Array | None = None, **options: Any
+        self,
+        features: Arrays,
+        limits: Array,
+        mask: Array | None = None,
+        decider: NumpyController | None = None,
+        **options: Any,
     ) -> Array:
-        """Choose for n requests, see `NumpyController.choose`. Raises InputError where it raises a
-        ValueError, since NumPy's folder knows no errors of ours."""
+        """Choose for n requests by this or another decider, see `NumpyController.choose`. Raises
+        InputError where it raises a ValueError, since NumPy's folder knows no errors of ours."""
         try:
-            return self.decider.choose(features, limits, mask, **options)
+            return (decider or self.decider).choose(features, limits, mask, **options)
         except ValueError as error:
             raise InputError(str(error)) from error
 
@@ -295,7 +302,9 @@ class KnobPolicy:
             reason=reason,
             expected=expected,
             runner_up=next((row for row in expected if row is not decided), None),
-            by_budget=self._by_budget(blocks, limits=limits, drift=drift, low=low, high=high),
+            by_budget=self._by_budget(
+                blocks, budgets, choice=choice, limits=limits, drift=drift, low=low, high=high
+            ),
             guard=guard,
             without_drift=without_drift,
         )
@@ -312,7 +321,12 @@ class KnobPolicy:
         """Return why a configuration was chosen for a request, blocks [d], under a budget."""
         if guard is not None and not guard["deployed"]:
             static = self.decider.budgets.static_words
-            return f"the guard lets {static} decide, which treats all inputs alike"
+            reason = f"the guard lets {static} decide, which treats all inputs alike"
+            mean = self.decider.mean
+            if mean is not None and mean.mix:
+                share = mean.share_of(budget_ms, self.configurations.index(row["configuration"]))
+                reason += f": {100 * share:.3g}% of them get this configuration"
+            return reason
         decider = self.decider
         if decider.promise is not None:
             promised = decider.promised(budget_ms, drift)
@@ -350,18 +364,29 @@ class KnobPolicy:
     def _by_budget(
         self,
         blocks: Arrays,
+        asked: Array,
         *,
+        choice: int,
         limits: Mapping[str, float] | None,
         drift: Drift | None,
         low: float,
         high: float,
     ) -> list[tuple[float, Configuration]]:
-        """Return decisions for one input [1, d], each with the budget from which on it holds."""
-        budgets = self.decider.budgets.between(low, high, EXACT)
+        """Return decisions for one input [1, d], each with the budget from which on it holds.
+
+        At the budget that was asked for, [1], a static mix made this choice, in its turn."""
+        # nobody is answered, so no turn may be used up
+        decider = self.decider.without_turns()
+        budgets = decider.budgets.between(low, high, EXACT)
         repeated = {}
         for name, block in blocks.items():
             repeated[name] = np.broadcast_to(block, (len(budgets), block.shape[1]))
-        chosen = self._choose(repeated, budgets.astype(np.float32), drift=drift, cost_limits=limits)
+        limits_ms = budgets.astype(np.float32)
+        chosen = self._choose(repeated, limits_ms, decider=decider, drift=drift, cost_limits=limits)
+        if decider.mean is not None and decider.mean.mix:
+            group = decider.mean.groups(budgets)
+            mixed = ~decider.mean.deployed[group]
+            chosen[mixed & (group == decider.mean.groups(asked))] = choice
         starts = np.flatnonzero(np.r_[True, chosen[1:] != chosen[:-1]])
         return [(float(budgets[i]), dict(self.configurations[chosen[i]])) for i in starts]
 

@@ -5,9 +5,10 @@ right answer under mean budgets."""
 from __future__ import annotations
 
 import bisect
+import copy
 import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -293,7 +294,7 @@ class CalibratedMeanBudgets:
         self.deployed = arrays["deployed"].astype(bool)
         self.mix = below(arrays, "mix.")
         self._group_of = {budget: i for i, budget in enumerate(self.budgets_ms.tolist())}
-        self.turns = itertools.count(1)
+        self.turns: Iterator[float] = itertools.count(1)
 
     def groups(self, budgets_ms: Array) -> Array:
         """Return the index of the calibrated budget that equals each of these [n] to 0.1 %, int64
@@ -327,6 +328,20 @@ class CalibratedMeanBudgets:
             return int(self.mix[side][group])
         first, second = self._sides(np.array([group]), mask[None])
         return int(second[0] if side == "second" else first[0])
+
+    def usual(self) -> CalibratedMeanBudgets:
+        """Return a copy whose mix takes no turns: the side that more requests get decides."""
+        usual = copy.copy(self)
+        # in the middle of all turns, see `mixed`
+        usual.turns = itertools.repeat(0.5 / GOLDEN)
+        return usual
+
+    def share_of(self, budget_ms: float, choice: int) -> float:
+        """Return how often the static mix takes a configuration."""
+        group = self._group(budget_ms)
+        share = float(self.mix["share"][group])
+        sides = (("first", 1 - share), ("second", share))
+        return sum(part for side, part in sides if self.mix[side][group] == choice)
 
     def _group(self, budget_ms: float) -> int:
         """Return the index of a calibrated budget."""

@@ -169,6 +169,16 @@ class NumpyController:
         # the decisions above have used up turns
         self.budgets.start_over()
 
+    def without_turns(self) -> NumpyController:
+        """Return the controller whose static mix takes no turns, see `CalibratedMeanBudgets.usual`;
+        for deadlines this one."""
+        if self.mean is None:
+            return self
+        usual = copy.copy(self)
+        usual.mean = usual.calibrated = self.mean.usual()
+        usual.budgets = SharedBudgets(usual.mean)
+        return usual
+
     def configuration(self, index: int) -> dict[str, Any]:
         """Return the knob values of configuration `index`, by knob name."""
         return dict(self._named[index])

@@ -94,6 +94,10 @@ def _of_sample(config: ExplainRun, sample: str) -> dict[str, Any]:
     )
     explained = asdict(decided) | {"sample": sample, "budget_ms": config.budget_ms}
     explained |= _other_choices(policy, table, config.budget_ms)
+    mean = policy.decider.mean
+    if mean is not None and mean.mix and not mean.reads_features(np.array([config.budget_ms]))[0]:
+        # the mix treats all inputs alike, and its next turn says nothing of typical ones
+        explained["typical"] = explained["typical"] and explained["decision"]
     explained["question"] = read_questions(config.profile).get(table.sample_ids[row])
     # each expectation gets what was measured of the same configuration
     columns = {str(configuration): c for c, configuration in enumerate(policy.configurations)}

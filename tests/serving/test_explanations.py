@@ -145,6 +145,29 @@ def test_of_mean_budgets_those_that_are_calibrated_are_listed():
     assert "static mix" in policy.decide(blocks, 12.0, explain=True).reason
 
 
+def test_an_explanation_of_a_mix_uses_up_one_turn_and_lists_what_was_decided():
+    policy = policy_of("mean")
+    blocks = TABLE.blocks(0)
+    share = float(MIX.share[2])
+    sides = [policy.configurations[int(side[2])] for side in (MIX.first, MIX.second)]
+    assert sides[0] != sides[1]
+    assert 0 < share < 1
+    policy.decider.mean.turns = itertools.count(1)
+    turns = [policy.decide(blocks, 12.0) for _ in range(8)]
+    policy.decider.mean.turns = itertools.count(1)
+    explained = [policy.decide(blocks, 12.0, explain=True) for _ in range(8)]
+    assert [each.decision for each in explained] == turns
+    assert all(side in turns for side in sides)
+    for each in explained:
+        at_or_below = [knobs for budget, knobs in each.by_budget if budget < 12.01]
+        assert at_or_below[-1] == each.decision
+        part = share if each.decision == sides[1] else 1 - share
+        assert each.reason.endswith(f": {100 * part:.3g}% of them get this configuration")
+    # asked about another budget it lists the side that more requests get
+    listed = policy.decide(blocks, 15.0, explain=True).by_budget
+    assert [knobs for budget, knobs in listed if budget < 12.01][-1] == sides[share > 0.5]
+
+
 @pytest.mark.parametrize(("place", "reason"), [(2, "probability"), (-1, "static")])
 def test_the_guard_of_the_nearest_budget_is_quoted(place, reason):
     policy = policy_of("guard")
