@@ -4,7 +4,6 @@ it is."""
 
 from __future__ import annotations
 
-import itertools
 import math
 from typing import Any
 
@@ -61,8 +60,9 @@ class RequestBudgets:
         where there is none."""
         return None
 
-    def start_over(self) -> None:
-        """Forget the turns of a static mix that were used up."""
+    def start_over(self, first: int | None = None) -> None:
+        """Forget the turns of a static mix that were used up, and begin with this one, from 1 on;
+        None for any."""
 
 
 class SharedBudgets(RequestBudgets):
@@ -112,5 +112,5 @@ class SharedBudgets(RequestBudgets):
     def turn(self, budget_ms: float, mask: Array | None = None) -> int | None:
         return self.mean.mixed(budget_ms, mask) if self.mean.mix else None
 
-    def start_over(self) -> None:
-        self.mean.turns = itertools.count(1)
+    def start_over(self, first: int | None = None) -> None:
+        self.mean.start_over(first)

@@ -8,6 +8,7 @@ import bisect
 import copy
 import itertools
 import math
+import os
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -280,6 +281,7 @@ class CalibratedMeanBudgets:
         unit: of budgets, for messages.
 
     Attributes:
+        turns: counts the requests that the mix decides.
         budgets_ms: float64 [B].
         values_ms: float64 [B], 1/price: the ms that a right answer may cost.
         deployed: bool [B], False where the static mix decides.
@@ -294,7 +296,8 @@ class CalibratedMeanBudgets:
         self.deployed = arrays["deployed"].astype(bool)
         self.mix = below(arrays, "mix.")
         self._group_of = {budget: i for i, budget in enumerate(self.budgets_ms.tolist())}
-        self.turns: Iterator[float] = itertools.count(1)
+        self.turns: Iterator[float]
+        self.start_over()
 
     def groups(self, budgets_ms: Array) -> Array:
         """Return the index of the calibrated budget that equals each of these [n] to 0.1 %, int64
@@ -328,6 +331,13 @@ class CalibratedMeanBudgets:
             return int(self.mix[side][group])
         first, second = self._sides(np.array([group]), mask[None])
         return int(second[0] if side == "second" else first[0])
+
+    def start_over(self, first: int | None = None) -> None:
+        """Begin the turns at `first`, from 1 on; for None anywhere, so that many processes that
+        decide for one request each keep the shares, too."""
+        if first is None:
+            first = 1 + int.from_bytes(os.urandom(3), "big")
+        self.turns = itertools.count(first)
 
     def usual(self) -> CalibratedMeanBudgets:
         """Return a copy whose mix takes no turns: the side that more requests get decides."""

@@ -45,6 +45,8 @@ def decide_requests(config: DecideRun) -> int:
     if out.suffix != ".csv" or out.resolve() == path.resolve():
         raise InputError(f"out={out}: must be a .csv file, and not that of the requests")
     controller = controller_at(config.checkpoint, config.rule)
+    # the same file gets the same decisions, also from a static mix
+    controller.budgets.start_over(1)
     if config.budget_ms is not None:
         limit_in_request(config.budget_ms, controller.unit)
     knobs = [controller.configuration(i) for i in range(len(controller.configurations))]

@@ -152,9 +152,9 @@ def test_an_explanation_of_a_mix_uses_up_one_turn_and_lists_what_was_decided():
     sides = [policy.configurations[int(side[2])] for side in (MIX.first, MIX.second)]
     assert sides[0] != sides[1]
     assert 0 < share < 1
-    policy.decider.mean.turns = itertools.count(1)
+    policy.decider.budgets.start_over(1)
     turns = [policy.decide(blocks, 12.0) for _ in range(8)]
-    policy.decider.mean.turns = itertools.count(1)
+    policy.decider.budgets.start_over(1)
     explained = [policy.decide(blocks, 12.0, explain=True) for _ in range(8)]
     assert [each.decision for each in explained] == turns
     assert all(side in turns for side in sides)

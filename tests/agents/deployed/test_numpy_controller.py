@@ -332,10 +332,13 @@ def test_mean_budgets_decide_at_their_prices_and_the_mix_where_they_fell_back():
         "mean.mix.mean_cost": [5.0, 10.0],
     }
     light = with_arrays(mean, limit="mean")
+    begun = {next(with_arrays(mean, limit="mean").mean.turns) for _ in range(3)}
+    assert len({next(light.mean.turns), *begun}) > 1
+    light.budgets.start_over(1)
     # at 12 ms the mix takes turns between its sides, one by one and together alike
     limits = np.array([9.0, 16.0, 12.0, 12.0, 12.0])
     assert one_by_one(light, MANY, limits) == [0, 1, 0, 1, 0]
-    light.mean.turns = itertools.count(1)
+    light.budgets.start_over(1)
     assert light.choose(MANY, limits).tolist() == [0, 1, 0, 1, 0]
     assert light.reads_features(limits).tolist() == [True, True, False, False, False]
     assert light.fall_back(9.0) is None
@@ -344,9 +347,9 @@ def test_mean_budgets_decide_at_their_prices_and_the_mix_where_they_fell_back():
     with pytest.raises(ValueError, match="drift"):
         light.decide_index(X, 9.0, (0.1, 1.0))
     # nothing is expected of the mix, which takes its turns also where it does not decide
-    light.mean.turns = itertools.count(1)
+    light.budgets.start_over(1)
     assert [light.decide_expected(X, 12.0)[0] for _ in range(3)] == [0, 1, 0]
-    light.mean.turns = itertools.count(1)
+    light.budgets.start_over(1)
     assert [light.static_expected(X, 9.0)[0] for _ in range(3)] == [0, 1, 0]
 
 

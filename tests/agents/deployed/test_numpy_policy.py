@@ -139,7 +139,9 @@ def mean_budgets(share=0.25):
         "mix.mean_accuracy": [0.2, 0.4, 0.7, 0.9],
         "mix.mean_cost": [5.0, 10.0, 11.0, 20.0],
     }
-    return CalibratedMeanBudgets({name: np.array(values) for name, values in columns.items()})
+    mean = CalibratedMeanBudgets({name: np.array(values) for name, values in columns.items()})
+    mean.start_over(1)
+    return mean
 
 
 def test_turns_by_hand():
@@ -151,6 +153,19 @@ def test_turns_by_hand():
     # a mask of all is none
     mean = mean_budgets()
     assert [mean.single(12.0, np.ones(4, bool))[0] for _ in wanted] == wanted
+
+
+def test_processes_of_one_request_each_keep_the_shares():
+    """A quarter gets configuration 3: of 400 some 100 ± 9."""
+    mean = mean_budgets()
+    chosen = []
+    for _ in range(400):
+        mean.start_over()
+        chosen.append(mean.single(12.0)[0])
+    assert 60 < chosen.count(3) < 140
+    # any stretch of one process keeps them closely
+    chosen = [mean.single(12.0)[0] for _ in range(400)]
+    assert abs(chosen.count(3) - 100) <= 3
 
 
 def test_a_side_of_the_mix_that_a_mask_forbids_is_replaced():
