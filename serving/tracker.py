@@ -31,6 +31,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from knobwise.common.errors import InputError
+from knobwise.common.words import spelled
 
 if TYPE_CHECKING:
     from knobwise.envs.tables.profile_table import KnobValue
@@ -96,7 +97,7 @@ class LatencyTracker:
         # a knob with a single value has no offset
         names = [name for name, _ in seen]
         pairs = [(name, value) for name, value in seen if names.count(name) > 1]
-        self.names = ["level", *(f"{name}={value}" for name, value in pairs)]
+        self.names = ["level", *(f"{name}={spelled(value)}" for name, value in pairs)]
         # the level and the values that make up the offset of each configuration, [C, 1 + values]
         rows = []
         for values in configurations:

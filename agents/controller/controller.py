@@ -169,7 +169,7 @@ class Controller(nn.Module):
         count = len(self.configurations)
         checksum = zlib.crc32(self.configurations.numpy().tobytes())
         return parts | {
-            "knobs": [[knob.name, list(knob.values)] for knob in self.knobs],
+            "knobs": [knob.spelled for knob in self.knobs],
             "features": self.normaliser.sizes,
             "columns": {column.name: column.labels for column in self.normaliser.columns},
             "the limit of a request": (self.limit_key, self.unit),

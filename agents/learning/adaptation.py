@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -23,6 +24,7 @@ from knobwise.agents.calibration.deployed_controller import DeployedController
 from knobwise.agents.deployed.arrays import configurations_of
 from knobwise.agents.teacher.teacher import NARROWEST, Teacher
 from knobwise.common.errors import InputError
+from knobwise.common.words import spelled
 from knobwise.envs.bandit.budgets import log_measured
 from knobwise.envs.tables.drift import drawn_drift
 from knobwise.envs.tables.profile_table import ProfileTable
@@ -159,8 +161,8 @@ def log_ratios(old: ProfileTable, new: ProfileTable) -> tuple[Tensor, Tensor]:
         )
     rows = torch.tensor([row_of.get(key, -1) for key in ids[1]])
     # configurations by knob values
-    column_of = {str(values): column for column, values in enumerate(configurations_of(old))}
-    columns = torch.tensor([column_of.get(str(values), -1) for values in configurations_of(new)])
+    column_of = {_key(values): column for column, values in enumerate(configurations_of(old))}
+    columns = torch.tensor([column_of.get(_key(values), -1) for values in configurations_of(new)])
     # the cells that both hold
     both = (rows >= 0).unsqueeze(1) & (columns >= 0) & new.mask & old.mask[rows][:, columns]
     i, j = both.nonzero().T
@@ -172,6 +174,12 @@ def log_ratios(old: ProfileTable, new: ProfileTable) -> tuple[Tensor, Tensor]:
     before = log_measured(old.latency_ms)[rows[i], columns[j]]
     after = log_measured(new.latency_ms)[i, j]
     return columns[j], after.double() - before.double()
+
+
+def _key(configuration: Mapping[str, object]) -> str:
+    """Return what a configuration has in common with itself in a file where true is text, as in
+    those of earlier versions."""
+    return str({name: spelled(value) for name, value in configuration.items()})
 
 
 def adapt_latency(agent: DeployedController, offsets: Offsets, x: Tensor) -> DeployedController:

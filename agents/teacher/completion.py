@@ -170,14 +170,14 @@ def knob_similarity(table: ProfileTable) -> Array:
     """Return how similar configurations are by their knobs, [C, C], 1 on the diagonal.
 
     Values that are numbers are the more similar the nearer they are in the order of the values;
-    names are the same or not.
+    names, and true and false, are the same or not.
     """
     count = table.num_configurations
     similarity = np.ones((count, count))
     for knob, scaled in zip(table.knobs, scaled_knobs(table).T, strict=True):
         distance = scaled[:, None] - scaled
         alike = np.exp(distance**2 / (-2 * WIDTH**2))
-        if isinstance(knob.values[0], str):
+        if isinstance(knob.values[0], str | bool):
             alike = (distance == 0).astype(float)
         similarity *= SHARED + (1 - SHARED) * alike
     return (1 - UNSHARED) * similarity + UNSHARED * np.eye(count)

@@ -259,5 +259,8 @@ def started_from(path: str | Path, loaded: Loaded, fresh: Trained) -> Trained:
                 f"init_from={path}: the checkpoint has {name}={saved.get(name)}, this run "
                 f"{wanted.get(name)}; give the same"
             )
-    started: Trained = type(made).restored(start.plain() | {group: made.plain()[group]})
+    plain = made.plain()
+    # an earlier version has true and false as text
+    taken = {name: plain[name] for name in (group, "knobs") if name in plain}
+    started: Trained = type(made).restored(start.plain() | taken)
     return started

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from PIL import Image, ImageDraw, ImageFont, ImageOps
 from PIL.ImageDraw import ImageDraw as Draw
 
+from knobwise.common.words import spelled
 from knobwise.envs.tables.cost_words import in_words
 from knobwise.envs.tables.profile_table import Knob
 
@@ -50,7 +51,10 @@ class View:
         if self.question:
             lines.append(f"Question: {self.question}")
         if self.reward is None:
-            lines += [f"  {knob.name}: {', '.join(map(str, knob.values))}" for knob in self.knobs]
+            lines += [
+                f"  {knob.name}: {', '.join(map(str, map(spelled, knob.values)))}"
+                for knob in self.knobs
+            ]
         return "\n".join([*lines, *self._outcomes()])
 
     def _request(self) -> str:
@@ -119,7 +123,15 @@ class View:
             ink = _WHITE if value == chosen else _INK
             box = (left, middle - half, left + width - 10, middle + half)
             draw.rounded_rectangle(box, 10, fill, rim, 4)
-            _text(draw, (left + width / 2 - 5, middle), str(value), size, ink, "mm", width - 18)
+            _text(
+                draw,
+                (left + width / 2 - 5, middle),
+                str(spelled(value)),
+                size,
+                ink,
+                "mm",
+                width - 18,
+            )
 
 
 def _text(

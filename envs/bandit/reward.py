@@ -53,11 +53,11 @@ def expected_utility(
 def complexity(table: ProfileTable) -> Tensor:
     """Compute for each configuration the mean over its knobs of value / largest value, float32 [C].
 
-    Knobs whose values are names or negative have no size and count 0.
+    Knobs whose values are names, true and false, or negative have no size and count 0.
     """
     columns = []
     for knob, column in zip(table.knobs, table.configurations.T, strict=True):
-        sizes = torch.tensor([0.0 if isinstance(v, str) else float(v) for v in knob.values])
+        sizes = torch.tensor([0.0 if isinstance(v, str | bool) else float(v) for v in knob.values])
         if sizes.min() < 0:
             sizes = torch.zeros_like(sizes)
         columns.append(sizes[column] / (sizes.max() or 1.0))
@@ -68,10 +68,10 @@ class RewardFunction:
     """A reward that the user wrote: `function(accuracy, latency_ms, budget_ms, knobs)`.
 
     The first three are float32 tensors of one shape, which may be any. `knobs` holds, by name, a
-    tensor of this shape for each knob: its values, or their indices if the values are names. The
-    function returns a tensor of the same shape. A decision's reward must depend on its own numbers
-    alone, and be the same at every call. A cell that was not profiled is NaN, and its reward is NaN
-    whatever the function returns.
+    tensor of this shape for each knob: its values, 1 for True and 0 for False, or their indices if
+    the values are names. The function returns a tensor of the same shape. A decision's reward must
+    depend on its own numbers alone, and be the same at every call. A cell that was not profiled is
+    NaN, and its reward is NaN whatever the function returns.
 
     Args:
         name: `module:name`; modules are looked for in the current folder first, as by `python -m`.

@@ -32,6 +32,8 @@ MANTISSA_BITS: dict[Any, int] = {pl.Float16: 11, pl.Float32: 24, pl.Float64: 53}
 """Whole numbers below 2 to this power are exact in a float; larger ones may share a value."""
 POWER_OF_TEN = r"^\s*[+-]?\d+(?:[.,](\d+))?[eE]\+(\d+)\s*$"
 """A number as spreadsheets and R shorten it, such as 1.23E+11: its decimals, and its exponent."""
+TRUTH = "^(?i:true|false)$"
+"""True or false, as files without types spell them."""
 SEVERAL = 0.5
 """Names are kept apart from rows if there are at most so many for each."""
 SMALL = 1 << 30
@@ -241,17 +243,17 @@ def knob_column(series: pl.Series) -> tuple[Knob, pl.Series]:
     """Return the knob of a column, and the index of each row's value.
 
     Text such as `8` is a number, `08` is not; nor are 3.1 and 3.10 where both occur, which may be
-    versions. Raises InputError if a row has no value, or one that is neither a finite number nor a
-    name.
+    versions. Text such as `true` stays text, see `spelled_truths`. Raises InputError if a row has
+    no value, or one that is neither a finite number, nor true or false, nor a name.
     """
-    if series.dtype in (pl.Boolean, pl.Categorical, pl.Enum):
+    if series.dtype in (pl.Categorical, pl.Enum):
         series = series.cast(pl.String)
     if series.dtype == pl.Int128 or series.dtype.is_decimal():
         series = series.cast(pl.Float64)
     if series.dtype in (pl.Float16, pl.Float32):
         # the shortest decimal that is read as the same number: 0.1, not 0.10000000149
         series = series.cast(pl.String).cast(pl.Float64)
-    known = series.dtype.is_numeric() or series.dtype == pl.String
+    known = series.dtype.is_numeric() or series.dtype in (pl.String, pl.Boolean)
     # each spelling is parsed once; text that spells numbers throughout is numbers
     written: list[Any] = series.unique().to_list() if known else [None]
     read = written
@@ -274,6 +276,20 @@ def knob_column(series: pl.Series) -> tuple[Knob, pl.Series]:
     index = {value: i for i, value in enumerate(knob.values)}
     codes = series.replace_strict(written, [index[value] for value in read], return_dtype=pl.UInt32)
     return knob, codes
+
+
+def spelled_truths(series: pl.Series) -> pl.Series:
+    """Return text that is true or false in every row, in any capitals, as these, and any other
+    column as it is.
+
+    It is for columns of files without types, such as CSV. Where a column could have held true and
+    false, as in Parquet, and holds text, a server or a function was given this text.
+    """
+    # most columns are told by their first value
+    for values in (series.head(1), series):
+        if values.dtype != pl.String or not values.str.contains(TRUTH).all():
+            return series
+    return series.str.to_lowercase() == "true"
 
 
 def whole_words(cells: pl.DataFrame) -> pl.DataFrame:

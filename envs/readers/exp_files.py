@@ -252,7 +252,8 @@ def _to_write(
     # refuses what is no table
     table = table_from_frame(frame, name=dataset_name, knobs=KNOBS, source=source)
     values = [value for knob in table.knobs for value in knob.values]
-    whole = all(isinstance(value, int) and value >= 0 for value in values)
+    # True is no number of experts
+    whole = all(type(value) is int and value >= 0 for value in values)
     if not whole or len(set(table.dataset_names)) > 1:
         raise InputError(
             f"{source}: has data sets {sorted(set(table.dataset_names))} and knob values {values}; "

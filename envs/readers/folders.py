@@ -11,6 +11,8 @@ from knobwise.common.errors import InputError
 
 TABLES = (".csv", ".tsv", ".json", ".jsonl", ".ndjson", ".parquet", ".pq", ".arff")
 """Suffixes of the files that `frames` reads, which text may have before .gz."""
+UNTYPED = (".csv", ".tsv", ".arff")
+"""Those in which all values are text, so that true and false are spelled."""
 HYDRA = ".hydra"
 """The folder that Hydra makes in the folder of each job."""
 DEPTH = 3
@@ -22,6 +24,11 @@ MOST_NAMED = 3
 def is_table(name: str) -> bool:
     """Return whether a file of this name is meant as a table."""
     return name.removesuffix(".gz").endswith(TABLES)
+
+
+def has_no_types(name: str) -> bool:
+    """Return whether the values in a file of this name are all text."""
+    return name.removesuffix(".gz").endswith(UNTYPED)
 
 
 def refuse_folder(path: Path) -> NoReturn:

@@ -274,8 +274,9 @@ def _shares_values(frame: pl.DataFrame, other: pl.DataFrame, column: str) -> boo
 
 
 def _text(column: str) -> pl.Expr:
-    """Return values as text, 7.0 like 7."""
+    """Return values as text, 7.0 like 7, and True, as pandas writes it to a CSV, like true."""
     text = pl.col(column).cast(pl.String).str.strip_chars()
+    text = text.replace({"True": "true", "TRUE": "true", "False": "false", "FALSE": "false"})
     return text.str.replace(r"^(-?\d+)\.0+$", "$1")
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from knobwise.common.errors import InputError
-from knobwise.envs.readers.column_values import whole_words
+from knobwise.envs.readers.column_values import spelled_truths, whole_words
 from knobwise.envs.readers.dense_table import CLUSTER, TIME
 from knobwise.envs.readers.long_table import long_frame, table_from_frame
 from knobwise.envs.tables.columns import FEATURES, Column
@@ -49,10 +49,14 @@ def join_tables(
     divided, notes_on_parts = _divided(tables)
     frames = [long_frame(table) for table in _weighted(divided)]
     for knob in knobs:
-        if len({frame[knob].dtype.is_numeric() for frame in frames}) > 1:
+        if any(frame[knob].dtype == pl.Boolean for frame in frames):
+            # in files of earlier versions they are text
+            frames = [frame.with_columns(spelled_truths(frame[knob])) for frame in frames]
+        kinds = sorted({_kind(frame[knob].dtype) for frame in frames})
+        if len(kinds) > 1:
             raise InputError(
-                f"knob {knob!r} is a number in one profile and a name in another; give it the same "
-                "values"
+                f"knob {knob!r} is {kinds[0]} in one profile and {kinds[1]} in another; give it "
+                "the same values"
             )
     rows = whole_words(pl.concat(frames, how="diagonal_relaxed"))
     if rows.select("dataset", "sample_id").n_unique() < sum(table.num_samples for table in tables):
@@ -79,6 +83,13 @@ def join_tables(
     features = _features(tables, missing_blocks)
     joined = replace(joined, features=features, columns=_columns(tables), texts=_texts(tables))
     return with_copies_together(joined)
+
+
+def _kind(dtype: pl.DataType) -> str:
+    """Return what the values of a knob are, in words."""
+    if dtype == pl.Boolean:
+        return "true or false"
+    return "a number" if dtype.is_numeric() else "a name"
 
 
 def with_dataset_input(table: ProfileTable, names: Sequence[str] = ()) -> ProfileTable:

@@ -19,11 +19,12 @@ from knobwise.common.checks import one_of
 from knobwise.common.errors import InputError, naming
 from knobwise.common.files import written_whole
 from knobwise.envs.readers.column_roles import knobs_and_features
-from knobwise.envs.readers.column_values import keys_of
+from knobwise.envs.readers.column_values import keys_of, spelled_truths
 from knobwise.envs.readers.dense_table import WEIGHT, WORD_COLUMNS, dense_fields
 from knobwise.envs.readers.design import count_distinct
 from knobwise.envs.readers.failures import MISSING_CELLS, cells_as_failed
 from knobwise.envs.readers.feature_files import Features, attach_features, features_from
+from knobwise.envs.readers.folders import has_no_types
 from knobwise.envs.readers.frames import with_chats
 from knobwise.envs.readers.layouts import CONFIGURATION, Layout, long_form
 from knobwise.envs.readers.measured_rows import (
@@ -88,7 +89,8 @@ def read_long_table(
     # nothing else holds the columns, which go one after the other
     held = [frame]
     del frame
-    return table_from_frame(held, name=name, source=source, notes=notes, **choices)
+    untyped = any(has_no_types(path.name) for path in paths)
+    return table_from_frame(held, name=name, source=source, notes=notes, untyped=untyped, **choices)
 
 
 def _without_budgets(frame: pl.DataFrame, notes: list[str]) -> tuple[pl.DataFrame, Features | None]:
@@ -135,6 +137,7 @@ def table_from_frame(
     time: str | None = None,
     some_cells: bool = False,
     missing: str = MISSING_CELLS[0],
+    untyped: bool = False,
     source: str = "",
     notes: Sequence[str] = (),
     **layout: Any,
@@ -169,6 +172,8 @@ def table_from_frame(
             each sample is enough.
         missing: `failed` if cells without a row failed, as in files of tools that write no row for
             a request that failed: they count as late and wrong, see `cells_as_failed`.
+        untyped: the frame is of a file in which all is text, such as CSV: knobs that are `true` or
+            `false` in every row are True and False, which in other frames stay text.
         source: the name of the frame in error messages, such as a file name.
         layout: other names of columns, and forms of table; see `Layout`.
 
@@ -226,6 +231,8 @@ def table_from_frame(
         knobs, blocks = knobs_and_features(
             frame, keys_of(rows), knobs, features, columns, other, latency, notes, some_cells
         )
+        if untyped:
+            frame = frame.with_columns(spelled_truths(frame[knob]) for knob in knobs)
         refuse_judges(frame, rows, keys_of(rows).columns, knobs, other | as_told)
         if "repeat" not in frame.columns:
             check_ids(frame, keys_of(rows), knobs, other, notes)

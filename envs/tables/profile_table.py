@@ -18,13 +18,14 @@ import torch
 from torch import Tensor
 
 from knobwise.common.errors import InputError
+from knobwise.common.words import spelled
 from knobwise.envs.tables.action_index import ActionIndex
 from knobwise.envs.tables.columns import FEATURES, Column, columns_of
 from knobwise.envs.tables.splits import Split, split_fixed, split_groups
 from knobwise.envs.tables.tensor_file import check_axes, load_table, row_hashes, save_table
 from knobwise.envs.tables.units import MS, check_kept
 
-KnobValue = int | float | str
+KnobValue = bool | int | float | str
 
 
 @dataclass(frozen=True)
@@ -33,8 +34,14 @@ class Knob:
 
     name: str
     values: tuple[KnobValue, ...]
-    """Every value in the profile: numbers in ascending order, the tiers low, medium, high in this
-    order, other names alphabetically."""
+    """Every value in the profile: numbers in ascending order, False before True, the tiers low,
+    medium, high in this order, other names alphabetically."""
+
+    @property
+    def spelled(self) -> tuple[str, tuple[KnobValue, ...]]:
+        """The name, and the values with True and False as text: what it has in common with itself
+        in files and controllers of earlier versions, for which these were names."""
+        return self.name, tuple(map(spelled, self.values))
 
 
 @dataclass(frozen=True, eq=False)
@@ -232,7 +239,8 @@ class ProfileTable:
 
     def label(self, index: int) -> str:
         """Return configuration `index` as text, for tables and plots."""
-        return " ".join(f"{name}={value}" for name, value in self.configuration(index).items())
+        knobs = self.configuration(index)
+        return " ".join(f"{name}={spelled(value)}" for name, value in knobs.items())
 
     @functools.cached_property
     def find(self) -> ActionIndex:
@@ -253,7 +261,7 @@ class ProfileTable:
         blocks = {name: block for name, block in self.features.items() if name not in self.texts}
         # names first, then tensors
         text: list[object] = [
-            [(knob.name, knob.values) for knob in self.knobs],
+            [knob.spelled for knob in self.knobs],
             self.sample_ids,
             self.datasets,
             self.image_ids,

@@ -91,7 +91,8 @@ def _check_samples(run: str, loaded: Loaded, table: ProfileTable) -> None:
     extra = loaded.extra
     fitted = [*extra["train_rows"].tolist(), *extra["validation_rows"].tolist()]
     count = len(fitted) + len(extra["test_rows"])
-    same = count == table.num_samples and loaded.controller.knobs == table.knobs
+    knobs = [[knob.spelled for knob in each.knobs] for each in (loaded.controller, table)]
+    same = count == table.num_samples and knobs[0] == knobs[1]
     if same:
         known = Split(extra["train_rows"], extra["validation_rows"], extra["test_rows"])
         same = {*table.fingerprints(known.fitted)} <= {*extra["seen"]}

@@ -100,9 +100,8 @@ def check_fits(name: str, agent: DeployedController, table: ProfileTable) -> Non
             f"{table.unit}"
         )
     # the same knobs, values and order of configurations
-    if table.knobs != network.knobs or not torch.equal(
-        table.configurations, network.configurations
-    ):
+    knobs = [[knob.spelled for knob in each.knobs] for each in (table, network)]
+    if knobs[0] != knobs[1] or not torch.equal(table.configurations, network.configurations):
         raise InputError(
             f"{name}: was trained for {len(network.configurations)} configurations of "
             f"{', '.join(knob.name for knob in network.knobs)}; profile {table.name!r} has others"

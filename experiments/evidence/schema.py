@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 Interval = list[float]
 """The lower and the upper end, at 95 % confidence."""
-Configuration = dict[str, int | float | str]
+Configuration = dict[str, bool | int | float | str]
 """The value of each knob."""
 
 

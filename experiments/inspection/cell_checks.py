@@ -131,7 +131,7 @@ def percent(measured: Measured) -> Findings:
 def equal_scores(measured: Measured) -> Findings:
     """Models or servers have the same score in each sample, as where a cache answers for both."""
     table = measured.table
-    named = [any(isinstance(value, str) for value in knob.values) for knob in table.knobs]
+    named = [any(isinstance(value, str | bool) for value in knob.values) for knob in table.knobs]
     # what is right, or wrong, throughout is easily equal
     right = (measured.accuracy > 0.5).sum(0)
     wrong = (measured.accuracy <= 0.5).sum(0)

@@ -13,6 +13,7 @@ import math
 import numpy as np
 from scipy.stats import spearmanr
 
+from knobwise.common.words import spelled
 from knobwise.experiments.inspection.measured import (
     Finding,
     Findings,
@@ -142,7 +143,7 @@ def values_in_equal_times(measured: Measured) -> Findings:
                 f"digit, in {pairs:,} cells",
                 "likely",
                 f"If answers were judged in several ways, {knob.name} is no setting: keep the rows "
-                f"of one, such as {knob.name}={knob.values[0]}.",
+                f"of one, such as {knob.name}={spelled(knob.values[0])}.",
             )
 
 

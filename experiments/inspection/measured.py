@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from knobwise.agents.controller.features import FeatureNormaliser
+from knobwise.common.words import spelled
 from knobwise.envs.bandit.budgets import log_measured, subsample
 from knobwise.envs.readers.failures import ran
 from knobwise.envs.tables.copies import inputs_of
@@ -139,7 +140,7 @@ def named_configurations(measured: Measured) -> dict[str, np.ndarray]:
     groups = {}
     for knob, codes in zip(table.knobs, table.configurations.numpy().T, strict=True):
         for place, value in enumerate(knob.values):
-            groups[f"{knob.name}={value}"] = codes == place
+            groups[f"{knob.name}={spelled(value)}"] = codes == place
     for place in range(table.num_configurations * (table.num_configurations <= MAX_NAMED)):
         groups[table.label(place)] = np.arange(table.num_configurations) == place
     return {name: has for name, has in groups.items() if not has.all()}

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 
 from rich.console import Console
 
-from knobwise.common.words import format_number, quantity, setting
+from knobwise.common.words import format_number, quantity, setting, spelled
 from knobwise.envs.tables.cost_words import in_words
 from knobwise.experiments.evidence.results import unit_of
 from knobwise.experiments.evidence.schema import RunResults
@@ -92,7 +92,9 @@ def on_usage(results: RunResults) -> list[Sentence]:
         knobs: dict[str, list[str]] = {row["knob"]: [] for row in results["knob_usage"]}
         for row in usage:
             if row["budget_ms"] == budget:
-                knobs[row["knob"]].append(f"{row['value']} ({format_number(row['share'], '.0%')})")
+                knobs[row["knob"]].append(
+                    f"{spelled(row['value'])} ({format_number(row['share'], '.0%')})"
+                )
         used = "; ".join(f"{knob} {', '.join(shares)}" for knob, shares in knobs.items())
         lines.append(Sentence("usage", budget=quantity(budget, unit_of(results)), used=used))
     return lines

@@ -12,7 +12,7 @@ from typing import Any
 import altair as alt
 import polars as pl
 
-from knobwise.common.words import join_words, points, quantity
+from knobwise.common.words import join_words, points, quantity, spelled
 from knobwise.envs.tables.cost_words import in_words
 from knobwise.experiments.evidence.results import calibration_error
 from knobwise.experiments.evidence.task import (
@@ -104,7 +104,12 @@ def _frame(
             if elsewhere or row.get("policy", entry.run.policy) != entry.policy:
                 continue
             low, high = row.get(interval) or (None, None)
-            numbers = {name: value for name, value in row.items() if not isinstance(value, list)}
+            # polars would make 1 of a knob's True beside the 2 of another one
+            numbers = {
+                name: spelled(value) if name == "value" else value
+                for name, value in row.items()
+                if not isinstance(value, list)
+            }
             rows.append(numbers | {"policy": name_of_entry(entry), "low": low, "high": high})
     return pl.DataFrame(rows, infer_schema_length=None)
 

@@ -12,7 +12,7 @@ import polars as pl
 from rich.console import Console
 
 from knobwise.common.progress import duration
-from knobwise.common.words import format_count, format_number, points, quantity
+from knobwise.common.words import format_count, format_number, points, quantity, spelled
 from knobwise.envs.tables.units import MS
 from knobwise.experiments.evidence.schema import CurvePoint
 from knobwise.experiments.evidence.task import Row
@@ -155,7 +155,7 @@ def _sections(facts: Facts, figures: Mapping[str, list[Block]]) -> dict[str, lis
     knobs = []
     for name, knob in facts["knobs"].items():
         for row in zip(*knob.values(), strict=True):
-            knobs.append({"knob": name, **dict(zip(knob, row, strict=True))})
+            knobs.append({"knob": name, **dict(zip(knob, map(spelled, row), strict=True))})
     pareto = "Pareto front (accuracy against mean latency)"
     tables: dict[str, Block | None] = {
         "Headroom": Folded(

@@ -14,7 +14,7 @@ import numpy as np
 import polars as pl
 from markupsafe import Markup
 
-from knobwise.common.words import join_words, quantity
+from knobwise.common.words import join_words, quantity, spelled
 from knobwise.envs.tables.cost_words import in_words
 from knobwise.envs.tables.profile_table import KnobValue
 from knobwise.experiments.evidence.schema import CurvePoint
@@ -81,7 +81,7 @@ def _latencies_on_front(facts: Facts) -> pl.DataFrame:
     rows = []
     for row in (facts["configuration_means"][i] for i in facts["pareto"]):
         low, median, high = row["latency_ms_quantiles"]
-        values = " · ".join(map(str, row["knobs"].values()))
+        values = " · ".join(map(str, map(spelled, row["knobs"].values())))
         name = f"{values}: accuracy {row['accuracy']:.1%}"
         rows.append({"name": name, "low": low, "value": median, "high": high})
     return pl.DataFrame(rows)
@@ -147,7 +147,7 @@ def knob_effects(
     titles = {"accuracy": "mean accuracy", "latency_ms": latency}
     figure = []
     for name, knob in knobs.items():
-        values = list(map(str, knob["values"]))
+        values = [str(spelled(value)) for value in knob["values"]]
         rows = pl.DataFrame({"value": values} | {key: knob[key] for key in titles})
         x = alt.X("value:O", title=name, sort=values)
         for key, title in titles.items():
@@ -182,7 +182,7 @@ def coverage(
     for pair in itertools.combinations(names, min(2, len(names))):
         counts = Counter[tuple[str, ...]]()
         for row in configurations:
-            counts[tuple(str(row["knobs"][name]) for name in pair)] += row["samples"]
+            counts[tuple(str(spelled(row["knobs"][name])) for name in pair)] += row["samples"]
         # how often two values could have been profiled together
         others = [len(knob["values"]) for name, knob in knobs.items() if name not in pair]
         most = samples * math.prod(others)
@@ -191,7 +191,11 @@ def coverage(
             rows.append(dict(zip("xy", values, strict=False)) | {"share": count / most})
         channels = [alt.X("x:O"), alt.Y("y:O", scale=alt.Scale(reverse=True))]
         for i, name in enumerate(pair):
-            channels[i] = channels[i].title(name).sort(list(map(str, knobs[name]["values"])))
+            channels[i] = (
+                channels[i]
+                .title(name)
+                .sort([str(spelled(value)) for value in knobs[name]["values"]])
+            )
         cells = alt.Chart(pl.DataFrame(rows)).mark_rect()
         cells = cells.encode(*channels[: len(pair)], colour)
         figure.append(charts.layer_charts(cells, height=170))

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import polars as pl
 
 from knobwise.common.progress import say
+from knobwise.common.words import spelled
 from knobwise.experiments.evidence.decisions import SAMPLE, read_decisions
 from knobwise.experiments.evidence.schema import RunResults
 from knobwise.experiments.evidence.summarise import summarise, with_references
@@ -166,7 +167,7 @@ def _curves(results: RunResults) -> dict[str, CustomChart]:
     title = f"{task.score} by {task.condition_words[0]}".capitalize()
     name = f"Test/by_{axis.removesuffix('_ms')}"
     curves = {name: wandb.plot.line(rows, axis, task.score, "policy", title)}
-    usage = [{**use, "value": str(use["value"])} for use in results.get("knob_usage", [])]
+    usage = [{**use, "value": str(spelled(use["value"]))} for use in results.get("knob_usage", [])]
     for knob in dict.fromkeys(use["knob"] for use in usage):
         shares = [use for use in usage if (use["policy"], use["knob"]) == (task.trained[0], knob)]
         title = f"{knob}: share of each value"

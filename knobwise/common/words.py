@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping, Sequence
-from typing import TypeGuard
+from typing import Any, TypeGuard
 
 
 def is_known(value: object) -> TypeGuard[float]:
@@ -58,6 +58,12 @@ def join_words(words: Sequence[str]) -> str:
     return f"{', '.join(words[:-1])} and {words[-1]}"
 
 
+def spelled(value: Any) -> Any:
+    """Return a knob's value with true and false as text, as YAML, JSON and most files spell them,
+    and as knobs had them in earlier versions; any other value as it is."""
+    return str(value).lower() if isinstance(value, bool) else value
+
+
 def setting(knobs: Mapping[str, object]) -> str:
-    """Return a configuration in words: `crops=2, mode=fast`."""
-    return ", ".join(f"{name}={value}" for name, value in knobs.items())
+    """Return a configuration in words: `crops=2, mode=fast, cache=true`."""
+    return ", ".join(f"{name}={spelled(value)}" for name, value in knobs.items())

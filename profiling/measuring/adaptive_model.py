@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from knobwise.common.errors import InputError
+from knobwise.common.words import spelled
 
 KNOBS = ("max_crops", "top_k", "num_active_blocks")
 """The knobs of the elastic model, of Hugging Face models and of exp5/exp6 files. Other models name
@@ -247,8 +248,14 @@ def check_configuration(
                 f"{knob.default}"
             )
         # the values, or the range of whole numbers
-        takes = ", ".join(map(str, knob.values)) or f"{knob.least} to {knob.most}"
-        raise InputError(f"{name}={value}: this model takes {takes} ({knob.sets})")
+        takes = ", ".join(map(str, map(spelled, knob.values))) or f"{knob.least} to {knob.most}"
+        as_text = ""
+        if any(value == spelled(each) for each in knob.values):
+            as_text = (
+                f"; this {value} is text: write it without quotes, and train a controller of an "
+                "earlier version again"
+            )
+        raise InputError(f"{name}={value}: this model takes {takes} ({knob.sets}){as_text}")
     return {name: configuration.get(name, knob.default) for name, knob in known.items()}
 
 

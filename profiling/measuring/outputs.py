@@ -15,6 +15,7 @@ import polars as pl
 from numpy.typing import NDArray
 
 from knobwise.common.files import written_whole
+from knobwise.common.words import spelled
 from knobwise.envs.readers.dense_table import WEIGHT
 from knobwise.envs.readers.exp_files import write_exp5_exp6
 from knobwise.profiling.measuring.adaptive_model import KNOBS, KnobSupport
@@ -267,7 +268,7 @@ def line_of_plan(plan: MeasurementPlan, knobs: Sequence[KnobSupport]) -> str:
     line += f", {often} each: "
     parts = []
     for knob in knobs:
-        part = f"{knob.name}={', '.join(map(str, values[knob.name]))}"
+        part = f"{knob.name}={', '.join(map(str, map(spelled, values[knob.name])))}"
         if knob.available and len(values[knob.name]) == 1:
             more = f"knobs.values={{{knob.name}: […]}}"
             if knob.name in KNOBS:
@@ -283,11 +284,11 @@ def knob_lines(profile: Mapping[str, Any]) -> list[str]:
     for knob in profile["knobs"]:
         text = f"{knob['name']}: {knob['sets']}"
         if not knob["available"] and knob["values"]:
-            text += f"; {knob['values'][0]} is its only value"
+            text += f"; {spelled(knob['values'][0])} is its only value"
         elif not knob["available"]:
             text = f"{knob['name']}: this model lacks it"
         elif "saves" in knob:
-            least, *_, greatest = knob["measured"]
+            least, *_, greatest = map(spelled, knob["measured"])
             saves = "SAVES NO TIME here:" if knob["saves_nothing"] else "saves"
             error = 2 * (knob["saves_error"] or 0)
             text += (

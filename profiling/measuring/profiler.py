@@ -241,7 +241,7 @@ def chosen_configurations(
 
     Raises:
         InputError: the model lacks a knob, a knob is named like a column of the table, a knob does
-            not take a value, or `sample_grid` refuses the grid.
+            not take a value or has true among others, or `sample_grid` refuses the grid.
     """
     for knob in knobs:
         if knob.name in COLUMNS or knob.name.startswith(EXTRA) or knob.name.endswith("_ms"):
@@ -252,6 +252,11 @@ def chosen_configurations(
     listed = {knob.name: one_type(knob.values) or (knob.default,) for knob in knobs}
     values = {**listed, **usual, **config.chosen_values()}
     for name, knob_values in values.items():
+        if bool in (kinds := {*map(type, knob_values)}) and len(kinds) > 1:
+            raise InputError(
+                f"knobs.values.{name}={list(knob_values)}: true and false must be all values of a "
+                "knob, since a column of a profile has one type; leave them or the others out"
+            )
         for value in knob_values:
             check_configuration(knobs, {name: value})
     return tuple(sample_grid(values, config.count, SEED))

@@ -116,7 +116,8 @@ class VLMProfileConfig:
 
 def one_type(values: Sequence[Any]) -> tuple[Any, ...]:
     """Return the values of a knob as a column of a table holds them, which has one type: whole
-    numbers among others, such as 1 in [1, 0.5], become floats too."""
-    if any(isinstance(value, float) for value in values):
+    numbers among others, such as 1 in [1, 0.5], become floats too. True is no number."""
+    kinds = {*map(type, values)}
+    if float in kinds and bool not in kinds:
         return tuple(map(float, values))
     return tuple(values)

@@ -76,7 +76,7 @@ def _key(configuration: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
 
 def _comparable(value: Any) -> Any:
     """Return what a knob's value has in common with itself as a reader has it, for whom 1.0 is 1
-    and truth a name."""
+    and truth may be text."""
     text = str(value).strip()
     try:
         return float(text)

@@ -9,6 +9,7 @@ import numpy as np
 
 from knobwise.agents.deployed.arrays import Array
 from knobwise.common.errors import InputError
+from knobwise.common.words import spelled
 from knobwise.serving.proxy.chat import last_question
 from knobwise.serving.proxy.responses import is_settable
 
@@ -97,7 +98,7 @@ class KnobFields:
             value = body.get(name)
             if name in LENGTHS or value is None or (name == "model" and value in OPEN_MODELS):
                 continue
-            allowed &= [values[name] == value for values in self._configurations]
+            allowed &= [_is_same(values[name], value) for values in self._configurations]
         if not allowed.any():
             return None
         for name in self._names:
@@ -172,6 +173,16 @@ class KnobFields:
         return {**self._extra, **fields}
 
     @property
+    def texts_of_truth(self) -> list[str]:
+        """The fields that are set to the texts "true" and "false" alone: servers take any text for
+        true. Controllers of earlier versions have them where true and false were measured."""
+        return [
+            name
+            for name in self._names
+            if {values[name] for values in self._configurations} <= {"true", "false"}
+        ]
+
+    @property
     def are_of_responses(self) -> bool:
         """True if all knobs can be set in a request to /v1/responses as it is."""
         return len(self._names) == len(self._configurations[0]) and all(
@@ -180,9 +191,11 @@ class KnobFields:
 
     def index_of(self, knobs: Mapping[str, object]) -> int:
         """Return the configuration with these knobs. Raises InputError if there is none."""
-        # one of few, once, when the server starts
+        # one of few, once, when the server starts; controllers of earlier versions have text for
+        # true and false, which people then wrote here
+        wanted = {name: spelled(value) for name, value in knobs.items()}
         for index, values in enumerate(self._configurations):
-            if values == knobs:
+            if {name: spelled(value) for name, value in values.items()} == wanted:
                 return index
         raise InputError(
             f"default={dict(knobs)}: is no configuration; one is {dict(self._configurations[0])}"
@@ -219,6 +232,11 @@ def _with_parts(messages: list[Message], content: object) -> list[Message]:
         texts = [{"type": "text", "text": text}] if isinstance(text, str) else text
         users[-1]["content"] = [*others, *texts]
     return messages
+
+
+def _is_same(value: object, other: object) -> bool:
+    """Return whether two values of a field are the same in JSON, where true is not 1."""
+    return value == other and isinstance(value, bool) == isinstance(other, bool)
 
 
 def _number(value: object) -> float:

@@ -114,6 +114,11 @@ def serve(config: ServeRun, controller: NumpyController) -> None:
             _say(config, listening.getsockname()[1], broken, token, controller.unit)
             if prices and (lacking := lacking_tiers(prices, known)):
                 say(f"{config.prices}: {lacking}; until then nobody knows what such answers cost")
+            if fields is not None and (texts := fields.texts_of_truth):
+                say(
+                    f"{', '.join(texts)}: is sent as the text 'true' or 'false', since the "
+                    "controller has it so; if true and false were measured, train it again"
+                )
             if upstream is not None and (missing := features.only_from_requests):
                 say(f"requests must bring these features, or static decides: {missing}")
             serve_in_workers(worker, config.workers, config.drain_s, gone)

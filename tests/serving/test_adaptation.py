@@ -35,6 +35,7 @@ from knobwise.agents.learning.adaptation import (
 )
 from knobwise.agents.teacher.teacher import fit_teacher
 from knobwise.envs import default_budgets
+from knobwise.envs.tables.profile_table import Knob
 
 GRID = torch.cartesian_prod(torch.arange(2), torch.arange(2))
 
@@ -106,6 +107,12 @@ def test_cells_of_both_profiles_are_matched_by_name():
     chosen, ratios = log_ratios(old, new)
     assert chosen.tolist() == columns * 2
     assert ratios.tolist() == pytest.approx([math.log(2)] * 4 + [0.0] * 4, abs=1e-6)
+
+
+def test_true_meets_its_spelling_in_a_profile_of_an_earlier_version():
+    old = table_of([[1.0] * 2] * 6, [[1.0, 2.0]] * 6, knobs=(Knob("cache", ("false", "true")),))
+    new = replace(old, knobs=(Knob("cache", (False, True)),))
+    assert log_ratios(old, new)[0].tolist() == [0, 1] * 6
 
 
 def test_profiles_without_enough_in_common_are_refused():

@@ -8,6 +8,7 @@ import os
 import signal
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from unittest.mock import Mock
 
 import polars
@@ -21,6 +22,7 @@ from knobwise.agents import DeployedController, NumpyController, PolicyConfig
 from knobwise.agents.deployed.arrays import configurations_of
 from knobwise.agents.learning.logged import logged_of, read_log
 from knobwise.agents.learning.request_log import RequestLog
+from knobwise.envs.tables.profile_table import Knob
 from knobwise.serving.wrapper import wrap
 
 BRIEF = {"teacher_iterations": 30, "pretrain_iterations": 30, "iterations": 0}
@@ -405,3 +407,14 @@ def test_an_exported_controller_serves_without_torch_and_is_replaced(wrapped, po
     serve._watched._looked = -math.inf
     serve(3, 30.0)
     assert serve.controller.digest == new.digest != digest
+
+
+def test_true_and_false_reach_the_callable_as_such(tmp_path):
+    table = small_table(40, features=False)
+    table = replace(table, knobs=(*table.knobs[:2], Knob("cache", (False, True))))
+    untrained(table).export(tmp_path / "controller.npz")
+    controller = NumpyController.load(tmp_path / "controller.npz")
+    seen = set()
+    serve = wrap(lambda _, max_crops, top_k, cache: seen.add(type(cache)), controller)
+    serve(0, budget_ms=50.0)
+    assert seen == {bool}

@@ -37,6 +37,8 @@ def test_similarity_of_configurations_by_hand():
     # names are equal or not
     named = replace(table, knobs=(Knob("mode", ("a", "b", "c")), *table.knobs[1:]))
     np.testing.assert_allclose(knob_similarity(named)[0, 4], 0.9 * 0.8)
+    truths = replace(table, knobs=(*table.knobs[:2], Knob("cache", (False, True))))
+    np.testing.assert_allclose(knob_similarity(truths)[0, 1], 0.9 * 0.8)
     np.testing.assert_allclose(scaled_knobs(table)[[0, 4, 11]], [[0, 0, 0], [0.5, 0, 0], [1, 1, 1]])
 
 

@@ -35,6 +35,8 @@ from knobwise.agents.training import claims
 from knobwise.agents.training.checkpoint import load_checkpoint, save_checkpoint, started_from
 from knobwise.common.errors import InputError
 from knobwise.envs.bandit.settings import BudgetConfig
+from knobwise.envs.tables.profile_table import Knob
+from knobwise.experiments.evidence.evaluate import check_fits
 from knobwise.losses.settings import LossConfig
 
 
@@ -219,6 +221,26 @@ def test_grpo_starts_from_weights_and_from_their_statistics(starts, file, how, t
     assert [stage.iterations for stage in student.stages] == [0, 8]
     assert isinstance(student.run(), Controller)
     assert equal_states(start, student.setup.reference)
+
+
+def test_what_an_earlier_version_had_as_text_fits_true_and_false(tmp_path):
+    knobs = (*TABLE.knobs[:2], Knob("cache", ("false", "true")))
+    old = replace(TABLE, knobs=knobs)
+    new = replace(TABLE, knobs=(*knobs[:2], Knob("cache", (False, True))))
+    trainer("RCE", old, optimiser=WARM, folder=tmp_path).run()
+    loaded = load_checkpoint(tmp_path / "best.pt")
+    # it decides as before, and is judged on its profile as it is read now
+    assert loaded.controller.decider.configuration(0)["cache"] == "false"
+    assert loaded.profile_digest == new.digest
+    check_fits("best.pt", loaded.controller, new)
+    # what starts from it has the knobs of its own profile
+    student = trainer("RCE", new, init_from=tmp_path / "best.pt")
+    assert equal_states(loaded.network, student.setup.controller)
+    assert student.setup.controller.knobs == new.knobs
+    agent = DeployedController(student.setup.controller)
+    save_checkpoint(tmp_path / "new.pt", agent, new, {})
+    decider = load_checkpoint(tmp_path / "new.pt").controller.decider
+    assert decider.configuration(0)["cache"] is False
 
 
 def test_on_another_profile_all_parts_of_a_teacher_read_features_as_the_start_does(starts):

@@ -82,7 +82,7 @@ def test_complexity_by_hand():
     assert result[[0, 6, -1]].tolist() == pytest.approx(wanted)
 
 
-@pytest.mark.parametrize("values", [("fast", "good"), (-1, 4), (0, 0.0)])
+@pytest.mark.parametrize("values", [("fast", "good"), (-1, 4), (0, 0.0), (False, True)])
 def test_a_knob_without_a_size_counts_nothing(values):
     knobs = Knob("top_k", (2, 4)), Knob("other", values)
     table = table_of([[1.0] * 2], [[1.0] * 2], knobs=knobs, configurations=torch.eye(2).long())
@@ -172,11 +172,11 @@ def test_a_function_by_hand_of_each_measurement_and_their_mean(written):
 
 
 def test_a_knob_with_names_comes_as_indices_and_others_as_their_values(written):
-    knobs = (Knob("tier", ("low", "high")), Knob("crops", (0.5, 4)), Knob("size", (0, 1)))
+    knobs = (Knob("tier", ("low", "high")), Knob("crops", (0.5, 4)), Knob("cache", (False, True)))
     configurations = torch.tensor([[0, 1, 0], [1, 0, 0], [1, 1, 1]])
     table = replace(TABLE, knobs=knobs, configurations=configurations)
-    config = written("10.0 * knobs['tier'] + knobs['crops'] + 0 * latency_ms")
-    identical(RewardTable(table, config).all(ROWS[:1], BUDGETS[:1]), [[4.0, 10.5, 14.0]])
+    config = written("10.0 * knobs['tier'] + knobs['crops'] + knobs['cache'] / 4 + 0 * latency_ms")
+    identical(RewardTable(table, config).all(ROWS[:1], BUDGETS[:1]), [[4.0, 10.5, 14.25]])
 
 
 @pytest.mark.parametrize(

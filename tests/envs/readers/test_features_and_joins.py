@@ -269,6 +269,16 @@ def test_values_and_configurations_are_those_of_all_and_no_cell_is_lost_or_made_
     assert join_tables([replace(FIRST, unit="J"), replace(OTHER, unit="J")]).unit == "J"
 
 
+def test_true_and_false_meet_their_spellings_but_no_other_names():
+    first = replace(FIRST, knobs=(FIRST.knobs[0], Knob("tier", (False, True))))
+    spelled = replace(OTHER, knobs=(Knob("tier", ("false", "true")), OTHER.knobs[1]))
+    tier = join_tables([first, spelled]).knobs[1]
+    assert [*map(repr, tier.values)] == ["False", "True"]
+    for knob in (Knob("tier", ("false", "auto")), Knob("tier", (0, 1))):
+        with input_error("tier"):
+            join_tables([first, replace(OTHER, knobs=(knob, OTHER.knobs[1]))])
+
+
 def test_cells_of_a_profile_without_sampling_weights_still_count_when_another_has_them():
     drawn = replace(FIRST, sampling_weight=torch.tensor([[2.0, 0.0], [3.0, 1.0]]))
     mask = torch.tensor([[True, True, True], [False, True, True]])

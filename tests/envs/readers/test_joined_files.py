@@ -202,3 +202,12 @@ def test_one_row_that_meets_several_data_sets_is_refused(tmp_path):
     alone = [row | {"seconds": 1.0} for row in scores]
     made = read(tmp_path, scores, [{name: row[name] for name in names} for row in alone])
     assert made.num_samples == 12
+
+
+def test_true_of_pandas_meets_true_of_json(tmp_path):
+    scores = [row | {"cache": row["model"] == "small"} for row in SCORES]
+    other = [row | {"cache": str(row["model"] == "small")} for row in times()]
+    made = read(tmp_path, scores, other)
+    assert made.mask.all()
+    (cache,) = [knob for knob in made.knobs if knob.name == "cache"]
+    assert [*map(repr, cache.values)] == ["False", "True"]

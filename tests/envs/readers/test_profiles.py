@@ -130,7 +130,9 @@ def test_what_becomes_of_numbers(changes, accuracy, latency):
         (["minimal", "high", "none", "xhigh"], ("none", "minimal", "high", "xhigh")),
         (["max", "medium", "minimal", "low"], ("minimal", "low", "medium", "max")),
         (["low", "huge", "low", "huge"], ("huge", "low")),
-        ([True, False, True, False], ("false", "true")),
+        ([True, False, True, False], (False, True)),
+        (["true", "false", "true", "false"], ("false", "true")),
+        ([1, 0, 1, 0], (0, 1)),
         (pl.Series(["z", "y", "z", "y"], dtype=pl.Categorical), ("y", "z")),
         (["", "-g", "", "-g"], ("", "-g")),
     ],
@@ -139,6 +141,39 @@ def test_knob_values(column, values):
     (knob,) = table(frame(top_k=column)).knobs
     assert knob.values == values
     assert [type(v) for v in knob.values] == [type(v) for v in values]
+
+
+@pytest.mark.parametrize("suffix", [".csv", ".parquet", ".jsonl"])
+def test_true_and_false_come_back_from_files(tmp_path, suffix):
+    # numbers beside them stay numbers
+    made = table(frame(top_k=[1, 0, 1, 0], cache=[True, False] * 2), features=None)
+    write_long_table(made, tmp_path / f"t{suffix}")
+    again = read_long_table(tmp_path / f"t{suffix}", name="t")
+    for each in (made, again):
+        assert {knob.name: [*map(repr, knob.values)] for knob in each.knobs} == {
+            "top_k": ["0", "1"],
+            "cache": ["False", "True"],
+        }
+        # in words as in the files, and as in those of earlier versions
+        assert each.label(1) == "top_k=1 cache=true"
+    assert (
+        made.digest
+        == again.digest
+        == table(frame(top_k=[1, 0, 1, 0], cache=["true", "false"] * 2)).digest
+    )
+
+
+def test_text_of_a_file_with_types_stays_text_and_pandas_spells_true_with_a_capital(tmp_path):
+    spelled = frame(top_k=["True", "False", "true", "FALSE"])
+    spelled.write_parquet(tmp_path / "t.parquet")
+    spelled.write_csv(tmp_path / "t.csv")
+    (knob,) = read_long_table(tmp_path / "t.parquet").knobs
+    assert knob.values == ("FALSE", "False", "True", "true")
+    (knob,) = read_long_table(tmp_path / "t.csv").knobs
+    assert [*map(repr, knob.values)] == ["False", "True"]
+    frame(top_k=["true", "false", "true", "auto"]).write_csv(tmp_path / "t.csv")
+    (knob,) = read_long_table(tmp_path / "t.csv").knobs
+    assert knob.values == ("auto", "false", "true")
 
 
 def test_any_number_of_knobs_in_the_order_of_the_columns():

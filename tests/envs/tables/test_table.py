@@ -167,7 +167,7 @@ def test_a_saved_table_loads_the_same(tmp_path, features):
         knobs=(
             Knob("tier", ("low", "medium", "high")),
             Knob("top_k", (4, 8.5)),
-            Knob("num_active_blocks", (12, 16)),
+            Knob("cache", (False, True)),
         ),
     )
     path = tmp_path / "deep" / "t.safetensors"
@@ -176,6 +176,7 @@ def test_a_saved_table_loads_the_same(tmp_path, features):
     for name in ("digest", "notes", "knobs", "question_types"):
         assert getattr(again, name) == getattr(table, name)
     assert [*again.features] == [*table.features]
+    assert again.configuration(1)["cache"] is True
 
 
 def test_files_that_are_no_saved_table(tmp_path):

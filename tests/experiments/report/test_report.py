@@ -552,6 +552,17 @@ def test_every_chart_can_be_drawn_and_holds_the_numbers(run):
     assert used == {(policy, *share) for policy, share in itertools.product(policies, shares)}
 
 
+def test_true_is_drawn_as_a_word_beside_numbers():
+    content = results()
+    # polars makes 1 of True in a column with 2
+    for use in content["knob_usage"]:
+        if use["knob"] == "mode":
+            use["value"] = use["value"] == "fast"
+    figure = drawn(content)["Configurations used"]
+    values = {point["value"] for point in points_of(*specifications(figure))}
+    assert values == {"2", "10", "true", "false"}
+
+
 def test_report_is_written_from_the_bare_results(tmp_path):
     names = ("controller", "mine")
     rows = [{"policy": name, "budget_ms": None, "utility": 0.5} for name in names]

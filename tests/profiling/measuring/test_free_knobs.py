@@ -133,6 +133,22 @@ class Odd(Bright):
     knobs = (KnobSupport("dataset", 1, 1, 2),)
 
 
+class Cached(Bright):
+    """May take what it knows already, and how much, or everything."""
+
+    knobs = (KnobSupport("cache", False, values=(False, True, 8, "all")),)
+
+    def _answer(self, request, seen_ms):
+        assert self.configuration["cache"] in (False, True)
+        return Answer("1", 0.0, 0.0, 0.0, 1, 1, 1)
+
+
+def test_true_and_false_are_measured_and_read_as_such(tmp_path):
+    config = replace(CONFIG, values={"cache": [True, False]})
+    table = read_long_table(profile_vlm(tmp_path, Cached(), ITEMS, config) / "table.parquet")
+    assert [*map(repr, table.knobs[0].values)] == ["False", "True"]
+
+
 @pytest.mark.parametrize(
     ("model", "changes", "named"),
     [
@@ -141,6 +157,10 @@ class Odd(Bright):
         (Bright(), {"values": {"side": [5]}}, "side"),
         (Bright(), {"values": {"side": [1.5]}}, "side"),
         (Bright(), {"values": {"side": 4}}, "side"),
+        # a column has one type
+        (Cached(), {"values": {"cache": [True, 8]}}, "cache"),
+        (Cached(), {"values": {"cache": [True, "all"]}}, "cache"),
+        (Cached(), {"values": {"cache": ["true", "false"]}}, "quotes"),
         (Odd(), {"values": {}}, "dataset"),
         (Bright(), {"values": {}, "top_k": (1,)}, "top_k"),
         (Bright(), {"values": {"top_k": [2]}, "top_k": (1,)}, "top_k"),

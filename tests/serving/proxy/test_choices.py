@@ -229,3 +229,19 @@ def test_an_answer_with_other_knobs_is_logged_and_not_learned_from(controller, t
     assert '"prompt":"Why?"' in text
     runtime.finish(runtime.decide(runtime.begin(150.0)))
     assert runtime.tracker.answers == 1
+
+
+def test_true_is_sent_as_it_was_measured_and_is_neither_text_nor_1():
+    grid = [{"enable_thinking": value} for value in (False, True)]
+    fields = KnobFields(grid, extra={"enable_thinking": True})
+    assert fields.set({}, grid[0])["enable_thinking"] is False
+    assert fields.freedom({"enable_thinking": False}).allowed.tolist() == [True, False]
+    assert fields.freedom({"enable_thinking": "false"}) is None
+    assert fields.freedom({"enable_thinking": 0}) is None
+    # people wrote text for controllers that had it
+    assert fields.index_of({"enable_thinking": "true"}) == 1
+    assert fields.texts_of_truth == []
+    old = KnobFields([{"enable_thinking": value} for value in ("false", "true")], extra=grid[0])
+    assert old.index_of({"enable_thinking": True}) == 1
+    assert old.set({}, {"enable_thinking": "false"}) == {"enable_thinking": "false"}
+    assert old.texts_of_truth == ["enable_thinking"]
