@@ -144,6 +144,11 @@ def _encode_column(series: pl.Series, column: Column) -> tuple[np.ndarray, pl.Se
         faults.append(pl.when(~missing & ~valid.fill_null(False)).then(wrong))
     else:
         text = _text(name)
+        if series.dtype.is_float() or series.dtype.is_decimal():
+            # other programs write whole numbers as 7.0 where a column had gaps
+            whole = pl.col(name).cast(pl.Int128, strict=False).cast(pl.String)
+            is_whole = (pl.col(name) % 1 == 0) & ~text.is_in(list(column.categories))
+            text = pl.when(is_whole).then(whole).otherwise(text)
         missing = text == ""
         places = [text == value for value in column.categories]
         places.append(~text.is_in(list(column.categories)))

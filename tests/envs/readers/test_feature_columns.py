@@ -1,5 +1,6 @@
 """Columns of a table as features: which are taken, how values become numbers, what is missing."""
 
+import math
 from dataclasses import replace
 
 import numpy as np
@@ -235,6 +236,17 @@ def test_numpy_encodes_a_request_as_the_table_was_read(kind, tokens, gaps):
             encode_request(columns, request)
     else:
         np.testing.assert_array_equal(encode_request(columns, request), block[0])
+
+
+def test_a_category_that_is_a_number_is_found_in_a_column_that_pandas_made_a_float():
+    column = Column("kind", ("1", "2.0", "2.5", "a", ""), True)
+    # 3 is another one
+    for dtype in (pl.Float64, pl.Float32, pl.Decimal(9, 1)):
+        numbers = pl.Series("kind", [1.0, 2.0, 2.5, None, 3.0]).cast(dtype)
+        block, _ = encode(numbers.to_frame(), [column])
+        assert block.argmax(1).tolist() == [0, 1, 2, 4, 5]
+    odd = pl.Series("kind", [math.inf, math.nan, 1e30])
+    assert encode(odd.to_frame(), [column])[0].argmax(1).tolist() == [5, 4, 5]
 
 
 def test_only_the_most_frequent_texts_get_a_place():
