@@ -364,7 +364,7 @@ class KnobPolicy:
     def _by_budget(
         self,
         blocks: Arrays,
-        asked: Array,
+        this_budget: Array,
         *,
         choice: int,
         limits: Mapping[str, float] | None,
@@ -374,7 +374,7 @@ class KnobPolicy:
     ) -> list[tuple[float, Configuration]]:
         """Return decisions for one input [1, d], each with the budget from which on it holds.
 
-        At the budget that was asked for, [1], a static mix made this choice, in its turn."""
+        At `this_budget`, [1], which was asked for, a static mix made this choice, in its turn."""
         # nobody is answered, so no turn may be used up
         decider = self.decider.without_turns()
         budgets = decider.budgets.between(low, high, EXACT)
@@ -386,7 +386,7 @@ class KnobPolicy:
         if decider.mean is not None and decider.mean.mix:
             group = decider.mean.groups(budgets)
             mixed = ~decider.mean.deployed[group]
-            chosen[mixed & (group == decider.mean.groups(asked))] = choice
+            chosen[mixed & (group == decider.mean.groups(this_budget))] = choice
         starts = np.flatnonzero(np.r_[True, chosen[1:] != chosen[:-1]])
         return [(float(budgets[i]), dict(self.configurations[chosen[i]])) for i in starts]
 
