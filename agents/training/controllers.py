@@ -25,7 +25,7 @@ from knobwise.agents.training.checkpoint import Loaded, load_checkpoint, started
 from knobwise.agents.training.controller_settings import ControllerSettings
 from knobwise.agents.training.controller_stages import RCE, ControllerStage, grpo_stage
 from knobwise.agents.training.held_out import HeldOut
-from knobwise.agents.training.samples import samples_of_training
+from knobwise.agents.training.samples import refuse_known_samples, samples_of_training
 from knobwise.agents.training.seeding import seeded, weight_sums
 from knobwise.agents.training.state import Provenance
 from knobwise.agents.training.trainer import Trainer
@@ -113,6 +113,7 @@ class ControllerSetup:
         self.start_sums: list[float] | None = None
         if start is not None:
             self.start_sums = weight_sums(self.controller.state_dict())
+            refuse_known_samples(start, problem, samples, settings)
         self.distiller = distiller
         if distiller is not None:
             distiller.make(self).to(self.device).eval()
@@ -256,13 +257,16 @@ class ControllerSetup:
 
     @functools.cached_property
     def seen(self) -> list[str]:
-        """Fingerprints of the samples fitted, chosen or calibrated on, also by the checkpoint
-        started from."""
-        rows = self.split.fitted
-        if self.problem.calibration is not None:
-            rows = torch.cat([rows, self.problem.calibration])
-        fitted = self.facts.fingerprints(rows)
-        return list(dict.fromkeys([*fitted, *self._seen_before]))
+        """Fingerprints of the samples fitted, chosen or calibrated on, in this order, also by the
+        checkpoint started from."""
+        fitted = self.facts.fingerprints(self.split.fitted)
+        return list(dict.fromkeys([*fitted, *self.proof, *self._seen_before]))
+
+    @functools.cached_property
+    def proof(self) -> list[str]:
+        """Fingerprints of the samples that a promise is tested on, and nothing is fitted on."""
+        held_back = self.problem.calibration
+        return [] if held_back is None else self.facts.fingerprints(held_back)
 
     def held_out_log_probs(self, limit: Tensor) -> Tensor:
         """Return log-probs of the held-out samples under one limit, see `HeldOut.log_probs`."""
@@ -386,6 +390,7 @@ def provenance(trainer: Trainer) -> Provenance:
         "method": trainer.stages[-1].name,
         "reward_spread": trainer.stages[-1].reward_spread,
         "seen": setup.seen,
+        "proof": setup.proof,
         "fold_seed": setup.fold_seed,
         "train_rows": setup.split.train,
         "validation_rows": setup.split.validation,

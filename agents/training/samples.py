@@ -1,5 +1,5 @@
 """The samples of a controller's training: which rows each network is fitted on, which it is judged
-on, and which were seen before.
+on, and which the checkpoint that it starts from has seen.
 """
 
 from __future__ import annotations
@@ -10,9 +10,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from knobwise.agents.problem import Problem
 from knobwise.agents.training.checkpoint import Loaded
 from knobwise.agents.training.controller_settings import ControllerSettings
 from knobwise.common.errors import InputError
+from knobwise.common.progress import say
 from knobwise.envs.bandit.budgets import subsample
 from knobwise.envs.tables.profile_table import ProfileTable, Split
 from knobwise.envs.tables.splits import folds_of
@@ -89,6 +91,71 @@ def _refuse_test_samples(
             f"init_from={init_from}: was trained on {count} of the test samples of profile "
             f"{table.name!r}; split the profile as its run did (split.seed=…)"
         )
+
+
+def refuse_known_samples(
+    start: Loaded, problem: Problem, samples: Samples, settings: ControllerSettings
+) -> None:
+    """Refuse samples that are to be held out of networks whose first weights have learned them: a
+    promise would be tested, and weights chosen, on samples that prove nothing.
+
+    Which of the samples that the checkpoint has seen it was fitted on, and which it was chosen on,
+    can be told where its rows mean the same samples in this table. Elsewhere a line says that some
+    were seen. What only a promise was tested on has taught the weights nothing.
+
+    Args:
+        start: the checkpoint that training starts from; its network is that of the settings.
+
+    Raises:
+        InputError: there are such samples.
+    """
+    table, policy = problem.facts, settings.policy
+    key = f"init_from={settings.init_from}"
+    learned = {*samples.seen_before} - {*start.extra.get("proof", [])}
+    if problem.calibration is not None:
+        count = len(learned & {*table.fingerprints(problem.calibration)})
+        if count:
+            raise InputError(
+                f"{key}: has learned from {count} of the {len(problem.calibration)} samples of "
+                f"profile {table.name!r} that policy.promise={policy.promise} holds back, on which "
+                "a promise of it proves nothing; leave policy.promise out, or start from a run "
+                "that holds the same samples back (policy.promise=…, the same split.seed)"
+            )
+    judged = samples.folds[1]
+    before = _rows_before(start, table)
+    if before is not None:
+        fitted, _ = divide_into_folds(
+            table, before, policy.fold_networks, start.extra.get("fold_seed", samples.fold_seed)
+        )
+        pairs = zip(fitted, judged, strict=True)
+        count = sum(int(torch.isin(held_out, fit).sum()) for fit, held_out in pairs)
+        if count:
+            raise InputError(
+                f"{key}: was fitted on {count} of the {sum(map(len, judged))} samples of profile "
+                f"{table.name!r} that weights are to be chosen on; divide it into training and "
+                "validation as its run did (split.…, policy.promise)"
+            )
+        learned -= {*table.fingerprints(before.fitted)}
+    count = len(learned & {*table.fingerprints(torch.cat(judged))})
+    if count:
+        say(
+            f"{key}: has seen {count} of the samples that weights are chosen on here, and may have "
+            "been fitted on them; scores on validation may be too high"
+        )
+
+
+def _rows_before(start: Loaded, table: ProfileTable) -> Split | None:
+    """Return the rows that a checkpoint was fitted and chosen on; None where they may mean other
+    samples in this table."""
+    extra = start.extra
+    if not {"train_rows", "validation_rows", "test_rows"} <= extra.keys():
+        return None
+    before = Split(extra["train_rows"], extra["validation_rows"], extra["test_rows"])
+    if not len(before.fitted) or int(before.fitted.max()) >= table.num_samples:
+        return None
+    # it notes the samples in the order of their rows, equal ones once
+    prints = list(dict.fromkeys(table.fingerprints(before.fitted)))
+    return before if prints == extra.get("seen", [])[: len(prints)] else None
 
 
 def divide_into_folds(

@@ -80,6 +80,8 @@ class Provenance(TypedDict, total=False):
     """Fingerprints of the samples, or queries, that it was trained on."""
 
     # of a controller
+    proof: list[str]
+    """Those of the samples among them that a promise alone was tested on."""
     validation_utility: float
     """The best score on validation."""
     judged_by: str

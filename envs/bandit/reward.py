@@ -113,9 +113,11 @@ class RewardFunction:
         values = [sizes[configurations] for sizes in self.knobs.values()]
         cells = torch.broadcast_tensors(accuracy, latency_ms, budget_ms, *values)
         profiled = ~(cells[0].isnan() | cells[1].isnan())
-        by_knob = dict(zip(self.knobs, cells[3:], strict=True))
+        # copies, which the function may write into: these share memory with the table
+        copies = [each.clone() for each in cells]
+        by_knob = dict(zip(self.knobs, copies[3:], strict=True))
         try:
-            rewards = self._function(cells[0], cells[1], cells[2], by_knob)
+            rewards = self._function(*copies[:3], by_knob)
         except Exception as error:
             raise InputError(f"{self.key}: raises {in_a_line(error, self._function)}") from error
         returned = [*rewards.shape] if isinstance(rewards, Tensor) else type(rewards).__name__

@@ -58,7 +58,8 @@ def answer(rule: Rule, name: str, *cells: Tensor) -> Tensor:
     cells = torch.broadcast_tensors(*cells)
     key = f"budget={rule.name}: {name}"
     try:
-        values: Tensor = getattr(rule, name)(*cells)
+        # copies, which the function may write into: these may share memory with the table
+        values: Tensor = getattr(rule, name)(*(each.clone() for each in cells))
     except Exception as error:
         raise InputError(f"{key}: raises {in_a_line(error, type(rule))}") from error
     returned = [*values.shape] if isinstance(values, Tensor) else type(values).__name__

@@ -112,7 +112,8 @@ class Rule:
     def allowed(self, table: ProfileTable) -> Tensor:
         """Return which cells may be chosen in training and judging, bool [N, C], at least one for
         each sample. A deployed controller knows no table, so it may choose any configuration."""
-        return table.mask
+        # a copy, which a rule may go on from
+        return table.mask.clone()
 
     # -- what counts -------------------------------------------------------------------------------
 
