@@ -205,3 +205,18 @@ def test_what_shows_only_later_is_refused_where_it_shows(written):
     assert rewards.all(ROWS[:1], torch.tensor([16.0])).isfinite().all()
     with input_error("inf in 7 of 7"):
         rewards.all(ROWS[:1], torch.tensor([17.0]))
+
+
+def test_a_function_that_writes_in_place_changes_no_table(written):
+    table = table_of([[0.6, 1.0, 0.2], [0.5, NAN, 0.9]], CELLS)
+    before = table.accuracy.clone(), table.latency_ms.clone(), table.repeats_ms.clone()
+    config = written("accuracy.mul_(latency_ms.le_(budget_ms)) + 0 * knobs['size'].add_(1)")
+    rewards = RewardTable(table, config)
+    clean = RewardTable(TABLE, written("accuracy * (latency_ms <= budget_ms)"))
+    # a second call finds what the first one did
+    for _ in range(2):
+        identical(rewards.all(ROWS, BUDGETS), clean.all(ROWS, BUDGETS))
+    for cells, now in zip(
+        before, (table.accuracy, table.latency_ms, table.repeats_ms), strict=True
+    ):
+        identical(cells, now)

@@ -106,6 +106,33 @@ def test_outcomes_by_hand():
     assert torch.equal(judged.on_time, (late == 0).float())
 
 
+class InPlace(Rule):
+    """Writes into all that it is given."""
+
+    def utility(self, accuracy, latency_ms, budget_ms):
+        accuracy[latency_ms > budget_ms] = 0.0
+        return accuracy
+
+    def allowed(self, table):
+        allowed = super().allowed(table)
+        allowed[:, -4:] = False
+        return allowed
+
+
+def test_a_rule_that_writes_in_place_changes_no_table():
+    table, same = small_table(20), small_table(20)
+    rule_choice.try_rule(InPlace(), table)
+    limits = torch.full((20, 1), 8.0)
+    for name in ("mean_reward", "mean_utility"):
+        measured = table.latency_ms if name == "mean_reward" else table.measurements_ms
+        once, twice = (getattr(InPlace(), name)(table.accuracy, measured, limits) for _ in range(2))
+        assert torch.equal(once, twice)
+    allowed = rule_choice.allowed_cells(InPlace(), table)
+    assert allowed.sum(1).eq(table.num_configurations - 4).all()
+    for name in ("accuracy", "latency_ms", "mask"):
+        assert torch.equal(getattr(table, name), getattr(same, name))
+
+
 def test_of_repeats_the_mean_counts():
     rule = FallingUtility(tau_ms=2.0)
     measured = torch.tensor([[4.0, 8.0, torch.nan], [3.0, 3.0, 3.0], [torch.nan] * 3])
