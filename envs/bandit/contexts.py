@@ -23,6 +23,18 @@ from knobwise.envs.bandit.settings import BudgetConfig, RewardConfig, reward_of
 from knobwise.envs.tables.cells import Cells
 from knobwise.envs.tables.profile_table import ProfileTable
 
+WHOLE = {
+    torch.int8,
+    torch.int16,
+    torch.int32,
+    torch.int64,
+    torch.uint8,
+    torch.uint16,
+    torch.uint32,
+    torch.uint64,
+}
+"""The types of whole numbers; bool is none."""
+
 
 def fresh_seed() -> int:
     """Draw a seed from torch's generator, so that `torch.manual_seed` fixes it.
@@ -51,7 +63,7 @@ class RowSampler:
         together: int64 [n], the rows of all lists, each once.
 
     Raises:
-        InputError: a list is empty, or has rows that the table lacks.
+        InputError: a list is empty, is no list of whole numbers, or has rows that the table lacks.
     """
 
     def __init__(
@@ -63,12 +75,9 @@ class RowSampler:
     ) -> None:
         if rows is None:
             rows = torch.arange(table.num_samples)
-        if isinstance(rows, Tensor) or not len(rows) or not isinstance(rows[0], Tensor):
-            rows = [torch.as_tensor(rows)]
-        lists = [torch.as_tensor(part, dtype=torch.long) for part in rows]
+        single = isinstance(rows, Tensor) or not len(rows) or not isinstance(rows[0], Tensor)
+        lists = [_as_rows(part) for part in ([rows] if single else rows)]
         self._lengths = torch.tensor([len(part) for part in lists])
-        if not self._lengths.all():
-            raise InputError("the environment got no samples to draw from")
         self.together = lists[0] if len(lists) == 1 else torch.cat(lists).unique()
         if self.together.min() < 0 or self.together.max() >= table.num_samples:
             raise InputError(
@@ -99,6 +108,29 @@ class RowSampler:
             drawn = torch.multinomial(self._weights, per_list, True, generator=generator)
             drawn = drawn.T.flatten()[:count]
         return take(self._lists, flat_index(turn, drawn, longest))
+
+
+def _as_rows(rows: Any) -> Tensor:
+    """Return a list of rows as int64 [n].
+
+    Raises:
+        InputError: it is empty, or something else, such as a mask, of which True and False would
+            stand for the rows 1 and 0.
+    """
+    try:
+        numbers = torch.as_tensor(rows)
+    except (TypeError, ValueError, RuntimeError):
+        numbers = torch.empty(())
+    if numbers.ndim == 1 and not len(numbers):
+        raise InputError("the environment got no samples to draw from")
+    if numbers.ndim != 1 or numbers.dtype not in WHOLE:
+        shape, kind = [*numbers.shape], str(numbers.dtype).removeprefix("torch.")
+        raise InputError(
+            f"rows: is {kind} {shape}; must be the numbers of samples, one after the other, such "
+            "as [0, 5, 7]; of a mask give torch.as_tensor(mask).nonzero()[:, 0], of a column of "
+            "numbers rows.flatten(), and for several lists a list of tensors"
+        )
+    return numbers.long()
 
 
 def row_weights(table: ProfileTable, by: str, rows: Tensor, cells: Cells | None = None) -> Tensor:

@@ -2,6 +2,7 @@
 
 import math
 
+import numpy as np
 import pytest
 import torch
 from helpers import close, identical, input_error, small_table, table_of
@@ -20,7 +21,7 @@ from knobwise.envs.bandit.budgets import (
     log_ms,
     value_range,
 )
-from knobwise.envs.bandit.contexts import BudgetSampler, ContextSampler
+from knobwise.envs.bandit.contexts import BudgetSampler, ContextSampler, RowSampler
 from knobwise.profiling.design.cell_design import balanced_cells, with_cells
 
 ZEROS = torch.zeros(20_000, dtype=torch.int64)
@@ -327,3 +328,54 @@ def test_nothing_to_draw_from_is_refused():
 def test_rows_that_the_table_does_not_have_are_refused(rows):
     with input_error("rows: must be from 0 to 59"):
         ContextSampler(small_table(60), BudgetConfig(), rows, seed=0)
+
+
+# -- the rows to draw from -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("rows", "wanted"),
+    [
+        (range(5, 8), [5, 6, 7]),
+        ([5, 7], [5, 7]),
+        (np.array([5, 7], dtype=np.int32), [5, 7]),
+        (torch.tensor([5, 7], dtype=torch.uint8), [5, 7]),
+        ([torch.tensor([5, 7]), torch.tensor([6])], [5, 6, 7]),
+    ],
+)
+def test_rows_are_whole_numbers(rows, wanted):
+    sampler = RowSampler(small_table(40), rows)
+    assert sampler.together.dtype == torch.int64
+    assert sampler.together.tolist() == wanted
+    assert set(sampler(60).tolist()) == set(wanted)
+
+
+MASK = torch.arange(40) > 9
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        MASK,
+        MASK.numpy(),
+        MASK.tolist(),
+        [MASK, MASK],
+        torch.tensor([1.9, 2.9]),
+        [1.0, 2.0],
+        MASK.nonzero(),
+        [[1, 2], [3, 4]],
+        [[1, 2], [3]],
+        torch.tensor(3),
+        ["1", "2"],
+    ],
+    ids=range(11),
+)
+def test_a_mask_and_what_else_is_no_list_of_rows_is_refused(rows):
+    with input_error(r"rows: .*nonzero"):
+        RowSampler(small_table(40), rows)
+
+
+@pytest.mark.parametrize("rows", [[], torch.tensor([]), [torch.tensor([1]), torch.tensor([])]])
+def test_an_empty_list_of_rows_is_refused(rows):
+    with input_error("no samples"):
+        RowSampler(small_table(40), rows)
