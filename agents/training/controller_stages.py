@@ -5,6 +5,7 @@ The stages of a teacher, and of imitating it, are in `knobwise.agents.teacher.st
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,6 +18,7 @@ from knobwise.agents.controller.controller import Controller
 from knobwise.agents.training.stage import Stage
 from knobwise.common.errors import InputError
 from knobwise.envs.bandit.outcomes import moments
+from knobwise.envs.bandit.reward import share_on_time
 from knobwise.losses import ExactGRPOLoss, GRPOLoss, RCELoss
 from knobwise.losses.functional import STD_FLOOR, even_weight, reward_spread
 from knobwise.losses.kl_control import weight_control
@@ -64,23 +66,31 @@ class ControllerStage(Stage):
 
     def metrics(self, data: TensorDictBase) -> dict[str, float]:
         """Compute mean and standard deviation of reward, accuracy and latency over the drawn
-        groups, and under deadlines the share of draws that are late, or cost more than a limit."""
+        groups, and under deadlines the share of draws that are late, or cost more than a limit.
+
+        Which of a cell's measurements a draw got is not noted: each counts for its share.
+        """
         data = data.flatten(0, 1).cpu()
         rows = data["row"].unsqueeze(1)
-        latency = self.setup.env.table.latency_ms[rows, data["configuration"]]
+        measured = self.setup.env.table.measurements_ms[rows, data["configuration"]]  # [n, G, R]
         # a copy on a slower machine gets the answers of its sample
         values = self.setup.problem.values
         cells = rows % values.num_samples, data["configuration"]
         accuracy = values.accuracy[cells]
+        latency = measured.nanmean(-1)
         metrics = moments(
             {"Reward": data["next", "reward"], "Accuracy": accuracy, "Latency": latency}
         )
+        if measured.shape[-1] > 1:
+            # between cells, and inside them
+            inside = (measured - latency.unsqueeze(-1)).square().nanmean(-1).mean()
+            metrics["Latency_Std"] = math.sqrt(metrics["Latency_Std"] ** 2 + float(inside))
         if self.setup.rule.late:
-            late = latency > data["budget_ms"].unsqueeze(1)
+            late = 1 - share_on_time(measured, data["budget_ms"].unsqueeze(1))
             over = self.setup.over
             if over is not None:
-                late |= over[cells]
-            metrics["Budget_Violation_Rate"] = float(late.float().mean())
+                late = late.masked_fill(over[cells], 1.0)
+            metrics["Budget_Violation_Rate"] = float(late.mean())
         return metrics
 
     @torch.no_grad()

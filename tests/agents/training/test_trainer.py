@@ -22,6 +22,7 @@ from helpers import (
     trainer_on,
     watch,
 )
+from tensordict import TensorDict
 
 from knobwise.agents.calibration.calibrate import calibrate_controller
 from knobwise.agents.calibration.deployed_controller import DeployedController
@@ -290,6 +291,22 @@ def test_under_a_mean_budget_values_are_drawn_and_rewards_are_priced():
     choices = [best.choose(arrays(table), np.full(60, value)) for value in (1.0, 1e4)]
     little, much = (table.latency_ms[range(60), chosen].mean() for chosen in choices)
     assert little < much
+
+
+def test_what_is_logged_of_draws_counts_each_measurement_of_their_cells():
+    nan = torch.nan
+    cells = torch.tensor([[[2.0, 6.0, 10.0], [1.0, 9.0, nan]], [[4.0, nan, nan], [3.0, 5.0, 7.0]]])
+    table = table_of([[0.5, 1.0], [0.0, 1.0]] * 10, cells.repeat(10, 1, 1))
+    stage = trainer(table).stages[-1]
+    data = TensorDict({"row": torch.tensor([[0], [1]]), "budget_ms": torch.tensor([[6.0], [4.5]])})
+    data["configuration"] = torch.tensor([[[0, 1]], [[0, 1]]])
+    data["next"] = TensorDict({"reward": torch.zeros(2, 1, 2)}, [2, 1])
+    data.batch_size = [2, 1]
+    metrics = stage.metrics(data)
+    assert metrics["Budget_Violation_Rate"] == pytest.approx((1 / 3 + 1 / 2 + 0 + 2 / 3) / 4)
+    # means 6, 5, 4, 5; inside the cells 32/3, 16, 0, 8/3
+    assert metrics["Latency_Mean"] == pytest.approx(5.0)
+    assert metrics["Latency_Std"] == pytest.approx((2 / 3 + (32 / 3 + 16 + 8 / 3) / 4) ** 0.5)
 
 
 def scaled(unit):
