@@ -10,7 +10,8 @@ The class makes a torch module, such as a `LossModule` of TorchRL, and that is a
   `loss.settings`, its own.
 - `module(contexts)` returns a TensorDict, or a dict. The sum of its `loss_…`, a single number each,
   is minimised. All single numbers are logged, those with the names of `GRPOLoss`'s under the same
-  names, others under their own, such as `Train/loss_mine`.
+  names, others under their own, such as `Train/loss_mine`. Under `loss.dropout` `kl_to_ref`, which
+  `loss.kl_band` follows, is that of the policy without dropout.
 
 Contexts have one or more leading axes, [*]. They hold what the actor reads; `configuration` int64
 [*, G], the draws; `("next", "reward")` [*, G]; and the log-probs of the draws under the policy that

@@ -19,7 +19,7 @@ from knobwise.agents.training.stage import Stage
 from knobwise.common.errors import InputError
 from knobwise.envs.bandit.outcomes import moments
 from knobwise.envs.bandit.reward import share_on_time
-from knobwise.losses import ExactGRPOLoss, GRPOLoss, RCELoss
+from knobwise.losses import ExactGRPOLoss, GRPOLoss, RCELoss, dropping_out
 from knobwise.losses.functional import STD_FLOOR, even_weight, reward_spread
 from knobwise.losses.kl_control import weight_control
 from knobwise.losses.own import OwnLoss
@@ -161,6 +161,9 @@ class GRPO(ControllerStage):
         )
         self.dropout = setup.drops_out
         self.grpo = self._make_loss()
+        # with nothing to drop out the loss itself tells how the policy decides
+        noisy = setup.controller.config.dropout or setup.augment
+        self._tells_dropout = self.dropout and bool(noisy)
         if setup.loss.kl_band:
             self.kl_controls = [weight_control(self.grpo.kl_to_ref_coeff, setup.loss.kl_band)]
         self.stored = self._stored()
@@ -208,7 +211,31 @@ class GRPO(ControllerStage):
 
     def loss(self, minibatch: TensorDictBase) -> TensorDictBase:
         out: TensorDictBase = self.grpo(minibatch)
-        return out
+        return self._with_plain_diagnostics(out, minibatch)
+
+    def _with_plain_diagnostics(
+        self, out: TensorDictBase, contexts: TensorDictBase
+    ) -> TensorDictBase:
+        """Replace the diagnostics of a loss that drops out by those of the policy as it draws.
+
+        KL, entropy and ratios would else be those of what drops out, and `kl_band` would follow
+        them. What is minimised stays as it is, and so does `cut_fraction`, which says what the clip
+        did there. Without dropout nothing is drawn, so no random stream moves on.
+        """
+        if not (self.watched and self._tells_dropout):
+            return out
+        with torch.no_grad(), dropping_out(False):
+            plain = self._diagnosed_plainly(contexts)
+        return out.update(plain)
+
+    def _diagnosed_plainly(self, contexts: TensorDictBase) -> dict[str, Tensor]:
+        """Return diagnostics by name, of the policy without dropout."""
+        out = self.grpo(contexts).items()
+        return {
+            key: value
+            for key, value in out
+            if not key.startswith("loss_") and key != "cut_fraction"
+        }
 
     def metrics(self, data: TensorDictBase) -> dict[str, float]:
         metrics = super().metrics(data)
@@ -238,8 +265,9 @@ class ExactGRPO(GRPO):
         return collect(self.setup.actor, contexts, policies, draws=self.watched, exact=True)
 
     def loss(self, minibatch: TensorDictBase) -> TensorDictBase:
-        out: TensorDictBase = self.grpo(self.setup.with_rewards(minibatch))
-        return out
+        contexts = self.setup.with_rewards(minibatch)
+        out: TensorDictBase = self.grpo(contexts)
+        return self._with_plain_diagnostics(out, contexts)
 
 
 class PPO(GRPO):
@@ -290,7 +318,8 @@ class PPO(GRPO):
             advantage = (advantage - advantage.mean()) / std
         contexts["advantage"] = advantage.unsqueeze(-1)
         out: TensorDictBase = self.grpo(contexts)
-        return out.apply(torch.mean)  # some diagnostics come for each draw
+        # some diagnostics come for each draw
+        return self._with_plain_diagnostics(out, contexts).apply(torch.mean)
 
     def state_dict(self) -> dict[str, Any]:
         return super().state_dict() | {"critic": self.setup.critic.state_dict()}
@@ -309,6 +338,8 @@ class OwnGRPO(GRPO):
         self.own_loss = own_loss
         self.name = own_loss.name
         super().__init__(setup)
+        plain = ExactGRPOLoss if own_loss.exact else GRPOLoss
+        self._plain = plain(setup.actor, functional=False)
         # the draws of a trial are no part of the training
         with torch.random.fork_rng(devices=[]):
             self.own_loss.check(self.grpo, self._tried_on(), setup.controller)
@@ -360,7 +391,14 @@ class OwnGRPO(GRPO):
 
     def loss(self, minibatch: TensorDictBase) -> TensorDictBase:
         """See `OwnLoss`."""
-        return self.own_loss(self.grpo, self._with_rewards(minibatch))
+        contexts = self._with_rewards(minibatch)
+        out = self.own_loss(self.grpo, contexts)
+        return self._with_plain_diagnostics(out, contexts) if "kl_to_ref" in out else out
+
+    def _diagnosed_plainly(self, contexts: TensorDictBase) -> dict[str, Tensor]:
+        """Return the KL alone. It is that of GRPO's own loss: one of the user's may change what it
+        keeps whenever it is called."""
+        return {"kl_to_ref": self._plain(contexts)["kl_to_ref"]}
 
 
 def grpo_stage(setup: ControllerSetup) -> GRPO:

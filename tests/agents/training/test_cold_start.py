@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from commands import TABLE, launch, read_json, words_of, write_table
-from helpers import arrays, equal_states, small_table
+from helpers import Lines, arrays, equal_states, small_table
 
 import knobwise
 from knobwise.agents import NumpyController
@@ -108,3 +108,28 @@ def test_a_second_training_may_start_from_it_and_is_not_cold(run):
     grpo = student.stages[-1]
     assert not grpo.dropout
     assert torch.equal(grpo.grpo.entropy_coeff, torch.zeros(()))
+
+
+@pytest.mark.parametrize("objective", ["sampled", "exact", "knobwise.losses:GRPOLoss"])
+def test_what_drops_out_is_no_distance_from_the_reference(objective):
+    loss = LossConfig(
+        objective=objective, dropout=True, kl_to_ref_coeff=0.1, kl_band=(0.0, 0.02), group_size=8
+    )
+    optimiser = replace(SHORT, iterations=3, evaluate_every=1, lr=0.0)
+    policy = replace(ALONE, hidden=32, dropout=0.5)
+    lines = Lines()
+    student = trainer(loss=loss, optimiser=optimiser, policy=policy, log=lines)
+    # heads that are all alike drop out without a trace
+    for parameter in student.setup.controller.parameters():
+        parameter.data += 0.2 * torch.randn_like(parameter)
+    student.run()
+    kl = lines.values("Train/KL")
+    assert len(kl) == 3
+    assert max(map(abs, kl)) < 1e-5
+    # a KL of 0 raises no β
+    assert max(lines.values("Train/Beta")) == pytest.approx(0.1)
+    if ":" not in objective:
+        assert max(lines.values("Train/Clip_Fraction")) == 0
+        assert min(lines.values("Train/ESS")) == pytest.approx(1.0)
+    # the loss itself drops out
+    assert max(map(abs, lines.values("Train/KL_Loss"))) > 1e-3
