@@ -43,7 +43,8 @@ class KnobHeads(nn.Module):
     def __init__(self, hidden: int, configurations: Tensor, networks: int = 1) -> None:
         super().__init__()
         count = len(configurations)
-        self.by_knobs = 2 * count > int((configurations.amax(0) + 1).prod())
+        # in Python's integers: a grid of 63 knobs has more cells than int64 counts
+        self.by_knobs = 2 * count > math.prod((configurations.amax(0) + 1).tolist())
         one_hot = None
         if self.by_knobs:
             values = [functional.one_hot(column) for column in configurations.T]

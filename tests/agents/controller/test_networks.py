@@ -192,3 +192,9 @@ def test_where_at_most_half_of_the_grid_exists_there_is_one_head_over_the_config
     assert most.by_knobs
     assert most.logits.weight.shape == (1, 5, 6)  # three and three values
     assert not KnobHeads(5, FEW).by_knobs
+    # a grid of 63 knobs or more has more cells than int64 counts
+    generator = torch.Generator().manual_seed(0)
+    for knobs in (62, 63, 64, 70):
+        drawn = torch.randint(2, (200, knobs), generator=generator)
+        drawn[:2] = torch.tensor([[0], [1]])
+        assert not KnobHeads(5, drawn).by_knobs
