@@ -19,6 +19,10 @@ drew them, `action_log_prob` [*, G], and under the reference policy, `reference_
 With a class attribute `exact = True` they hold all configurations instead of draws:
 `reward_per_configuration`, `behaviour_log_probs` and `reference_log_probs`, [*, C].
 
+Parameters of the module beside those of the policy, such as a learned baseline, are trained along.
+These and its buffers (`register_buffer`) are saved, so that a stopped training goes on as if it had
+not been; other attributes are not. The loss is first tried on some contexts, by another module.
+
 Before each step the module's attribute `reward_spread` is the unit of rewards (see `GRPOLoss`), and
 `diagnostics` says whether diagnostics are read.
 """
@@ -188,3 +192,33 @@ class OwnLoss:
             )
         if not all(bool(each.isfinite().all()) for each in gradients):
             raise InputError(f"{self.key}: a gradient is not finite, though the loss is")
+
+
+def own_parameters(module: nn.Module, actor: nn.Module) -> dict[str, nn.Parameter]:
+    """Return the parameters of a loss that are to learn and are not the policy's, by name."""
+    policy = _places(actor)
+    return {
+        name.replace(".", "_"): values
+        for name, values in module.named_parameters()
+        if values.requires_grad and _place(values) not in policy
+    }
+
+
+def own_tensors(module: nn.Module, actor: nn.Module) -> dict[str, Tensor]:
+    """Return what a loss saves, without gradients, and is not the policy's, by name."""
+    policy = _places(actor)
+    return {
+        name: values.detach()
+        for name, values in module.state_dict(keep_vars=True).items()
+        if isinstance(values, Tensor) and _place(values) not in policy
+    }
+
+
+def _places(actor: nn.Module) -> set[tuple[int, torch.Size]]:
+    return {_place(values) for values in (*actor.parameters(), *actor.buffers())}
+
+
+def _place(values: Tensor) -> tuple[int, torch.Size]:
+    """Return where a tensor lies; a loss may hold the policy's under other names, as TorchRL's
+    do."""
+    return values.data_ptr(), values.shape

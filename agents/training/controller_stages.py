@@ -22,7 +22,7 @@ from knobwise.envs.bandit.reward import share_on_time
 from knobwise.losses import ExactGRPOLoss, GRPOLoss, RCELoss, dropping_out
 from knobwise.losses.functional import STD_FLOOR, even_weight, reward_spread
 from knobwise.losses.kl_control import weight_control
-from knobwise.losses.own import OwnLoss
+from knobwise.losses.own import OwnLoss, own_parameters, own_tensors
 
 if TYPE_CHECKING:
     from knobwise.agents.training.controllers import ControllerSetup
@@ -340,9 +340,16 @@ class OwnGRPO(GRPO):
         super().__init__(setup)
         plain = ExactGRPOLoss if own_loss.exact else GRPOLoss
         self._plain = plain(setup.actor, functional=False)
-        # the draws of a trial are no part of the training
+        # further weights of the loss, such as a learned baseline, learn along
+        further = own_parameters(self.grpo, setup.actor)
+        if further:
+            self.module = nn.ModuleList([setup.controller, nn.ParameterDict(further)])
+        # the draws of a trial are no part of the training, nor is what a loss keeps of it: another
+        # one of its class is tried
         with torch.random.fork_rng(devices=[]):
+            trained, self.grpo = self.grpo, self._make_loss()
             self.own_loss.check(self.grpo, self._tried_on(), setup.controller)
+            self.grpo = trained
 
     def _stored(self) -> set[Any]:
         log_probs = self._policies(reference=True)
@@ -399,6 +406,25 @@ class OwnGRPO(GRPO):
         """Return the KL alone. It is that of GRPO's own loss: one of the user's may change what it
         keeps whenever it is called."""
         return {"kl_to_ref": self._plain(contexts)["kl_to_ref"]}
+
+    def state_dict(self) -> dict[str, Any]:
+        return super().state_dict() | {"own": own_tensors(self.grpo, self.setup.actor)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        kept = own_tensors(self.grpo, self.setup.actor)
+        shapes = [
+            {name: each.shape for name, each in part.items()} for part in (state["own"], kept)
+        ]
+        if shapes[0] != shapes[1]:
+            differ = sorted(name for name, _ in {*shapes[0].items()} ^ {*shapes[1].items()})
+            raise InputError(
+                f"{self.own_loss.key}: {differ[0]}: the stopped training had it in another shape, "
+                "or not at all; register what the loss keeps in its __init__, in the shape that it "
+                "has throughout, or start again under another name=…"
+            )
+        for name, values in kept.items():
+            values.copy_(state["own"][name])
 
 
 def grpo_stage(setup: ControllerSetup) -> GRPO:

@@ -2,6 +2,7 @@
 
 import shlex
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -15,14 +16,18 @@ from commands import (
     launch,
     read_json,
     refused,
+    stopped_and_resumed,
     words_of,
     write_table,
 )
+from helpers import BRIEF, equal_states, small_table
 
 import knobwise
 from knobwise.__main__ import main
-from knobwise.agents import load_checkpoint
+from knobwise.agents import PolicyConfig, load_checkpoint
+from knobwise.agents.training.controllers import controller_trainer
 from knobwise.common.errors import InputError
+from knobwise.losses.settings import LossConfig
 
 RUN = words_of(
     "train experiment=lean baselines=false", TABLE, UNTAUGHT, "seeds=[0] policy=independent"
@@ -86,6 +91,28 @@ class OfItself(Plain):
     def forward(self, contexts):
         return {"loss_objective": 2 * self.own}
 
+class Keeps(Plain):
+    def __init__(self, actor):
+        super().__init__(actor)
+        self.register_buffer("mean", torch.zeros(()))
+        self.baseline = nn.Linear(1, 1)
+
+    def forward(self, contexts):
+        reward = contexts["next", "reward"]
+        with torch.no_grad():
+            self.mean.lerp_(reward.mean(), 0.05)
+        expected = self.baseline(torch.ones(1))
+        gain = reward - (self.mean + expected.detach()) / 2
+        return {
+            "loss_mine": -(gain * self.log_prob(contexts)).mean(),
+            "loss_value": (reward - expected).square().mean(),
+        }
+
+class Grows(Plain):
+    def forward(self, contexts):
+        self.register_buffer("later", torch.ones(3))
+        return super().forward(contexts)
+
 class Text(Plain):
     def forward(self, contexts):
         return "loss"
@@ -133,6 +160,39 @@ def test_a_loss_of_ones_own_trains_and_is_named(table):
     policy = knobwise.load("runs/lean/own")
     features = {name: np.zeros(width) for name, width in policy.features.items()}
     assert policy.decide(features, 20.0) in policy.configurations
+
+
+def trained_by(name, folder):
+    """A training by this loss, in a folder."""
+    profile = small_table(60)
+    return controller_trainer(
+        profile,
+        profile.split(),
+        folder=folder,
+        policy=PolicyConfig(hidden=8),
+        loss=LossConfig(objective=f"own_losses:{name}", group_size=4),
+        optimiser=replace(BRIEF, pretrain_iterations=0, iterations=8, evaluate_every=2),
+    )
+
+
+def test_what_a_loss_keeps_learns_along_and_is_saved(table, tmp_path):
+    fresh = trained_by("Keeps", None).stages[-1].grpo
+    # it has a running mean, and a baseline that learns; a trial leaves no trace in them
+    assert float(fresh.mean) == 0
+    trainers = stopped_and_resumed(lambda folder: trained_by("Keeps", folder), tmp_path, 5)
+    whole, again = (trainer.stages[-1].grpo for trainer in trainers)
+    for name, values in whole.state_dict().items():
+        assert torch.equal(values, again.state_dict()[name]), name
+    assert float(whole.mean) != 0
+    for part in ("weight", "bias"):
+        assert not torch.equal(getattr(whole.baseline, part), getattr(fresh.baseline, part))
+    assert equal_states(*(trainer.agent for trainer in trainers))
+
+
+def test_what_a_loss_registers_later_cannot_be_resumed(table, tmp_path):
+    trained_by("Grows", tmp_path).run()
+    with pytest.raises(InputError, match=r"own_losses:Grows: later"):
+        trained_by("Grows", tmp_path).resume(tmp_path / "last.pt")
 
 
 def test_all_numbers_that_it_returns_are_logged(table):
