@@ -107,14 +107,15 @@ class ActorLoss(LossModule):
             return dist.log_prob(tensordict.select(*keys).auto_batch_size_())
 
     @staticmethod
-    def _entropy(dist: Distribution) -> Tensor:
-        """Return the entropy of an action in each context, [P]."""
-        if not isinstance(dist, CompositeDistribution):
-            return dist.entropy()
-        with set_composite_lp_aggregate(False):
-            entropy = sum(dist.entropy().values(True, True))
+    def _entropy(dist: Distribution, axes: int) -> Tensor:
+        """Return the entropy of an action in each context, [P], of as many axes."""
+        if isinstance(dist, CompositeDistribution):
+            with set_composite_lp_aggregate(False):
+                entropy = sum(dist.entropy().values(True, True))
+        else:
+            entropy = dist.entropy()
         # perhaps one for each draw
-        return entropy.reshape(len(entropy), -1).mean(1)
+        return entropy.flatten(axes).mean(-1) if entropy.ndim > axes else entropy
 
     @staticmethod
     def _summed(tensordict: TensorDictBase, keys: Keys) -> Tensor | None:

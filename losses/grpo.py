@@ -183,7 +183,7 @@ class GroupLoss(ActorLoss):
             kl = self.kl_to_ref_coeff * objective.kl
             out["loss_kl_to_ref"] = self._reduce_loss(kl, tensordict)
         if not is_zero(self.entropy_coeff):
-            entropy = self._entropy(group.distribution)
+            entropy = self._entropy(group.distribution, group.reward.ndim - 1)
             out["loss_entropy"] = self._reduce_loss(-self.entropy_coeff * entropy, tensordict)
 
         self._check(tensordict, group, [*out.values()])
@@ -231,7 +231,7 @@ class GroupLoss(ActorLoss):
         behaviour = group.old if self.exact else None
         kl_to_ref = expected_k3(group.log_prob, reference, behaviour, group.weight)
         out = {
-            "entropy": self._entropy(group.distribution).mean(),
+            "entropy": self._entropy(group.distribution, group.reward.ndim - 1).mean(),
             "kl_to_ref": kl_to_ref.mean(),
         }
         log_ratio = group.log_prob - group.old

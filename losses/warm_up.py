@@ -104,5 +104,5 @@ class RCELoss(ActorLoss):
             self._refuse(tensordict, [read], [out["loss_rce"]])
         if self.diagnostics:
             with torch.no_grad():
-                out["entropy"] = self._entropy(dist).mean()
+                out["entropy"] = self._entropy(dist, loss.ndim).mean()
         return TensorDict(out, batch_size=[])

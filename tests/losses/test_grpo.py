@@ -11,6 +11,7 @@ from tensordict.nn import (
     ProbabilisticTensorDictModule,
     ProbabilisticTensorDictSequential,
     TensorDictModule,
+    TensorDictModuleBase,
     set_composite_lp_aggregate,
 )
 from torch import nn
@@ -388,3 +389,35 @@ def test_heads_that_draw_groups_have_the_entropy_of_an_action(reduction):
     expected = torch.full_like(out["loss_entropy"], -0.01 * wanted.get(reduction, of_an_action))
     close(out["loss_entropy"], expected)
     assert out["loss_entropy"].numel() == (5 if reduction == "none" else 1)
+
+
+class DrawsGroups(TensorDictModuleBase):
+    """Its distribution is over the draws of groups, [P, 8], and so is its entropy."""
+
+    in_keys = ["observation"]
+    out_keys = ["action", "action_log_prob"]
+
+    def __init__(self):
+        super().__init__()
+        self.logits = nn.Linear(3, 5)
+
+    def get_dist(self, contexts):
+        logits = self.logits(contexts["observation"]).unsqueeze(-2)
+        return torch.distributions.Categorical(logits=logits.expand(*logits.shape[:-2], 8, 5))
+
+
+@pytest.mark.parametrize("batch", [(7,), (7, 2)])
+def test_a_distribution_over_draws_has_the_entropy_of_an_action(batch):
+    actor, observation = DrawsGroups(), torch.randn(*batch, 3)
+    dist = actor.get_dist({"observation": observation})
+    action = dist.sample()
+    data = TensorDict({"observation": observation, "action": action}, batch)
+    data["action_log_prob"] = dist.log_prob(action).detach()
+    data["next"] = TensorDict({"reward": torch.rand(*batch, 8)}, batch)
+    wanted = -dist.entropy()[..., 0]
+    of = {"none": wanted, "sum": wanted.sum(), "mean": wanted.mean()}
+    for reduction, loss in of.items():
+        out = GRPOLoss(actor, entropy_coeff=1.0, reduction=reduction)(data)
+        close(out["loss_entropy"], loss)
+        assert out["loss_entropy"].shape == out["loss_objective"].shape
+        close(out["entropy"], -of["mean"])
