@@ -218,7 +218,7 @@ class ConfigBandit(SingleStepEnv):
             rows = rows.where(wanted, self.current["row"])
             limits = limits.where(wanted, self.current[self.limit_key])
         self._set_contexts(rows, limits)
-        content = self.current | self._described()
+        content = self._described()
         if self.observe_features:
             content |= {name: torch.zeros(self.outcome_shape).to(self.device) for name in OUTCOMES}
         return self._with_end(content, ended=False)
@@ -266,7 +266,8 @@ class ConfigBandit(SingleStepEnv):
                 "each step, and let no two loops share an environment"
             )
         elif not same:
-            self._set_contexts(rows, limits)
+            # the tensordict's own may be changed in place
+            self._set_contexts(rows.clone(), limits.clone())
 
     def _decide(self, tensordict: TensorDictBase) -> TensorDictBase:
         rows = self.current["row"]
@@ -278,21 +279,24 @@ class ConfigBandit(SingleStepEnv):
         action = form.grouped(actions, *self.decisions)
         limits = self.current[self.limit_key]
         replayed = self.replay(rows, action, limits, self.contexts.generator)
-        content = self.current | self._described() | {"reward": replayed.reward}
+        content = self._described() | {"reward": replayed.reward}
         if self.observe_features:
             for name in OUTCOMES:
                 content[name] = getattr(replayed, name).view(self.outcome_shape)
         return self._with_end(content, ended=True)
 
     def _described(self) -> dict[str, Tensor]:
-        """Return the features and masks of the current contexts; nothing without
-        `observe_features`.
+        """Return the current contexts, with `observe_features` also their features and masks.
 
         All that is returned is new, because transforms and policies may change in place what they
-        get; those who do not pay for no copy.
+        get; those who do not pay for no copy of what is large.
         """
+        contexts = {
+            name: copy_when_changed(values) if values.ndim > 1 else values.clone()
+            for name, values in self.current.items()
+        }
         if not self.observe_features:
-            return {}
+            return contexts
         # not those that were returned, which may have been changed too
         rows = self.current["row"]
         if not _same(rows, self._rows):
@@ -302,7 +306,7 @@ class ConfigBandit(SingleStepEnv):
             self._blocks = {
                 name: block.index_select(0, at).to(self.device) for name, block in blocks.items()
             }
-        return {name: copy_when_changed(block) for name, block in self._blocks.items()}
+        return contexts | {name: copy_when_changed(block) for name, block in self._blocks.items()}
 
 
 def _same(first: Tensor, second: Tensor | None) -> bool:

@@ -27,6 +27,7 @@ from torchrl.envs import (
     RewardSum,
     SerialEnv,
     StepCounter,
+    Transform,
     TransformedEnv,
     UnsqueezeTransform,
     VecNormV2,
@@ -279,6 +280,38 @@ CHANGES = {
     "in NumPy": lambda values: values.numpy().fill(7),
     "from the memory": lambda values: values.untyped_storage().fill_(1),
 }
+
+
+class LogBudget(Transform):
+    """Shows ln of the budget, perhaps written over the budget."""
+
+    def __init__(self, in_place):
+        super().__init__(in_keys=["budget_ms"], out_keys=["budget_ms"])
+        self.in_place = in_place
+
+    def _apply_transform(self, values):
+        return values.log_() if self.in_place else values.log()
+
+    def _reset(self, tensordict, tensordict_reset):
+        return self._call(tensordict_reset)
+
+
+def test_a_transform_that_writes_over_the_limit_changes_no_deadline():
+    seen = []
+    for in_place in (False, True):
+        env = TransformedEnv(make(FULL, full_information=True, seed=0), LogBudget(in_place))
+        torch.manual_seed(0)
+        seen.append(env.rollout(3, break_when_any_done=False))
+    identical(*seen)
+
+
+def test_rewards_of_all_configurations_follow_a_limit_that_was_changed_in_place():
+    env = make(FULL, full_information=True)
+    context = env.rand_step(env.reset())
+    for limit in (1e6, 1e-6):
+        context["budget_ms"].fill_(limit)
+        rewards = env.step(context)["next", "reward_per_configuration"]
+        identical(rewards, env.rewards.all(context["row"], context["budget_ms"]))
 
 
 @pytest.mark.parametrize("when", ["before the step", "after it"])
