@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import hashlib
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -94,6 +95,7 @@ class ControllerSetup:
         # code of the user's own fails first
         self.own_loss = OwnLoss(settings.loss) if settings.loss.is_own else None
         self.settings = settings.optimiser
+        self._asked_for = settings
         self.rule = problem.rule
         self.cost_ms = settings.cost_ms
         self.limits = self.rule.judged_limits(problem.values, problem.cells, settings.budgets_ms)
@@ -268,6 +270,32 @@ class ControllerSetup:
         held_back = self.problem.calibration
         return [] if held_back is None else self.facts.fingerprints(held_back)
 
+    @property
+    def identity(self) -> tuple[Any, ...]:
+        """What a training must agree with to be gone on with, beside the profile."""
+        settings = self._asked_for
+        aims = (
+            self.loss,
+            self.env.rewards.config,
+            settings.budget,
+            settings.balance,
+            self.rule.words,
+        )
+        return self.policy, *aims, self.settings, self.start_sums, self._rows_used
+
+    @property
+    def _rows_used(self) -> str:
+        """A hash of the rows that each network is fitted and judged on, in order, and of those that
+        are left out."""
+        rows = [*self.folds[0], *self.folds[1], *self.split]
+        if self.problem.calibration is not None:
+            rows.append(self.problem.calibration)
+        digest = hashlib.sha256()
+        for part in rows:
+            digest.update(len(part).to_bytes(8, "little"))
+            digest.update(part.to(torch.int64).numpy().tobytes())
+        return digest.hexdigest()[:16]
+
     def held_out_log_probs(self, limit: Tensor) -> Tensor:
         """Return log-probs of the held-out samples under one limit, see `HeldOut.log_probs`."""
         return self.held_out.log_probs(self.actor, limit)
@@ -367,8 +395,8 @@ def make_trainer(
             setup.held_out.policies(setup.held_out_log_probs), logged
         ),
         judged_by=setup.judged_by,
-        identity=(setup.policy, setup.rule.words, setup.start_sums),
-        trained_on="another profile, policy or starting checkpoint",
+        identity=setup.identity,
+        trained_on="another profile, split, policy, loss, reward, budget, optimiser or start",
         provenance=provenance,
         setup=setup,
         seed=setup.seed,

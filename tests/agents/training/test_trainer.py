@@ -31,12 +31,13 @@ from knobwise.agents.controller.controller import Controller
 from knobwise.agents.controller.settings import PolicyConfig
 from knobwise.agents.evaluation.baselines import fit_static
 from knobwise.agents.evaluation.evaluation import evaluate_policy
+from knobwise.agents.problem import Problem
 from knobwise.agents.teacher.network import BEYOND, WIDEST
 from knobwise.agents.training.settings import OptimiserConfig
 from knobwise.agents.training.stage import Validation
 from knobwise.agents.training.trainer import Best
 from knobwise.envs.bandit.budgets import judged_values
-from knobwise.envs.bandit.settings import RewardConfig
+from knobwise.envs.bandit.settings import BudgetConfig, RewardConfig
 from knobwise.losses.settings import LossConfig
 
 UTILITY = RewardConfig(kind="utility")
@@ -102,6 +103,11 @@ def test_a_finished_seed_trains_no_further_and_another_profile_is_refused(tmp_pa
         (small_table(60, seed=1), {}),
         (table, {"policy": HEADS}),
         (table, {"constraint": "mean"}),
+        (table, {"loss": LossConfig(objective="exact")}),
+        (table, {"reward": RewardConfig(kind="shaped")}),
+        (table, {"budget": BudgetConfig(strategy="uniform")}),
+        (table, {"optimiser": replace(SHORT, iterations=50)}),
+        (Problem.from_table(table, table.split(seed=5)), {}),
     ):
         with input_error("name="):
             trainer(other, **settings).resume(path)
