@@ -7,7 +7,8 @@ The class makes a torch module, such as a `LossModule` of TorchRL, and that is a
   and `entropy()` [*]. Of the settings it gets those that its signature names: from `loss.*` the
   arguments of `GRPOLoss` (`advantage`, `advantage_clip`, `advantage_std_floor`,
   `advantage_std_eps`, `clip_epsilon`, `entropy_coeff`, `kl_to_ref_coeff`), and every entry of
-  `loss.settings`, its own.
+  `loss.settings`, its own. A default in the signature counts for the latter alone, since a run has
+  a value for each of `loss.*`.
 - `module(contexts)` returns a TensorDict, or a dict. The sum of its `loss_…`, a single number each,
   is minimised. All single numbers are logged, those with the names of `GRPOLoss`'s under the same
   names, others under their own, such as `Train/loss_mine`. Under `loss.dropout` `kl_to_ref`, which
