@@ -177,7 +177,9 @@ class ControllerSetup:
 
     def _budgets_drawn(self, budget: BudgetConfig) -> BudgetConfig:
         """Return the settings by which training draws budgets; those of `spread` go over what is
-        left of the judged ones."""
+        left of the judged ones. Values of a right answer are drawn in one way."""
+        if not self.rule.late:
+            return budget
         if budget.strategy is None and self.starts_cold:
             budget = replace(budget, strategy="spread")
         if budget.strategy == "spread" and not budget.values_ms:

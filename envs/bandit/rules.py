@@ -235,9 +235,14 @@ class Rule:
     # -- what is trained and expected --------------------------------------------------------------
 
     def strategy(self, budget: BudgetConfig) -> type[Strategy]:
-        """Return how training draws limits."""
+        """Return how training draws limits.
+
+        Raises:
+            InputError: there is no such strategy, or it does not read other settings.
+        """
         name = budget.strategy or DRAWN_BY
         one_of("budget.strategy", name, STRATEGIES)
+        budget.refuse_unread(name)
         return STRATEGIES[name]
 
     def limits_seen(self, latencies_ms: Tensor) -> Tensor:

@@ -12,6 +12,20 @@ from knobwise.envs.bandit.reward_kinds import KINDS
 
 WEIGHTS = ("alpha", "beta", "gamma", "delta", "epsilon", "miss")
 """The weights of a reward; `RewardKind.reads` says which a kind reads."""
+TAKE_VALUES = ("fixed", "spread")
+"""The strategies that draw from numbers of the settings."""
+
+
+def unread_weights(kind: str) -> list[str]:
+    """Return the weights that a kind of reward does not read; none of an unknown kind."""
+    return [name for name in WEIGHTS if kind in KINDS and name not in KINDS[kind].reads]
+
+
+def unread_of_budget(constraint: str, strategy: str | None) -> list[str]:
+    """Return the settings of how budgets are drawn that nothing reads beside these two."""
+    if constraint == "mean":
+        return ["strategy", "values_ms"]
+    return [] if strategy in TAKE_VALUES else ["values_ms"]
 
 
 @dataclass
@@ -63,6 +77,24 @@ class BudgetConfig:
             raise InputError(
                 f"budget.limit_probability={self.limit_probability}: must lie between 0 and 1"
             )
+        # without a strategy a training may take `spread`; what draws then asks again
+        if self.constraint == "mean" or self.strategy is not None:
+            self.refuse_unread(self.strategy)
+
+    def refuse_unread(self, strategy: str | None) -> None:
+        """Refuse settings that would change nothing where this strategy draws.
+
+        Raises:
+            InputError: there are some.
+        """
+        by = "constraint=mean" if self.constraint == "mean" else f"strategy={strategy}"
+        for name in unread_of_budget(self.constraint, strategy):
+            value = getattr(self, name)
+            if value:
+                raise InputError(
+                    f"budget.{name}={value}: budget.{by} does not read it; leave it out, or draw "
+                    f"deadlines by {' or '.join(TAKE_VALUES)}"
+                )
 
 
 @dataclass
@@ -110,6 +142,15 @@ class RewardConfig:
             )
         for weight in WEIGHTS:
             at_least(f"reward.{weight}", getattr(self, weight), 0)
+        # 0 says as much, and words such as reward=utility set what another kind may not read
+        for weight in unread_weights(self.kind):
+            value = getattr(self, weight)
+            usual = {entry.settings.get(weight) for entry in KINDS.values()}
+            if value not in {0, getattr(RewardConfig, weight), *usual}:
+                raise InputError(
+                    f"reward.{weight}={value}: reward.kind={self.kind} does not read it; leave it "
+                    "out, or give another kind"
+                )
 
 
 TRAINING_REWARD = RewardConfig(kind="utility", **KINDS["utility"].settings)

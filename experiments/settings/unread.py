@@ -13,7 +13,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from knobwise.common.errors import InputError
 from knobwise.envs.bandit.reward_kinds import KINDS
-from knobwise.envs.bandit.settings import WEIGHTS
+from knobwise.envs.bandit.settings import WEIGHTS, unread_of_budget, unread_weights
 
 OF_THE_TEACHER = (
     "policy.teacher_hidden",
@@ -81,10 +81,7 @@ def _because(reason: str, keys: Iterable[str]) -> dict[str, str]:
 
 def _by_kind(kind: str) -> dict[str, str]:
     """Return the weights that a kind of reward does not read."""
-    if kind not in KINDS:
-        return {}
-    ignored = [f"reward.{weight}" for weight in WEIGHTS if weight not in KINDS[kind].reads]
-    return _because(f"reward={kind}", ignored)
+    return _because(f"reward={kind}", [f"reward.{weight}" for weight in unread_weights(kind)])
 
 
 def _by_reward(config: Any) -> dict[str, str]:
@@ -98,12 +95,11 @@ def _by_reward(config: Any) -> dict[str, str]:
 
 
 def _by_budget(budget: Any) -> dict[str, str]:
-    if budget.constraint == "mean":
-        return _because("budget=mean", ["budget.strategy", "budget.values_ms"])
-    reasons = {}
-    if budget.strategy not in ("fixed", "spread"):
-        reasons["budget.values_ms"] = f"budget={budget.strategy or 'deadline'}"
-    if not budget.limits:
+    mean = budget.constraint == "mean"
+    reason = "mean" if mean else budget.strategy or "deadline"
+    names = unread_of_budget(budget.constraint, budget.strategy)
+    reasons = _because(f"budget={reason}", [f"budget.{name}" for name in names])
+    if not mean and not budget.limits:
         reasons["budget.limit_probability"] = "budget without limits"
     return reasons
 

@@ -9,7 +9,7 @@ from helpers import close, identical, input_error, small_table, table_of
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from knobwise.envs import BudgetConfig, default_budgets
+from knobwise.envs import BudgetConfig, ConfigBandit, default_budgets
 from knobwise.envs.bandit import budgets
 from knobwise.envs.bandit.budgets import (
     MIN_LATENCY_MS,
@@ -22,6 +22,7 @@ from knobwise.envs.bandit.budgets import (
     value_range,
 )
 from knobwise.envs.bandit.contexts import BudgetSampler, ContextSampler, RowSampler
+from knobwise.envs.bandit.settings import TAKE_VALUES
 from knobwise.profiling.design.cell_design import balanced_cells, with_cells
 
 ZEROS = torch.zeros(20_000, dtype=torch.int64)
@@ -145,6 +146,20 @@ def test_values_are_drawn_evenly_in_logarithm():
 def test_numbers_that_cannot_be_used_are_refused(settings, fault):
     with input_error(fault):
         BudgetSampler(small_table(), BudgetConfig(**settings))
+
+
+@pytest.mark.parametrize(
+    ("settings", "fault"),
+    [
+        ({"values_ms": (40.0,)}, r"values_ms=.*strategy=quantiles"),
+        ({"strategy": "quantiles", "values_ms": (40.0,)}, "values_ms"),
+        ({"constraint": "mean", "strategy": "fixed", "values_ms": (7.0,)}, r"budget\.strategy"),
+        ({"constraint": "mean", "values_ms": (7.0,)}, "values_ms"),
+    ],
+)
+def test_settings_of_budgets_that_nothing_reads_are_refused(settings, fault):
+    with input_error(fault):
+        ConfigBandit(small_table(), budget=BudgetConfig(**settings))
 
 
 def numbered(samples, configurations):
@@ -304,7 +319,8 @@ def test_budgets_are_those_of_the_rows_of_all_lists_together(monkeypatch):
 @pytest.mark.parametrize("rows", [torch.arange(20), LISTS])
 def test_contexts_come_from_the_seed_and_come_again(rows, balance, strategy):
     table = small_table(holes=0.3, question_types=("x", "y", "y") * 20)
-    budget = BudgetConfig(strategy, values_ms=(5.0, 7.0, 9.0))
+    values = (5.0, 7.0, 9.0) if strategy in TAKE_VALUES else ()
+    budget = BudgetConfig(strategy, values_ms=values)
     one, same, other = (ContextSampler(table, budget, rows, seed, balance) for seed in (0, 0, 1))
     first = one(40)
     identical(first, same(40))

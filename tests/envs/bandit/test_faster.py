@@ -58,7 +58,8 @@ def test_rewards(kind, seed, shape, weights, gaps, miss):
     budget_ms = torch.randint(1, 9, (contexts, 1, 1), generator=drawn) / 3
     budget_ms[torch.rand(budget_ms.shape, generator=drawn) < 0.1] = math.inf
     complexity = torch.rand(group, 1, generator=drawn)
-    config = RewardConfig(kind=kind, miss=miss, **weights)
+    weights |= {"miss": miss}
+    config = RewardConfig(kind=kind, **{name: weights[name] for name in KINDS[kind].reads})
     arguments = accuracy, latency_ms, budget_ms, complexity, config
     before = [values.clone() for values in arguments[:4]]
     identical(KINDS[kind].faster(*arguments), KINDS[kind].formula(*arguments))

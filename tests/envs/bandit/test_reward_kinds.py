@@ -4,10 +4,10 @@ from dataclasses import replace
 
 import pytest
 import torch
-from helpers import small_table
+from helpers import input_error, small_table
 
 from knobwise.envs.bandit.reward_kinds import KINDS, RewardKind
-from knobwise.envs.bandit.settings import RewardConfig
+from knobwise.envs.bandit.settings import WEIGHTS, RewardConfig
 from knobwise.envs.bandit.torchrl_env import ConfigBandit
 from knobwise.experiments.command_line.compose import read_settings
 from knobwise.experiments.command_line.registry import names_of_choices
@@ -31,6 +31,23 @@ def test_a_new_kind_is_one_entry(monkeypatch):
 def test_the_word_of_a_kind_sets_what_its_entry_says(kind):
     reward = read_settings("train", [f"reward={kind}"]).reward
     assert reward == replace(RewardConfig(kind=kind), **KINDS[kind].settings)
+
+
+@pytest.mark.parametrize(
+    ("settings", "fault"),
+    [
+        ({"miss": 1.0}, r"reward\.miss=1\.0: reward\.kind=shaped"),
+        ({"kind": "utility", "beta": 0.7}, "beta"),
+        ({"kind": "priced", "miss": 0.5}, "miss"),
+        ({"kind": "function", "function": "a:b", "alpha": 2.0}, "alpha"),
+    ],
+)
+def test_a_weight_that_the_kind_does_not_read_is_refused(settings, fault):
+    with input_error(fault):
+        RewardConfig(**settings)
+    # what says as much, and what another kind's word sets, may stay
+    RewardConfig(**settings | {name: 0 for name in settings if name in WEIGHTS})
+    RewardConfig(kind="shaped", miss=0.2)
 
 
 def test_the_command_line_offers_what_deadlines_may_have():
