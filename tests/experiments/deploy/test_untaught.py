@@ -57,10 +57,13 @@ def budget_ms(run):
 def test_it_decides_the_same_as_a_checkpoint_in_a_file_and_exported(run, budget_ms):
     launch("decide requests=requests.csv", f"checkpoint={run} budget_ms={budget_ms}")
     launch("export", f"checkpoint={run} out=exported")
-    exported = NumpyController.load("exported/controller.npz")
+    exported, loaded = NumpyController.load("exported/controller.npz"), knobwise.load(run).agent
+    for controller in (exported, loaded.decider):
+        # a file begins with the first turn of a static mix, others with any
+        controller.budgets.start_over(1)
     blocks, limits = arrays(small_table(60), slice(0, 5)), np.full(5, budget_ms)
     chosen = exported.choose(blocks, limits)
-    np.testing.assert_array_equal(knobwise.load(run).agent.choose(blocks, limits), chosen)
+    np.testing.assert_array_equal(loaded.choose(blocks, limits), chosen)
     decided = pl.read_csv("decisions.csv").select(knob.name for knob in small_table(1).knobs)
     configurations = [list(each.values()) for each in knobwise.load(run).configurations]
     assert [list(row) for row in decided.rows()] == [configurations[c] for c in chosen]
