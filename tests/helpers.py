@@ -100,6 +100,14 @@ def repeated(table, most=4, seed=0, jitter=0.1):
     return replace(table, latency_ms=median_of(measured), repeats_ms=measured)
 
 
+def looked_at(table, first_look_ms=3.0):
+    """Return the table as decisions by features meet it: every configuration but the first two pays
+    for the look."""
+    paid = torch.full_like(table.latency_ms, first_look_ms).where(table.mask, 0.0)
+    paid[:, :2] = 0.0
+    return replace(table, latency_ms=table.latency_ms + paid, first_look_ms=paid)
+
+
 def two_kinds(samples, shown, seed=0):
     """Two kinds of samples: one needs configuration 1, the other 2; the needed one is fast and the
     other is slow."""

@@ -16,6 +16,7 @@ from helpers import (
     close,
     deployed,
     input_error,
+    looked_at,
     otherwise,
     small_table,
     table_of,
@@ -309,14 +310,6 @@ def test_one_configuration_and_no_variation():
 
 
 # -- a first look that costs time, and that not every configuration continues from -----------------
-
-
-def looked_at(table, first_look_ms=3.0):
-    """Return the table as decisions by features meet it: every configuration but the first two pays
-    for the look."""
-    paid = torch.full_like(table.latency_ms, first_look_ms).where(table.mask, 0.0)
-    paid[:, :2] = 0.0
-    return replace(table, latency_ms=table.latency_ms + paid, first_look_ms=paid)
 
 
 def test_a_table_keeps_its_first_look_on_disk(tmp_path):

@@ -5,8 +5,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from helpers import small_table
+from helpers import looked_at, small_table
 
+from knobwise.agents.evaluation.baselines import Oracle, fit_static
+from knobwise.agents.evaluation.evaluation import evaluate_policy
 from knobwise.agents.problem import Problem
 from knobwise.agents.training.controllers import controller_trainer
 from knobwise.experiments.studies import grpo_alone as study
@@ -41,6 +43,30 @@ def test_every_way_is_judged_on_the_same_samples(brief):
     ends = {0.0: "auto", 1.0: "grpo"}
     if (weight := float(results["mixture/weight"])) in ends:
         np.testing.assert_array_equal(results["mixture/free"], results[f"{ends[weight]}/free"])
+
+
+def test_only_what_reads_features_pays_for_a_first_look(brief, monkeypatch):
+    table = looked_at(small_table(60))
+    problem = Problem.from_table(table, table.split())
+    unit = study.Unit(problem, 0)
+
+    def falls_back(*about):
+        return [{**row, "deployed": False} for row in calibrate(*about)]
+
+    calibrate = study.calibrate
+    monkeypatch.setattr(study, "calibrate", falls_back)
+    results = unit.results()
+    rows = problem.split.test
+    static = fit_static(problem.cells, problem.split.fitted)
+    oracle = Oracle(problem.cells, rows, problem.rule)
+    for name, policy in (("static", static), ("oracle", oracle)):
+        judged = evaluate_policy(policy, problem, rows, unit.budgets_ms)
+        np.testing.assert_allclose(results[f"{name}/free"], judged.utility.mean(1))
+    for way in study.WAYS:
+        np.testing.assert_array_equal(results[f"{way}/guarded"], results["static/free"])
+    # by features the same choices would come later
+    paid = unit._utility(rows, unit._chosen(static, rows, unit.budgets_ms))
+    assert paid.mean() < results["static/free"].mean()
 
 
 def test_held_out_samples_are_judged_by_the_networks_that_never_saw_them(brief):
@@ -98,11 +124,11 @@ def test_shares_of_the_gap_and_differences_by_hand(files):
     assert np.unique(spread[1:].round(3)).tolist() == [0.14, 0.15, 0.16]
 
 
-@pytest.mark.parametrize(("off", "inferior"), [(0.04, False), (-0.004, False), (-0.02, True)])
-def test_the_rule(files, off, inferior, capsys):
+@pytest.mark.parametrize(("off", "unshown"), [(0.04, False), (-0.004, False), (-0.02, True)])
+def test_the_rule(files, off, unshown, capsys):
     study.main(["table", str(files(off))])
     printed = capsys.readouterr().out
-    assert ("*small: inferior*" in printed) == inferior
-    assert ("*all tables: inferior*" in printed) == inferior
+    assert ("*small: not shown to be within a point*" in printed) == unshown
+    assert ("*all tables: not shown to be within half a point*" in printed) == unshown
     points = f"{100 * off:+.1f}".replace("-", "−")
     assert f"| teacher | {points} [{points}, {points}] | 40 | 10 |" in printed
