@@ -111,9 +111,11 @@ def held_out_gains(setup: ControllerSetup, budgets_ms: Tensor) -> Tensor:
         features, mask = inputs_of_rows(problem, hold)
         static = fit_static(problem.cells, fit)
         by_static.append(choices_of(static, features, budgets_ms.double().numpy(), mask))
+    unread = torch.zeros(len(budgets_ms), dtype=torch.bool)
+    # static reads no features, so it does not wait for them
     policy, static_utility = (
-        problem.outcomes(Decisions(rows, choices, budgets_ms)).utility.double()
-        for choices in (chosen, torch.cat(by_static))
+        problem.outcomes(Decisions(rows, choices, budgets_ms, reads=reads)).utility.double()
+        for choices, reads in ((chosen, ~unread), (torch.cat(by_static), unread))
     )
     return policy - static_utility
 

@@ -5,7 +5,7 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
-from helpers import small_table
+from helpers import looked_at, small_table
 
 from knobwise.envs.bandit.budgets import default_budgets
 from knobwise.experiments.studies import sparse, sparse_tables
@@ -35,8 +35,8 @@ def test_what_is_deployed_is_the_policy_or_static_at_each_budget(brief):
             assert results[f"{learner}/{guard}"].shape == (12,)
 
 
-def test_gains_are_those_that_the_guard_goes_by(brief):
-    table = small_table(60)
+@pytest.mark.parametrize("table", [small_table(60), looked_at(small_table(60))])
+def test_gains_are_those_that_the_guard_goes_by(brief, table):
     budgets_ms = default_budgets(table)
     problem = sparse.Case("small", Fraction(1, 4), 0).problem(table, table.split())
     setup = study.grpo_alone(problem, budgets_ms, measured_only=False)
