@@ -35,7 +35,7 @@ from knobwise.agents.calibration.calibrate import calibrate_controller
 from knobwise.agents.calibration.promise import HELD_BACK, late, requests_of
 from knobwise.agents.calibration.training import distillation_trainer
 from knobwise.agents.evaluation.own_cost import OwnCost
-from knobwise.agents.evaluation.policy import choices_of, inputs_of_rows
+from knobwise.agents.evaluation.policy import choices_of, inputs_of_rows, reads_features
 from knobwise.agents.problem import Problem
 from knobwise.agents.training.controllers import ControllerSetup, controller_trainer
 from knobwise.common.files import write_text
@@ -105,8 +105,11 @@ def unpromised(setup: ControllerSetup, budgets_ms: Tensor) -> list[PromiseFacts]
     features, mask = inputs_of_rows(problem, requests.rows)
     rows: list[PromiseFacts] = []
     for budget in budgets_ms.tolist():
-        chosen = choices_of(decider, features, np.array([budget]), mask)
-        too_late = late(problem, requests, chosen, budget, torch.tensor([True]))
+        limit = np.array([budget])
+        chosen = choices_of(decider, features, limit, mask)
+        # where its guard lets static decide, no features are waited for
+        reads = torch.from_numpy(reads_features(decider, limit))
+        too_late = late(problem, requests, chosen, budget, reads)
         hits, count = int((~too_late).sum()), len(requests.rows)
         accuracy = problem.values.accuracy[requests.rows, chosen[:, 0]].double()
         facts: PromiseFacts = {

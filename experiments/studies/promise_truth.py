@@ -144,7 +144,7 @@ def broken_in(world: World, size: int, draws: int) -> dict[float, tuple[float, .
             chosen = torch.full((len(others),), configuration)
             if configuration == POLICY:
                 chosen = world.decide(rule["planned_ms"], quantile)[others]
-            reads = torch.tensor([True])
+            reads = torch.tensor([configuration == POLICY])
             answers = late(problem, everyone, chosen.unsqueeze(1), limit_ms, reads)
             truths[key] = 1 - float(answers.double().mean())
         return truths[key]
