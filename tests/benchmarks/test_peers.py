@@ -5,7 +5,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from helpers import small_table
+import torch
+from helpers import small_table, table_of
+
+from knobwise.agents.evaluation.evaluation import evaluate_policy
 
 ROOT = Path(__file__).resolve().parents[2]
 BRIEF = {
@@ -24,6 +27,16 @@ def peers(monkeypatch):
 
     monkeypatch.setattr(peers, "SIMPLE", {"kernel_ridge": "kernel ridge, ours"})
     return peers
+
+
+def test_a_library_pays_for_the_features_that_it_read(peers):
+    look = torch.tensor([[3.0, 0.0]])
+    table = table_of([[1.0, 1.0]], [[4.0, 6.0]], torch.zeros(1, 1), first_look_ms=look)
+    budgets_ms = np.array([3.0, 5.0, 7.0])
+    policy = peers.Replayed("a library", np.array([[0, 0, 1]]), budgets_ms)
+    judged = evaluate_policy(policy, table, torch.arange(1), torch.from_numpy(budgets_ms))
+    assert judged.latency_ms.tolist() == [[4.0, 4.0, 6.0]]
+    assert judged.utility.tolist() == [[0.0, 1.0, 1.0]]
 
 
 def test_a_library_is_judged_beside_ours_on_the_same_samples(peers, tmp_path):
