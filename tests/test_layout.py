@@ -171,6 +171,12 @@ def test_no_public_class_is_defined_twice():
     assert not [name for name, count in counts.items() if count > 1]
 
 
+def test_no_two_files_of_tests_have_one_name():
+    """Folders of tests are no packages, so that a whole run would read only the first of them."""
+    files = Counter(path.name for path in (ROOT / "tests").rglob("test_*.py"))
+    assert not [name for name, count in files.items() if count > 1]
+
+
 def test_the_links_point_to_the_folders():
     for folder in FOLDERS:
         assert (ROOT / "knobwise" / folder).readlink() == Path("..") / folder

@@ -44,6 +44,7 @@ def forget_wandb(patch, folder):
     for name in [name for name in os.environ if name.startswith("WANDB_")]:
         patch.delenv(name)
     patch.setenv("NETRC", str(folder / "netrc"))
+    patch.setenv("WANDB_CONFIG_DIR", str(folder / "wandb-settings"))
 
 
 @dataclass

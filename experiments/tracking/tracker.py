@@ -10,6 +10,7 @@ an account or a network.
 
 from __future__ import annotations
 
+import configparser
 import contextlib
 import json
 import netrc
@@ -48,6 +49,8 @@ LONGEST_NAME = 40
 NAME_END = 9
 """The letters at the end of a longer name that stay: the digest in the name of our run."""
 MODES = ("online", "offline", "disabled")
+WANDB_SERVERS = ("api.forge.coreweave.com", "api.wandb.ai")
+"""W&B's own servers as the file of keys has them: of `wandb login` since 0.31, and before."""
 
 
 def wandb_mode(settings: TrackingSettings) -> str:
@@ -354,10 +357,16 @@ def git_commit() -> str | None:
 
 
 def _has_key() -> bool:
-    """Return True if the environment or the file of `wandb login` holds a key."""
+    """Return True if the environment or the file of `wandb login` holds a key for W&B's servers, or
+    for the server that WANDB_BASE_URL or an earlier `wandb login --host` names."""
     if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
         return True
-    hosts = {"api.wandb.ai", urlsplit(os.environ.get("WANDB_BASE_URL", "")).netloc}
+    saved = configparser.ConfigParser(interpolation=None)
+    with contextlib.suppress(OSError, configparser.Error):
+        folder = Path(os.environ.get("WANDB_CONFIG_DIR") or "~/.config/wandb").expanduser()
+        saved.read(folder / "settings")
+    server = os.environ.get("WANDB_BASE_URL") or saved.get("default", "base_url", fallback="")
+    hosts = {*WANDB_SERVERS, urlsplit(server).netloc}
     path = Path(os.environ.get("NETRC") or "~/.netrc").expanduser()
     with contextlib.suppress(OSError, netrc.NetrcParseError):
         return not hosts.isdisjoint(netrc.netrc(path).hosts)

@@ -5,6 +5,8 @@ import csv
 import math
 import multiprocessing
 import os
+import subprocess
+import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -289,6 +291,15 @@ def test_a_key_without_a_network_falls_back_to_offline(tmp_path, monkeypatch):
         log.log({"Train/Loss": 2.0}, 0)
     assert log.mode == "offline"
     assert runs_of(tmp_path)["lr-0.003 s1"].history == [{"step": 0, "Train/Loss": 2.0}]
+
+
+@pytest.mark.parametrize("words", [[], ["--host", "https://wandb.example.com"]])
+def test_a_login_of_wandb_is_noticed(words, tmp_path):
+    """wandb 0.31 has a new name for its own server, and keeps that of another in a file."""
+    assert wandb_mode(TrackingSettings()) == "offline"
+    command = [sys.executable, "-m", "wandb", "login", "--no-verify", *words, "0" * 40]
+    subprocess.run(command, cwd=tmp_path, check=True, capture_output=True, timeout=60)
+    assert wandb_mode(TrackingSettings()) == "online"
 
 
 def test_mode_follows_settings_then_environment_then_key(monkeypatch):

@@ -141,6 +141,8 @@ def test_the_view_draws_over_either_column_of_steps(tmp_path, monkeypatch, logs,
     """Of the files of a real run; a panel draws the rows that hold its axis."""
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
+    # TorchRL's logger is offline by WANDB_MODE alone, which wandb reads once in a process
+    wandb.teardown()
     logs(tmp_path)
     (run,) = offline_runs(tmp_path)
     panels = [panel for section in view_of(WorkspaceRun()).sections for panel in section.panels]
