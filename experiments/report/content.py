@@ -135,7 +135,10 @@ def _metrics(comparison: Comparison, rows: Sequence[Row]) -> list[Metric]:
     left_out = []
     if not comparison.single:
         metrics.append(ATTAINED)
-        left_out = [FREE, DECISION, OVER_SINGLE]
+        left_out = [FREE, OVER_SINGLE]
+        if not task.equal_latency:
+            # where latency is converted to accuracy, decisions are not part of the difference
+            left_out.append(DECISION)
     elif comparison.unit not in TIMES:
         # decisions are not charged, so that they are free in any case
         left_out = [FREE]

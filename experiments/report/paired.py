@@ -9,14 +9,16 @@ from collections.abc import Sequence
 import numpy as np
 import polars as pl
 
+from knobwise.envs.tables.units import MS
+from knobwise.experiments.evidence.results import unit_of
 from knobwise.experiments.evidence.statistics import FEWEST, Difference, paired_differences
 from knobwise.experiments.report.runs import Run
 from knobwise.experiments.report.sentences import Sentence
 
 KEYS = ("seed", "sample", "condition")
 """The columns that tell the decisions of a policy apart."""
-COLUMNS = ("utility", "accuracy", "latency_ms")
-"""The columns that are compared."""
+COLUMNS = ("utility", "accuracy", "latency_ms", "decision_us")
+"""The columns that are compared, and the time that is taken off the latency under mean budgets."""
 JUDGES = {
     "scorer": "a model's answers",
     "recorded": "recorded answers",
@@ -208,13 +210,21 @@ def _clusters(run: Run, samples: set[str]) -> np.ndarray:
 def _scores(reference: Run, pair: Sequence[pl.DataFrame]) -> list[np.ndarray]:
     """Return the numbers of both that are compared, float64 [S, n, P], NaN where unknown: the
     score, or under mean budgets accuracy less what the static mix of the reference gains with the
-    latency that was spent."""
+    latency that was spent.
+
+    There the time of a decision is left out. It was taken once for all samples, so that the noise
+    of a machine would shift all of them alike, and look like a difference without any spread. Of
+    features, which a profile says the cost of, the time counts."""
     hull = reference.results.get("static_hull")
     if hull is None:
         return [_cube(side, reference.task.score) for side in pair]
     costs = np.maximum.accumulate([corner["latency_ms"] for corner in hull])
     gains = [corner["accuracy"] for corner in hull]
     latency = [_cube(side, "latency_ms") for side in pair]
+    if unit_of(reference.results) == MS:
+        # what decides for free has no such time; budgets in another unit are charged none
+        decision_us = [np.nan_to_num(_cube(side, "decision_us")) for side in pair]
+        latency = [cost - us / 1e3 for cost, us in zip(latency, decision_us, strict=True)]
     spent = [cost.mean((0, 1)) for cost in latency]
     more = np.diff([np.interp(cost, costs, gains) for cost in spent], axis=0)[0]
     further = spent[1] - spent[0]

@@ -325,6 +325,19 @@ def test_under_mean_budgets_latency_is_charged_what_it_brings_the_static_mix(tmp
         assert [one.difference for one in against(first, other)[0]] == pytest.approx([change] * 3)
 
 
+def test_under_mean_budgets_equal_choices_are_equal_whatever_decisions_took(tmp_path):
+    folders = [write_run(tmp_path / name, constraint="mean") for name in "ab"]
+    for folder, us in zip(folders, (80.0, 90.0), strict=True):
+        decides = pl.col("policy") == "controller"
+        charged = pl.col("latency_ms") + pl.when(decides).then(us / 1e3).otherwise(0.0)
+        timed = pl.when(decides).then(us).alias("decision_us")
+        write_decisions(folder, read_decisions(folder).with_columns(charged, timed))
+        write_results(folder, read_json(folder / "results.json"))
+    tested, _ = against(*folders)
+    assert [each.difference for each in tested] == pytest.approx([0.0] * 3, abs=1e-6)
+    assert {(each.sign, each.p_holm) for each in holm(tested)} == {(0, 1.0)}
+
+
 def test_selectors_are_compared_at_each_number_of_shots_where_answers_are_known(tmp_path):
     first = write_selector_run(tmp_path / "a", wrong=0.6)
     second = write_selector_run(tmp_path / "b", wrong=0.3, form="grpo_live", unknown=7)
