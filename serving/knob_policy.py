@@ -294,7 +294,7 @@ class KnobPolicy:
         if between_ms is not None:
             low, high = between_ms
         alone = {name: block[0] for name, block in blocks.items()}
-        reason = self._reason(decided, expected, guard, alone, budget, drift)
+        reason = self._reason(decided, expected, guard, alone, budget, drift, limits)
         if note := decider.limits_note(blocks, limits):
             reason += f"; {note}"
         return Explanation(
@@ -317,11 +317,15 @@ class KnobPolicy:
         request: Arrays,
         budget_ms: float,
         drift: Drift | None,
+        limits: Mapping[str, float] | None,
     ) -> str:
         """Return why a configuration was chosen for a request, blocks [d], under a budget."""
         if guard is not None and not guard["deployed"]:
             static = self.decider.budgets.static_words
-            reason = f"the guard lets {static} decide, which treats all inputs alike"
+            alike = "treats all inputs alike"
+            if self.decider.limits_read_features(limits):
+                alike = "reads features for the limits alone"
+            reason = f"the guard lets {static} decide, which {alike}"
             mean = self.decider.mean
             if mean is not None and mean.mix:
                 share = mean.share_of(budget_ms, self.configurations.index(row["configuration"]))

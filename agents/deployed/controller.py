@@ -405,6 +405,10 @@ class NumpyController:
         raw, _, _ = self._checked(self._blocks(features), np.ones(n), None, None)
         return self._bounds.allowed(self._normaliser(raw), self.log_limits(limits))[0]
 
+    def limits_read_features(self, limits: CostLimits = None) -> bool:
+        """Tell whether what limits allow depends on features."""
+        return bool(limits or self.limits) and self._bounds.weight is not None
+
     def limits_note(self, features: Any, limits: CostLimits = None) -> str:
         """Return what is to be said of the limits for a request, blocks [d], or n of them, [n, d]:
         that no configuration is expected to keep them, so that the cheapest is taken; and that
@@ -588,8 +592,7 @@ class NumpyController:
 
     def reads_features(self, limits: Array) -> Array:
         """Return where it reads features, by limits [n]: bool [n]."""
-        by_costs = bool(self.limits) and self._bounds.weight is not None
-        if self.calibrated is None or by_costs:
+        if self.calibrated is None or self.limits_read_features():
             return np.ones(len(limits), bool)
         return self.calibrated.reads_features(limits)
 

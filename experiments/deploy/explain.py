@@ -4,6 +4,7 @@ run show."""
 from __future__ import annotations
 
 import math
+import warnings
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,7 @@ from knobwise.experiments.report.choices import decision, print_explanation
 from knobwise.experiments.report.tables import print_lines, print_table, table_of
 from knobwise.experiments.settings.deployment_options import ExplainRun
 from knobwise.experiments.settings.profiles import read_questions
+from knobwise.serving.inputs import blocks_of
 from knobwise.serving.knob_policy import KnobPolicy
 from knobwise.serving.tracker import LatencyTracker
 
@@ -40,7 +42,7 @@ MAX_ROWS = 10
 EXPECTED = ("probability", "utility", "accuracy", "latency_ms", "on_time")
 """What may be expected of each configuration; without a teacher it is the probability alone."""
 MEASURED = ("accuracy", "latency_ms")
-"""What was measured of each configuration."""
+"""What was measured of each configuration, beside further costs, as `cost_usd`."""
 
 
 def explain_run(config: ExplainRun) -> dict[str, object]:
@@ -89,11 +91,15 @@ def _of_sample(config: ExplainRun, sample: str) -> dict[str, Any]:
     # the range of budgets in which the explanation looks for another decision
     low, high = table.latency_ms[table.mask].clamp_min(MIN_LATENCY_MS).aminmax()
     between_ms = float(low), float(high)
-    decided = policy.decide(
-        features, config.budget_ms, explain=True, drift=drift, between_ms=between_ms
-    )
-    explained = asdict(decided) | {"sample": sample, "budget_ms": config.budget_ms}
-    explained |= _other_choices(policy, table, config.budget_ms)
+    with warnings.catch_warnings():
+        # what they say of limits is in the reason
+        warnings.simplefilter("ignore", UserWarning)
+        decided = policy.decide(
+            features, config.budget_ms, explain=True, drift=drift, between_ms=between_ms
+        )
+        others = _other_choices(policy, table, row, config.budget_ms, drift)
+    explained = asdict(decided) | {"sample": sample, "budget_ms": config.budget_ms} | others
+    explained["limits"] = policy.decider.limits
     mean = policy.decider.mean
     if mean is not None and mean.mix and not mean.reads_features(np.array([config.budget_ms]))[0]:
         # the mix treats all inputs alike, and its next turn says nothing of typical ones
@@ -105,26 +111,37 @@ def _of_sample(config: ExplainRun, sample: str) -> dict[str, Any]:
         cell = (row, columns[str(expectation["configuration"])])
         expectation["measured"] = None
         if table.mask[cell]:
-            measured = {name: float(getattr(table, name)[cell]) for name in MEASURED}
+            measured: dict[str, float | None] = {}
+            measured |= {name: float(getattr(table, name)[cell]) for name in MEASURED}
+            for name, cost in table.costs.items():
+                measured[f"cost_{name}"] = float(cost[cell]) if cost[cell].isfinite() else None
             expectation["measured"] = measured
     _print(explained, table)
     return explained
 
 
-def _other_choices(policy: KnobPolicy, table: ProfileTable, budget_ms: float) -> dict[str, object]:
-    """Return what is chosen at this budget without the features of the sample: by `static`, as it
-    is deployed or else fitted on the profile, and by the policy for `typical` features, their means
-    over the samples; None if it reads no features."""
-    rows = torch.arange(table.num_samples)
-    static: Policy | None = policy.agent.decider.static
+def _other_choices(
+    policy: KnobPolicy, table: ProfileTable, row: int, budget_ms: float, drift: Drift | None
+) -> dict[str, object]:
+    """Return what else is chosen for a row of the table at this budget, with the same drift: by
+    `static`, as it is deployed or else fitted on the profile, within the limits that the row must
+    keep; and by the policy for `typical` features, their means over the samples; None if it reads
+    no features."""
+    decider = policy.decider
+    static: Policy | None = decider.static
     if static is None:
         problem = replace(Problem.from_table(table), rule=policy.agent.rule)
         static = WAYS[policy.agent.rule.kind].static(problem)
-    (choice,) = static.choose(
-        {}, np.array([budget_ms]), np.ones((1, table.num_configurations), bool)
-    )
-    means = {name: block.nanmean(0) for name, block in table.blocks(rows).items()}
-    typical = policy.decide(means, budget_ms) if policy.features else None
+    blocks = blocks_of(table.blocks(torch.tensor(row)), decider)
+    mask = decider.allowed({name: block[None] for name, block in blocks.items()}, 1)
+    if mask is None:
+        mask = np.ones((1, table.num_configurations), bool)
+    # the mean offset acts on the budget, as `NumpyController` has it
+    limits_ms = np.array([budget_ms]) * decider.factor(drift)
+    (choice,) = static.choose({}, limits_ms, mask)
+    of_all = table.blocks(torch.arange(table.num_samples))
+    means = {name: block.nanmean(0) for name, block in of_all.items()}
+    typical = policy.decide(means, budget_ms, drift=drift) if policy.features else None
     return {"static": policy.configurations[choice], "typical": typical}
 
 

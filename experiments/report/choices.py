@@ -6,10 +6,12 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 
+import numpy as np
 from rich.console import Console
 
 from knobwise.common.words import format_number, quantity, setting, spelled
 from knobwise.envs.tables.cost_words import in_words
+from knobwise.envs.tables.units import unit_in
 from knobwise.experiments.evidence.results import unit_of
 from knobwise.experiments.evidence.schema import RunResults
 from knobwise.experiments.evidence.statistics import sign_of
@@ -201,7 +203,10 @@ def on_decision(explained: Row, unit: str) -> list[Sentence]:
         choice=setting(chosen),
         reason=explained["reason"],
     )
-    lines = [decided, Sentence("static_choice", choice=_or_same(explained["static"], chosen))]
+    limits = explained["limits"]
+    static = _or_same(explained["static"], chosen)
+    within: Sentence | str = Sentence("and_limits") if limits else ""
+    lines = [decided, Sentence("static_choice", limits=within, choice=static)]
     if explained["typical"] is not None:
         lines.append(Sentence("typical_choice", choice=_or_same(explained["typical"], chosen)))
     rows = {setting(row["configuration"]): row for row in explained["expected"]}
@@ -216,7 +221,8 @@ def on_decision(explained: Row, unit: str) -> list[Sentence]:
         if without != chosen:
             line = Sentence("other_without_drift", choice=setting(without))
         lines.append(line)
-    return [*lines, *_by_budget(explained, unit), _measured(row, explained["budget_ms"], unit)]
+    measured = _measured(row, explained["budget_ms"], limits, unit)
+    return [*lines, *_by_budget(explained, unit), measured]
 
 
 def _or_same(configuration: Mapping[str, object], chosen: Mapping[str, object]) -> Sentence | str:
@@ -256,17 +262,26 @@ def _by_budget(explained: Row, unit: str) -> list[Sentence]:
     return lines
 
 
-def _measured(chosen: Row, budget_ms: float, unit: str) -> Sentence:
-    """Say what the profile measured of the choice."""
+def _measured(chosen: Row, budget_ms: float, limits: Mapping[str, float], unit: str) -> Sentence:
+    """Say what the profile measured of the choice; an answer above a limit counts as late."""
     measured = chosen["measured"]
     if not measured:
         return Sentence("not_measured")
-    late = "on time"
-    if measured["latency_ms"] > budget_ms:
+    faults = []
+    # a budget or limit is compared as float32, as what was measured
+    if measured["latency_ms"] > np.float32(budget_ms):
         late = f"{quantity(measured['latency_ms'] - budget_ms, unit)} late"
+        faults.append(in_words(late, unit))
+    for name, limit in limits.items():
+        # another profile need not have it
+        cost = measured.get(f"cost_{name}")
+        if cost is not None and cost > np.float32(limit):
+            words = unit_in(name) or name
+            numbers = {"cost": f"{cost:.4g} {words}", "limit": f"{limit:g} {words}"}
+            faults.append(str(Sentence("above_limit", **numbers)))
     return Sentence(
         "measured",
         accuracy=format_number(measured["accuracy"], ".2f"),
         latency=quantity(measured["latency_ms"], unit),
-        late=in_words(late, unit),
+        late=", ".join(faults) or in_words("on time", unit),
     )

@@ -2,20 +2,25 @@
 
 import json
 from contextlib import chdir
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import polars as pl
 import pytest
+import torch
 from commands import OPTIMISER, TABLE, UNTAUGHT, launch, read_json, refused, words_of, write_table
-from helpers import arrays
+from helpers import arrays, small_table
 from page_parts import charts_of, data_of
+from replayed import untrained
 from tensordict import TensorDict
 
 import knobwise
 from knobwise.agents import make_actor
+from knobwise.agents.evaluation.limits import fit_bounds
+from knobwise.agents.training.checkpoint import Loaded
 from knobwise.common.words import quantity
-from knobwise.envs.readers.long_table import read_long_table
+from knobwise.envs.readers.long_table import read_long_table, write_long_table
 from knobwise.experiments.evidence.results import write_results
 from knobwise.losses import GRPOLoss
 from knobwise.serving.tracker import LatencyTracker
@@ -130,8 +135,38 @@ def test_what_a_tracker_has_learned_changes_the_decision(table, capsys):
     assert why["without_drift"] == plain["decision"]
     assert plain["without_drift"] is None
     assert all(1.5 < row["slower"] < 3 for row in why["expected"])
+    # other choices are those of the same slow machine
+    decider, slow = policy.agent.decider, tracker.drift
+    index, _, _ = decider.static_expected({}, 25.0, slow)
+    assert why["static"] == policy.configurations[index] != plain["static"]
+    means = {name: block.mean(0) for name, block in table.features.items()}
+    assert why["typical"] == policy.decide(means, 25, drift=slow)
     Path("other.json").write_text(json.dumps(tracker.state() | {"controller": "another"}))
     assert "other.json" in refused(["explain", *TABLE, *words, "tracker=other.json"], capsys)
+
+
+def test_under_limits_static_keeps_them_too_and_what_exceeds_them_is_said(capsys):
+    table = small_table(60)
+    price = (1 + table.configurations.sum(1)) * table.features["image_features"][:, :1].mul(2).exp()
+    table = replace(table, costs={"usd": price})
+    write_long_table(table, "priced.parquet")
+    agent = untrained(table, deploy=[False] * 5)
+    about = table, torch.arange(60), agent.controller.normaliser
+    agent.calibration.costs = fit_bounds(*about, 0.5)
+    agent.calibration.cost_names = ["usd"]
+    agent.calibration.limits = {"values": {"usd": 5.0}, "probability": 0.5}
+    Loaded(agent, "t", table.digest, {}).save("limits.pt")
+    words = words_of("checkpoint=limits.pt budget_ms=30 profile.path=priced.parquet")
+    # two that keep the limit, by different choices, and one that nothing keeps it for
+    for row, wanted, exceeds in ((2, 8, False), (5, 4, False), (8, 0, True)):
+        sample = f"sample={table.sample_ids[row]}"
+        text, why = explained(capsys, *words, "profile.costs=[usd]", sample)
+        assert why["static"] == why["decision"] == table.configuration(wanted)
+        assert "all inputs alike" not in why["reason"]
+        assert (table.costs["usd"][row, wanted] > 5) == exceeds
+        measured = text.splitlines()[-1]
+        assert ("above its limit of 5 USD" in measured) == exceeds
+        assert ("on time" in measured) != exceeds
 
 
 @pytest.mark.parametrize("run", [RUN, MEAN, HEAD])
