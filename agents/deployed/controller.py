@@ -402,8 +402,18 @@ class NumpyController:
         limits."""
         if not (limits or self.limits):
             return None
-        raw, _, _ = self._checked(self._blocks(features), np.ones(n), None, None)
-        return self._bounds.allowed(self._normaliser(raw), self.log_limits(limits))[0]
+        return self._bounds.allowed(self._many(features, n), self.log_limits(limits))[0]
+
+    def can_keep_limits(self, features: Arrays, n: int, limits: CostLimits = None) -> Array:
+        """Tell for which of n requests, blocks [n, d], some configuration is expected to keep the
+        limits, bool [n]; for the others the cheapest is taken."""
+        if not (limits or self.limits):
+            return np.ones(n, bool)
+        return self._bounds.allowed(self._many(features, n), self.log_limits(limits))[1]
+
+    def _many(self, features: Arrays, n: int) -> Array:
+        """Return the normalised features of blocks [n, d], [n, width]."""
+        return self._normaliser(self._checked(self._blocks(features), np.ones(n), None, None)[0])
 
     def limits_read_features(self, limits: CostLimits = None) -> bool:
         """Tell whether what limits allow depends on features."""
@@ -419,7 +429,7 @@ class NumpyController:
         notes = []
         log_limits = self.log_limits(limits)
         holding = {**self.limits, **(limits or {})}
-        words = _named(holding)
+        words = limits_in_words(holding)
         x = np.zeros((1, self._heads.width), np.float32)
         if self._bounds.weight is not None:
             blocks = self.with_blocks(self._blocks(features))
@@ -427,15 +437,15 @@ class NumpyController:
                 blocks = {**blocks, "features": encode_request(self.columns, blocks)}
             many = {name: np.atleast_2d(blocks.get(name, np.nan)) for name in self.feature_sizes}
             n = max(map(len, many.values()))
-            x = self._normaliser(self._checked(many, np.ones(n), None, None)[0])
+            x = self._many(many, n)
         fits = self._bounds.allowed(x, log_limits)[1]
         if not fits.all():
             which = f" for {(~fits).sum()} of {len(x)} requests" * (len(x) > 1)
             notes.append(
                 f"no configuration is expected to keep {words}{which}; the cheapest is taken"
             )
-        if self.calibrated is not None and words != _named(self.limits):
-            nearest = _named(self.limits) or "no limits"
+        if self.calibrated is not None and words != limits_in_words(self.limits):
+            nearest = limits_in_words(self.limits) or "no limits"
             notes.append(f"guard and static were calibrated at {nearest}, not at {words}")
         return "; ".join(notes)
 
@@ -666,5 +676,5 @@ class NumpyController:
         return ValueError(f"a budget of {budget_ms}: must be positive and finite, in {self.unit}")
 
 
-def _named(limits: Mapping[str, Any]) -> str:
+def limits_in_words(limits: Mapping[str, Any]) -> str:
     return ", ".join(f"{name}={float(limit):g}" for name, limit in sorted(limits.items()))

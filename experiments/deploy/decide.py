@@ -9,7 +9,7 @@ import numpy as np
 import polars as pl
 
 from knobwise.agents.deployed.arrays import Array
-from knobwise.agents.deployed.controller import MAX_MS, NumpyController
+from knobwise.agents.deployed.controller import MAX_MS, NumpyController, limits_in_words
 from knobwise.common.errors import InputError, naming
 from knobwise.common.files import written_whole
 from knobwise.common.progress import say
@@ -70,11 +70,13 @@ def decide_requests(config: DecideRun) -> int:
         raise InputError(f"{path}: holds no requests")
     untried = 0
     unlike = 0
+    dear = 0
     with written_whole(out) as temporary, temporary.open("wb") as file, naming(path):
         for first in range(0, max(len(frame), 1), AT_ONCE):
             part = frame.slice(first, AT_ONCE)
-            limits, chosen, faults, odd = _decided(controller, part, config)
+            limits, chosen, faults, odd, above = _decided(controller, part, config)
             unlike += int(odd.sum())
+            dear += int(above.sum())
             number_of_line = pl.Series("line", lines.numbers[first : first + AT_ONCE])
             names = _ids(part, ids, [*settings.columns, "line", limits.name])
             named = pl.DataFrame([number_of_line, *names, limits])
@@ -107,6 +109,11 @@ def decide_requests(config: DecideRun) -> int:
             f"{format_count(unlike, 'request')} with a text unlike those of training: decided "
             f"{words}"
         )
+    if dear:
+        say(
+            f"{format_count(dear, 'request')} for which no configuration is expected to keep "
+            f"{limits_in_words(controller.limits)}: the cheapest is taken"
+        )
     return SOME_REFUSED if refused else 0
 
 
@@ -124,13 +131,13 @@ def _ids(frame: pl.DataFrame, ids: Sequence[str | None], written: Sequence[str])
 
 def _decided(
     controller: NumpyController, frame: pl.DataFrame, config: DecideRun
-) -> tuple[pl.Series, Array, pl.Series, Array]:
+) -> tuple[pl.Series, Array, pl.Series, Array, Array]:
     """Decide for the rows of a frame.
 
     Returns:
         The budget of each row, the configurations of those that are not refused, for each row why
-        it is refused, null for nothing; and which of those that are not refused have a text unlike
-        those of training, bool.
+        it is refused, null for nothing; and of those that are not refused, which have a text unlike
+        those of training, and for which no configuration is expected to keep the limits, bool each.
 
     Raises:
         InputError: a column is missing.
@@ -153,7 +160,8 @@ def _decided(
     odd = np.zeros(int(good.sum()), bool)
     for name in controller.texts:
         odd |= np.isnan(features[name][:, 0])
-    return limits, chosen, fault, odd
+    above = ~controller.can_keep_limits(features, len(odd))
+    return limits, chosen, fault, odd, above
 
 
 def _limits(frame: pl.DataFrame, config: DecideRun) -> pl.Series:

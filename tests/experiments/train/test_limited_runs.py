@@ -7,13 +7,18 @@ from dataclasses import replace
 import numpy as np
 import polars as pl
 import pytest
+import torch
 from commands import OPTIMISER, launch, read_json, refused, words_of
 from helpers import input_error, small_table
+from replayed import untrained
 
 import knobwise
 from knobwise.agents import NumpyController, load_checkpoint
+from knobwise.agents.evaluation.limits import fit_bounds
+from knobwise.agents.training.checkpoint import Loaded
 from knobwise.envs.readers.feature_files import write_features
 from knobwise.envs.readers.long_table import write_long_table
+from knobwise.experiments.deploy import decide
 from knobwise.experiments.evidence.decisions import read_decisions
 
 PROFILE = "profile=table profile.path=t.parquet profile.features=f.npz profile.costs=[usd]"
@@ -83,6 +88,33 @@ def test_a_file_of_requests_is_decided_within_the_limits(table):
     for values in knobs.iter_rows(named=True):
         label = " ".join(f"{name}={value}" for name, value in values.items())
         assert prices[label] <= np.float32(LIMIT)
+
+
+def test_requests_that_nothing_keeps_the_limits_for_are_counted(table, capsys, monkeypatch):
+    # the price also grows with a feature
+    size = table.features["image_features"][:, :1].mul(2).exp()
+    table = replace(table, costs={"usd": table.costs["usd"] * size})
+    agent = untrained(table, deploy=[True] * 5)
+    about = table, torch.arange(120), agent.controller.normaliser
+    agent.calibration.costs = fit_bounds(*about, 0.5)
+    agent.calibration.cost_names = ["usd"]
+    agent.calibration.limits = {"values": {"usd": LIMIT}, "probability": 0.5}
+    Loaded(agent, "t", table.digest, {}).save("c.pt")
+    blocks = {name: pl.Series(block.tolist()) for name, block in table.features.items()}
+    pl.DataFrame({**blocks, "budget_ms": 30.0}).write_parquet("requests.parquet")
+    above = 0
+    for row in range(120):
+        request = {name: block[row].numpy() for name, block in table.features.items()}
+        above += "no configuration" in agent.decider.limits_note(request)
+    assert 0 < above < 120
+    # in several parts
+    monkeypatch.setattr(decide, "AT_ONCE", 50)
+    capsys.readouterr()
+    launch("decide requests=requests.parquet checkpoint=c.pt out=d.csv")
+    lines = [line for line in capsys.readouterr().err.splitlines() if "usd=" in line]
+    assert len(lines) == 1
+    assert f"{above} requests" in lines[0]
+    assert f"usd={LIMIT:g}" in lines[0]
 
 
 def test_a_profile_with_holes_is_trained_and_judged_within_limits(table, tmp_path):
