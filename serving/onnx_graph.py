@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from knobwise.agents.calibration.deployed_controller import DeployedController
 from knobwise.agents.deployed.arrays import Array, Arrays, configurations_of
-from knobwise.agents.deployed.controller import NumpyController
+from knobwise.agents.deployed.controller import MAX_MS, NumpyController
 from knobwise.common.errors import InputError
 from knobwise.common.extras import install_command
 from knobwise.common.progress import progress
@@ -27,6 +27,8 @@ from knobwise.envs.tables.profile_table import ProfileTable
 
 Decide = Callable[[Arrays, Array], Array]
 """Blocks [n, d], budgets [n] in ms → configurations int64 [n], as `NumpyController.choose`."""
+REFUSED = -1
+"""What a graph, which cannot raise an error, chooses for a request that cannot be decided."""
 TOLERANCE = 1e-4
 """Configurations whose log-probabilities differ by at most this are equally good: rounding decides
 between them."""
@@ -35,7 +37,8 @@ between them."""
 class Deployed(nn.Module):
     """Decides as a controller for deadlines does, in torch, so that it can be traced.
 
-    Feature blocks [n, d] and budgets [n] in ms → configurations int64 [n].
+    Feature blocks [n, d] and budgets [n] in ms → configurations int64 [n], `REFUSED` for what the
+    controller refuses: a budget that is not positive and finite, or infinite features.
 
     Attributes:
         sizes: the width of each block by name, in the order of the inputs.
@@ -84,23 +87,27 @@ class Deployed(nn.Module):
         """Decide, given the blocks and then the budgets."""
         *blocks, limits = inputs
         x = self.controller.normaliser(dict(zip(self.sizes, blocks, strict=True)), limits.shape[0])
-        if self.guard is None:
-            return self.controller(x, limits).argmax(1)
-        # as `policy.calibrated.Guard` has it: the calibrated budget nearest in ln ms
-        logs = limits.double().clamp_min(MIN_LATENCY_MS).log()
-        group = (logs.unsqueeze(1) - self.logs).abs().argmin(1)
         chosen = self.controller(x, limits).argmax(1)
-        # as `Static` there has it: the last step that begins at or below the budget
-        static = self.choices[(limits.double().unsqueeze(1) >= self.starts).sum(1)]
-        return torch.where(self.deploy[group], chosen, static)
+        if self.guard is not None:
+            # as `policy.calibrated.Guard` has it: the calibrated budget nearest in ln ms
+            logs = limits.double().clamp_min(MIN_LATENCY_MS).log()
+            group = (logs.unsqueeze(1) - self.logs).abs().argmin(1)
+            # as `Static` there has it: the last step that begins at or below the budget
+            static = self.choices[(limits.double().unsqueeze(1) >= self.starts).sum(1)]
+            chosen = torch.where(self.deploy[group], chosen, static)
+        # nothing is true of NaN
+        usable = (limits > 0) & (limits < MAX_MS)
+        for block in blocks:
+            usable = usable & ~block.isinf().any(1)
+        return torch.where(usable, chosen, REFUSED)
 
 
 def write_onnx(deployed: Deployed, path: Path) -> None:
     """Write an ONNX graph.
 
     Its inputs are the blocks by name, float32 [n, d], and `budget_ms`, float32 [n]; its output is
-    `configuration`, int64 [n]. The knob values of each configuration are in its metadata as
-    `configurations`, JSON.
+    `configuration`, int64 [n], `REFUSED` where there is none. The knob values of each configuration
+    are in its metadata as `configurations`, JSON.
     """
     inputs = (*(torch.zeros(2, size) for size in deployed.sizes.values()), torch.ones(2))
     program = torch.onnx.export(

@@ -19,7 +19,14 @@ from knobwise.envs import ProfileTable, default_budgets
 from knobwise.experiments.deploy.export import _budgets_of, export_controller
 from knobwise.experiments.settings.deployment_options import ExportRun
 from knobwise.experiments.settings.profiles import TableProfile
-from knobwise.serving.onnx_graph import Deployed, OnnxController, agreement, write_onnx
+from knobwise.serving.onnx_graph import (
+    REFUSED,
+    Deployed,
+    OnnxController,
+    agreement,
+    quantise,
+    write_onnx,
+)
 
 DEPLOY = [True, False, True, True, True]
 
@@ -67,6 +74,33 @@ def test_a_graph_decides_as_a_controller_does_for_one_request_or_many(
     stored = sum(onnx.numpy_helper.to_array(values).size for values in weights)
     deployed = sum(values.numel() for values in agent.controller.alone().parameters())
     assert with_guard or stored < 1.5 * deployed
+
+
+@pytest.mark.parametrize("deploy", [[True, False, True, False, True], None])
+def test_a_graph_refuses_what_a_controller_refuses(deploy, tmp_path):
+    table = gappy_table()
+    agent = untrained(table, PolicyConfig(hidden=8, fold_networks=2), deploy)
+    light = agent.decider
+    write_onnx(Deployed(agent), tmp_path / "c.onnx")
+    quantise(tmp_path / "c.onnx", tmp_path / "c.int8.onnx")
+    blocks = {name: block[:10].copy() for name, block in arrays(table).items()}
+    name = min(blocks)
+    blocks[name][7, -1] = np.inf
+    blocks[name][8, 0] = -np.inf
+    # a missing value is none of these
+    blocks[name][9, 0] = np.nan
+    budgets = np.array([0.0, -1.0, np.nan, np.inf, -np.inf, 1e30, 8.0, 8.0, 8.0, 8.0])
+    good = [6, 9]
+    for row in set(range(10)) - {*good}:
+        with pytest.raises(ValueError, match="finite"):
+            light.choose({k: b[[row]] for k, b in blocks.items()}, budgets[[row]])
+    for form in ("c.onnx", "c.int8.onnx"):
+        chosen = OnnxController(tmp_path / form).choose(blocks, budgets)
+        assert [row for row in range(10) if chosen[row] != REFUSED] == good
+        assert chosen[good].min() >= 0
+    wanted = light.choose({k: b[good] for k, b in blocks.items()}, budgets[good])
+    chosen = OnnxController(tmp_path / "c.onnx").choose(blocks, budgets)
+    assert chosen[good].tolist() == wanted.tolist()
 
 
 def test_what_has_no_graph_is_refused(monkeypatch):
