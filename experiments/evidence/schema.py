@@ -246,6 +246,9 @@ class Tree(TypedDict):
     fidelity: float
     ci95: Interval
     by_budget_alone: float
+    beyond_budget: NotRequired[float]
+    beyond_budget_ci95: NotRequired[Interval]
+    """Results of before 0.2 do not have these two."""
     exact: float
     rules: list[TreeRule]
 

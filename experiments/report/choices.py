@@ -135,7 +135,11 @@ def on_rules(results: RunResults) -> Sentence:
     """Say how well a few rules describe the decisions."""
     tree = results["explanation"]["tree"]
     limits: Sentence | str = ""
-    if tree["ci95"][0] <= tree["by_budget_alone"]:
+    beyond = sign_of(tree.get("beyond_budget_ci95")) > 0
+    if "beyond_budget_ci95" not in tree:
+        # results of before 0.2 have no interval of the difference
+        beyond = tree["ci95"][0] > tree["by_budget_alone"]
+    if not beyond:
         limits = Sentence("tree_explains_nothing")
     elif any(re.search(r"\[\d+\]$", name) for name in _names_in(tree)):
         limits = Sentence("tree_without_names")

@@ -158,6 +158,9 @@ def test_a_policy_that_is_a_small_tree_is_distilled_without_loss():
     assert tree["fidelity"] > 0.99  # a bound lies between two samples
     assert tree["by_budget_alone"] < 0.9
     assert tree["exact"] == tree["fidelity"]  # there is one knob
+    low, high = tree["beyond_budget_ci95"]
+    assert 0 < low < tree["beyond_budget"] < high
+    assert tree["beyond_budget"] == tree["fidelity"] - tree["by_budget_alone"]
     small = [rule["then"] for rule in tree["rules"] if ("budget", "≤", 12.5) in rule["when"]]
     assert small == [two_answers().configuration(0)]
     assert {rule["alike"] for rule in tree["rules"]} == {1.0}
@@ -169,6 +172,7 @@ def test_a_policy_that_is_a_small_tree_is_distilled_without_loss():
 def test_a_policy_that_decides_by_the_budget_alone_needs_no_features():
     tree = fit_tree(explained(two_answers(), lambda x, limits: limits > 10))
     assert tree["fidelity"] == tree["by_budget_alone"] == tree["exact"] == 1
+    assert (tree["beyond_budget"], tree["beyond_budget_ci95"]) == (0, [0, 0])
     assert {name for rule in tree["rules"] for name, *_ in rule["when"]} == {"budget"}
     (always,) = fit_tree(explained(two_answers(), lambda x, limits: 0 * limits))["rules"]
     assert always["when"] == []

@@ -649,14 +649,27 @@ def explained(importance=(), tree=None):
     return [block for block in blocks if isinstance(block, Table)]
 
 
+PAIRED = {"beyond_budget": 0.05, "beyond_budget_ci95": [0.01, 0.09]}
+"""That features explain more, though each share alone is less certain."""
+
+
 @pytest.mark.parametrize(
-    ("feature", "low", "tables"),
-    [("length", 0.81, 1), ("length", 0.79, 0), ("language_features[888]", 0.81, 0)],
+    ("feature", "low", "paired", "tables"),
+    [
+        ("length", 0.79, PAIRED, 1),
+        ("length", 0.81, PAIRED | {"beyond_budget_ci95": [-0.01, 0.11]}, 0),
+        ("language_features[888]", 0.81, PAIRED, 0),
+        # results of before 0.2
+        ("length", 0.81, {}, 1),
+        ("length", 0.79, {}, 0),
+    ],
 )
-def test_rules_are_shown_if_they_beat_the_budget_and_their_columns_have_names(feature, low, tables):
+def test_rules_are_shown_if_they_beat_the_budget_and_their_columns_have_names(
+    feature, low, paired, tables
+):
     when = [[feature, "≤", 0.508], ["budget", ">", 20.0]]
     rule = {"when": when, "then": {"crops": 2}, "share": 0.25, "alike": 0.9}
-    tree = {"fidelity": 0.85, "ci95": [low, 0.9], "by_budget_alone": 0.8, "rules": [rule]}
+    tree = {"fidelity": 0.85, "ci95": [low, 0.9], "by_budget_alone": 0.8, "rules": [rule]} | paired
     shown = explained(tree=tree)
     assert len(shown) == tables
     for table in shown:
