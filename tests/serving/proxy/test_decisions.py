@@ -4,6 +4,7 @@ import json
 import math
 import socket
 import struct
+from pathlib import Path
 
 import pytest
 from commands import wait_for
@@ -11,6 +12,7 @@ from proxied import MESSAGES, serving
 
 from knobwise.agents.learning.logged import read_log
 
+ROOT = Path(__file__).resolve().parents[3]
 CHAT = "/v1/chat/completions"
 FORM = {"kind": "a", "prompt_words": 3, "budget_ms": 400}
 WRONG = (True, "1_0e-1", None, [5], math.nan, math.inf)
@@ -37,6 +39,15 @@ def test_a_decision(workers, controller):
         assert workers.json("/decide", FORM | features) == (200, expected)
     block = [0.0] * controller.feature_sizes["features"]
     assert workers.json("/decide", {"features": block, "budget_ms": 400})[0] == 200
+
+
+def test_the_body_in_the_documents_is_decided(workers, controller):
+    page = (ROOT / "docs/deploy.md").read_text(encoding="utf-8")
+    section = page.partition("## Decide over HTTP")[2]
+    body = json.loads(section.partition("```json")[2].partition("```")[0])
+    features = {name: value for name, value in body.items() if name != "budget_ms"}
+    expected = controller.decide(features, body["budget_ms"])
+    assert workers.json("/decide", body) == (200, expected)
 
 
 @pytest.mark.parametrize(
