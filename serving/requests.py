@@ -7,6 +7,8 @@ import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
+
 from knobwise.agents.deployed.arrays import Array, Arrays
 from knobwise.agents.deployed.controller import Drift, Expected, NumpyController
 from knobwise.agents.deployed.promise import Promised
@@ -132,6 +134,8 @@ class Result(NamedTuple):
     """Why there is no answer; "" for one."""
     abandoned: bool = False
     """True if nobody waited for the answer any longer, so that its times are those until then."""
+    costs: Mapping[str, float] | None = None
+    """What is known of the answer's further costs, such as {"usd": 0.002}; None for nothing."""
 
     @property
     def request(self) -> PendingRequest:
@@ -202,6 +206,17 @@ class Result(NamedTuple):
             return False
         return self.controller.budgets.met(self.total_ms, self.budget_ms)
 
+    @property
+    def over_limit(self) -> bool | None:
+        """True if the answer cost more than a limit on further costs, so that it counts as late;
+        None if no limit holds, or no cost that has one is known."""
+        limits = {**self.controller.limits, **(self.request.limits or {})}
+        costs = {name: cost for name, cost in (self.costs or {}).items() if name in limits}
+        if not costs:
+            return None
+        # as in training, where costs are float32
+        return any(np.float32(cost) > np.float32(limits[name]) for name, cost in costs.items())
+
 
 def row_of(result: Result, chances: Mapping[int, float]) -> dict[str, object]:
     """Return a row of the log in plain values.
@@ -253,6 +268,8 @@ def row_of(result: Result, chances: Mapping[int, float]) -> dict[str, object]:
         row["fault"] = result.fault
     if result.abandoned:
         row["abandoned"] = True
+    if result.over_limit is not None:
+        row["over_limit"] = result.over_limit
     if result.unlike:
         row["unlike"] = True
     return {**row, **(request.log_fields or {})}

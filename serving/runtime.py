@@ -349,6 +349,7 @@ class Runtime:
         ended: float | None = None,
         learns: bool = True,
         cost: float = math.nan,
+        costs: Mapping[str, float] | None = None,
     ) -> Result:
         """Learn from the time of an answer since its decision, or from its cost, and log the
         request.
@@ -360,6 +361,8 @@ class Runtime:
                 token of an answer that comes in parts; None for now.
             learns: False for an answer with other knobs than were decided.
             cost: of the answer, in the controller's unit if that is none of time; NaN for unknown.
+            costs: further ones by name, such as {"usd": 0.002}, as far as they are known; an answer
+                above a limit on them counts as late.
         """
         request = decision.request
         if request.controller.unit != MS:
@@ -373,6 +376,7 @@ class Runtime:
                 total_ms=cost,
                 overhead_ms=0.0,
                 decision_us=decision.took_ms * 1e3,
+                costs=costs,
             )
             return self.record(result)
         answered = self.now() if ended is None else ended
@@ -392,6 +396,7 @@ class Runtime:
             overhead_ms=overhead_ms,
             decision_us=decision.took_ms * 1e3,
             waited_ms=request.waited_ms,
+            costs=costs,
         )
         return self.record(result)
 

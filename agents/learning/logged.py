@@ -75,7 +75,7 @@ class Logged(TensorClass):
     answer_ms: Tensor
     """float64 [n]: the time of the answer; the least that it can be where it was `abandoned`."""
     met: Tensor
-    """bool [n]: answered on time."""
+    """bool [n]: answered on time, and at no further cost above its limit, as far as it is known."""
     abandoned: Tensor
     """bool [n]: nobody waited for the answer, though it was still to come at the deadline."""
     accuracy: Tensor
@@ -189,7 +189,9 @@ def _requests(
             aside[reason] += 1
             unused.add(str(row.get("id")))
         else:
-            rows[row["id"]] = row | {"accuracy": None}
+            # an answer above a limit counts as late; older logs do not say it
+            met = row["met"] and not row.get("over_limit", False)
+            rows[row["id"]] = row | {"accuracy": None, "met": met}
             if row.get("accuracy") is not None:
                 labels.append(row)
     return rows, labels, unused
@@ -347,7 +349,8 @@ def _faults(
 
     # the outcome of the decision
     kinds = {"id": str, "met": bool, "knobs": dict}
-    if not all(isinstance(row[name], kind) for name, kind in kinds.items()):
+    typed = all(isinstance(row[name], kind) for name, kind in kinds.items())
+    if not (typed and isinstance(row.get("over_limit", False), bool)):
         yield "a damaged row"
     limits = row["budget_ms"], row.get("guard_ms", row["budget_ms"]), row["limit_ms"]
     timed = all(map(_is_positive, (*limits, row["answer_ms"])))

@@ -28,8 +28,8 @@ from knobwise.common.progress import say
 from knobwise.common.words import format_count, points
 from knobwise.experiments.evidence.exports import export_beside
 from knobwise.experiments.evidence.run_folder import VERSION, checkpoint_at
-from knobwise.experiments.inspection.logs import facts_of_faults, facts_of_times
-from knobwise.experiments.report.inspection import said_of_faults, said_of_times
+from knobwise.experiments.inspection.logs import facts_of_faults, facts_of_limits, facts_of_times
+from knobwise.experiments.report.inspection import said_of_faults, said_of_limits, said_of_times
 from knobwise.experiments.settings.deployment_options import UpdateRun
 from knobwise.experiments.settings.profiles import LongTables, read_profile
 from knobwise.experiments.settings.words import shell_word
@@ -202,6 +202,8 @@ def _from_log(config: UpdateRun, loaded: Loaded, digest: str) -> tuple[Loaded, d
     logged = logged_of(log.rows, agent.decider)
     times = facts_of_times(log.rows)
     faults = facts_of_faults(log)
+    over_limit = facts_of_limits(log.rows)
+    print(*said_of_limits(over_limit), sep="\n", end="\n" * bool(over_limit["known"]))
     # from here on they would only take memory
     log.rows.clear()
     _print_labels(agent, logged)
@@ -215,6 +217,7 @@ def _from_log(config: UpdateRun, loaded: Loaded, digest: str) -> tuple[Loaded, d
         "better": result.better,
         "requests": count,
         "set_aside": dict(log.aside),
+        "over_limit": over_limit,
         "times": times,
         "without_answer": faults,
         "steps": {name: estimate._asdict() for name, estimate in result.steps.items()},

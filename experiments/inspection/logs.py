@@ -26,6 +26,13 @@ def facts_of_times(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     ]
 
 
+def facts_of_limits(rows: Sequence[Mapping[str, Any]]) -> dict[str, int]:
+    """Return of how many rows of a log it is known whether a further cost is above its limit, and
+    of how many it is."""
+    known = [row["over_limit"] for row in rows if "over_limit" in row]
+    return {"known": len(known), "over": sum(known)}
+
+
 def facts_of_faults(log: ReadLog) -> list[dict[str, Any]]:
     """Return the settings of a log that gave no answer to some requests, see `faults_by_setting`,
     as plain values."""
@@ -42,6 +49,7 @@ def inspect_log(folder: str) -> dict[str, object]:
         `times`: `SettingTimes` of each frequent setting, `off`, `changed` and `far`. `unit`: of
         these times.
         `without_answer`: `SettingFaults` of each setting that failed.
+        `over_limit`: see `facts_of_limits`; what is above a limit counts as late.
         `abandoned`: requests that nobody waited for until their deadline was over; they count as
         late. `configurations`: label → requests. `controllers`: digest → requests. `unlike`:
         requests whose text is unlike those of training. `set_aside`: reason → rows.
@@ -69,6 +77,7 @@ def inspect_log(folder: str) -> dict[str, object]:
         "unit": next((row["unit"] for row in log.rows if "unit" in row), MS),
         "without_answer": facts_of_faults(log),
         "controllers": dict(Counter(rows["controller"])),
+        "over_limit": facts_of_limits(log.rows),
         "abandoned": sum(bool(row.get("abandoned")) for row in log.rows),
         "unlike": sum(bool(row.get("unlike")) for row in log.rows),
         "set_aside": dict(log.aside),

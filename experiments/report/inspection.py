@@ -314,6 +314,7 @@ def log_sentences(facts: Facts) -> list[Sentence]:
     ]
     if facts["abandoned"]:
         lines.append(Sentence("abandoned", requests=format_count(facts["abandoned"], "request")))
+    lines += said_of_limits(facts["over_limit"])
     if facts["unlike"]:
         lines.append(Sentence("unlike", requests=format_count(facts["unlike"], "request")))
     for reason, count in sorted(facts["set_aside"].items()):
@@ -324,6 +325,15 @@ def log_sentences(facts: Facts) -> list[Sentence]:
         lines.append(Sentence("chosen", configuration=label, requests=requests, share=share))
     lines += said_of_times(facts["times"], facts["unit"], facts["log"])
     return lines + said_of_faults(facts["without_answer"])
+
+
+def said_of_limits(counts: Mapping[str, int]) -> list[Sentence]:
+    """Return how many answers cost more than their limit, see `facts_of_limits`; nothing where that
+    is not known of any."""
+    if not counts["known"]:
+        return []
+    share = f"{counts['over'] / counts['known']:.1%}"
+    return [Sentence("over_limit", share=share, answers=format_count(counts["known"], "answer"))]
 
 
 def said_of_faults(faults: Sequence[Facts]) -> list[Sentence]:

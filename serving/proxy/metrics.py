@@ -57,6 +57,7 @@ class ServerMetrics:
         self.fallbacks = counter("fallbacks", "Decisions without features, and why", "reason")
         self.explored = counter("explored", "Requests whose configuration was drawn at random")
         self.late = counter("late", "Answered requests that missed their deadline or budget")
+        self.over_limit = counter("over_limit", "Answers that cost more than a limit on usd")
         self.usd = counter("usd", "What answers cost in US dollars, with prices=…")
         self.unpriced = counter("unpriced", "Answers whose tokens the endpoint did not count")
         self.retries = counter("retries", "Further settings that were tried after a fault")

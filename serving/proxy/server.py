@@ -30,7 +30,7 @@ from knobwise.serving.proxy.routes import Routes, application
 from knobwise.serving.proxy.settings import ServeRun
 from knobwise.serving.proxy.under_way import UnderWay, cut_off, running
 from knobwise.serving.proxy.upstream import Upstream
-from knobwise.serving.proxy.walk import Walk, checked_budget, checked_default
+from knobwise.serving.proxy.walk import USD, Walk, checked_budget, checked_default
 from knobwise.serving.proxy.workers import Worker, listen, serve_in_workers
 from knobwise.serving.runtime import Runtime
 
@@ -111,7 +111,7 @@ def serve(config: ServeRun, controller: NumpyController) -> None:
 
             metrics.broken.inc(broken)
             worker = Worker(app, began, listening, config.drain_s)
-            _say(config, listening.getsockname()[1], broken, token, controller.unit)
+            _say(config, listening.getsockname()[1], broken, token, controller)
             if prices and (lacking := lacking_tiers(prices, known)):
                 say(f"{config.prices}: {lacking}; until then nobody knows what such answers cost")
             if fields is not None and (texts := fields.texts_of_truth):
@@ -137,13 +137,17 @@ def _request_features(config: ServeRun, controller: NumpyController) -> RequestF
     )
 
 
-def _say(config: ServeRun, port: int, broken: int, token: str | None, unit: str) -> None:
+def _say(
+    config: ServeRun, port: int, broken: int, token: str | None, controller: NumpyController
+) -> None:
     """Say where the server listens, and what its operator should know."""
     host = f"[{config.host}]" if ":" in config.host else config.host
     behind = f"/v1 in front of {config.endpoint}" if config.endpoint else ", decisions only"
     say(f"http://{host}:{port}{behind}; the log is in {config.log}")
-    if unit != MS and config.prices is None:
-        say(f"without prices=FILE nobody knows whether budgets in {unit} are kept")
+    if controller.unit != MS and config.prices is None:
+        say(f"without prices=FILE nobody knows whether budgets in {controller.unit} are kept")
+    if config.endpoint and USD in controller.limits and config.prices is None:
+        say(f"without prices=FILE nobody knows whether the limit on {USD} is kept")
     if broken:
         say(f"requests that broke off when the server before this one was killed: {broken}")
     if config.host not in LOOPBACK and token is None:

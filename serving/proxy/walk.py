@@ -29,6 +29,8 @@ from knobwise.serving.requests import Decision, PendingRequest, Result
 from knobwise.serving.runtime import Runtime
 
 LOG = logging.getLogger(__name__)
+USD = "usd"
+"""The name of what answers cost in US dollars, in a row and in limits."""
 
 
 class Choice(NamedTuple):
@@ -241,12 +243,16 @@ class Walk:
             decision = decision._replace(request=decision.request._replace(log_fields=log_fields))
         if self.prices is not None:
             known = not math.isnan(usd)
-            log_fields = {**(decision.request.log_fields or {}), "usd": usd if known else None}
+            log_fields = {**(decision.request.log_fields or {}), USD: usd if known else None}
             decision = decision._replace(request=decision.request._replace(log_fields=log_fields))
             self._metrics.usd.inc(usd if known else 0.0)
             self._metrics.unpriced.inc(not known)
+        costs = None if math.isnan(usd) else {USD: usd}
         with self._counting_lost():
-            result = self.runtime.finish(decision, ended=ended, learns=choice.learns, cost=usd)
+            result = self.runtime.finish(
+                decision, ended=ended, learns=choice.learns, cost=usd, costs=costs
+            )
+        self._metrics.over_limit.inc(bool(result.over_limit))
         if not (result.met or math.isnan(result.total_ms)):
             self._metrics.late.inc()
         self._metrics.level.set(math.exp(self.runtime.tracker.level))

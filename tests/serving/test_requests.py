@@ -151,6 +151,35 @@ def test_further_limits_are_logged_and_checked(stack, tmp_path):
             runtime.begin(60.0, {"tokens": wrong})
 
 
+def test_an_answer_that_cost_more_than_a_limit_is_over_it_and_counts_as_late(tmp_path):
+    agent, table = small_stack()
+    costs = {name: np.zeros((1, 12)) for name in ("bias", "margin")}
+    agent.calibration.costs = costs | {"floor": np.full(1, -10.0)}
+    agent.calibration.cost_names = ["usd"]
+    agent.calibration.limits = {"values": {"usd": 2.0}}
+    agent.eval()
+    runtime = runtime_of(agent, log=tmp_path)
+    outcomes = []
+    # of limits, the request's own goes first; float32 has 0.3 alike however it was summed
+    for limits, known in (
+        (None, {"usd": 1.9}),
+        (None, {"usd": 2.1}),
+        ({"usd": 3.0}, {"usd": 2.1}),
+        ({"usd": 0.3}, {"usd": 0.1 + 0.2}),
+        ({"usd": 0.3}, {"usd": 0.31, "joule": 1.0}),
+        (None, None),
+        (None, {"joule": 1e9}),
+    ):
+        decision = runtime.decide(runtime.begin(60.0, limits), features_of(table, 0))
+        result = runtime.finish(decision, costs=known)
+        assert result.met
+        outcomes.append(result.over_limit)
+    assert outcomes == [False, True, False, False, True, None, None]
+    assert [row.get("over_limit") for row in rows_in(tmp_path)] == outcomes
+    read = read_log(tmp_path, agent.decider)
+    assert [row["met"] for row in read.rows] == [not over for over in outcomes]
+
+
 def test_requests_are_under_way_together_and_may_end_in_any_order(stack, tmp_path):
     agent, table = stack
     runtime = runtime_of(agent, log=tmp_path)

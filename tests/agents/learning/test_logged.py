@@ -25,6 +25,8 @@ from knobwise.agents.learning import logged, request_log
 from knobwise.agents.learning.logged import read_log
 from knobwise.agents.learning.request_log import RequestLog
 from knobwise.envs.tables.profile_table import Knob
+from knobwise.experiments.inspection.logs import inspect_log
+from knobwise.experiments.report.inspection import log_sentences
 from knobwise.profiling.measuring.adaptive_model import Request
 from knobwise.profiling.measuring.questions import VQAItem
 from knobwise.serving import AdaptiveModel
@@ -220,6 +222,27 @@ def test_of_answers_that_nobody_waited_for_those_count_that_were_still_to_come_a
     # what was answered is not both abandoned and on time
     log = read(tmp_path, [row | {"abandoned": True, "met": True} for row in late])
     assert log.aside.total() == 4
+
+
+def test_an_answer_above_a_limit_counts_as_late_and_its_share_is_said(rows, tmp_path):
+    in_time = [row for row in rows if row["met"]][:4]
+    over = [row | {"over_limit": n == 1} for n, row in enumerate(in_time[:3])]
+    log = read(tmp_path, [*over, in_time[3]])
+    assert not log.aside
+    assert [row["met"] for row in log.rows] == [True, False, True, True]
+    arrays = logged.logged_of(log.rows, small_stack()[0].decider)
+    assert arrays.met.tolist() == [True, False, True, True]
+    facts = inspect_log(str(tmp_path))
+    assert facts["over_limit"] == {"known": 3, "over": 1}
+    assert facts["on_time"] == 0.75
+    (sentence,) = [each for each in log_sentences(facts) if each.name == "over_limit"]
+    assert sentence.fields == {"share": "33.3%", "answers": "3 answers"}
+    # a log that does not say it reads as before
+    read(tmp_path, in_time)
+    facts = inspect_log(str(tmp_path))
+    assert (facts["over_limit"]["known"], facts["on_time"]) == (0, 1.0)
+    assert "over_limit" not in [each.name for each in log_sentences(facts)]
+    assert read(tmp_path, [in_time[0] | {"over_limit": 1}]).aside == {"a damaged row": 1}
 
 
 def test_times_that_were_rounded_are_no_contradiction(rows, tmp_path):

@@ -11,7 +11,7 @@ from proxied import knobs_of, serving
 
 from knobwise.__main__ import main
 from knobwise.agents import NumpyController
-from knobwise.testbeds.simulated_routing import evaluations
+from knobwise.testbeds.simulated_routing import PRICES, evaluations
 
 TRAIN = words_of(
     "train profile=table profile.path=evaluations.csv profile.id=id profile.features=[prompt]",
@@ -94,7 +94,28 @@ def test_the_proxy_asks_the_model_for_the_text_and_the_price(routing, controller
             assert knobs_of(own)["model"] == "medium"
             assert knobs_of(own) in within(controller, question, 3e-5)
         assert client.chat(budget_ms=800, limits={"joule": 1}).status == 400
+        # nobody knows here what is over the limit
+        assert any("prices" in line and "usd" in line for line in client.said())
         body = {"prompt": questions[0], "budget_ms": 2000, "limits": {"usd": 3e-5}}
         decided = client.ask("/decide", body)
         assert json.loads(decided.content) in within(controller, questions[0], 3e-5)
         assert "x-knobwise-limits-note" in decided.headers
+
+
+def test_an_answer_that_costs_more_than_a_limit_is_said_and_counted(routing, endpoint, tmp_path):
+    folder, questions = routing
+    dear = "".join(f"{model}: {{input: 10000, output: 10000}}\n" for model in PRICES)
+    (tmp_path / "dear.yaml").write_text(dear)
+    words = f"checkpoint={folder}/runs/controller/routing", f"endpoint={endpoint.url}"
+    words = *words, "tracker=false", "prices=dear.yaml", f"log={tmp_path}/log"
+    with serving(tmp_path, *words) as client:
+        chat = [{"role": "user", "content": questions[0]}]
+        # above the limit that was declared, within the request's own, and not known
+        client.chat(messages=chat)
+        client.chat(messages=chat, limits={"usd": 1e6})
+        client.chat(messages=chat, stream=True)
+        assert client.metric("over_limit_total") == 1
+    files = (tmp_path / "log").glob("requests-*.jsonl")
+    rows = [json.loads(line) for path in files for line in path.read_text().splitlines()]
+    assert [row.get("over_limit") for row in rows] == [True, False, None]
+    assert rows[0]["usd"] > 0.0003
