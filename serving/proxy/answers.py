@@ -11,12 +11,14 @@ included, and it is whole once it says why it ended.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import orjson
 
 from knobwise.profiling.endpoint.reading import BROKEN_OFF
+from knobwise.profiling.endpoint.token_counts import count_tokens
 
 CONTENT = (
     "content", "refusal", "reasoning_content", "reasoning", "tool_calls", "function_call", "audio",
@@ -44,6 +46,7 @@ class AnswerReader:
         service_tier: that of the answer; None if it does not say.
         answer_id: its own id; "" for none.
         has_text: True if text has come.
+        is_cut: True if it ended because it was as long as it may be.
     """
 
     def __init__(self) -> None:
@@ -54,6 +57,7 @@ class AnswerReader:
         self.service_tier: object = None
         self.answer_id = ""
         self.has_text = False
+        self.is_cut = False
         self._parts: list[bytes] = []
         self._waiting = 0
         self._data: list[bytes] = []
@@ -63,6 +67,16 @@ class AnswerReader:
     def is_whole(self) -> bool:
         """True once it has said why it ended, and nothing went wrong."""
         raise NotImplementedError
+
+    @property
+    def tokens(self) -> float:
+        """How many tokens the answer has, those of thinking included; NaN if nobody counted
+        them."""
+        try:
+            counts = count_tokens(self.usage)
+        except ValueError:
+            return math.nan
+        return math.nan if counts is None else counts.written
 
     def read_whole(self, content: bytes) -> None:
         """Read an answer that is no stream."""
@@ -190,6 +204,7 @@ class ChatReader(AnswerReader):
         elif finish:
             self.began = True
             self._ended = True
+            self.is_cut = self.is_cut or finish == "length"
             self._open.discard(index)
 
 
@@ -226,6 +241,7 @@ class ResponsesReader(AnswerReader):
         self.began = True
         # in the background it goes on
         self._ended = status in ("completed", "incomplete")
+        self._note_cut(answer)
         self.has_text = bool(output)
 
     def _read_event(self, event: Mapping[str, Any]) -> None:
@@ -235,6 +251,7 @@ class ResponsesReader(AnswerReader):
         response = event.get("response")
         if isinstance(response, dict):
             self._note(response)
+            self._note_cut(response)
         if kind == "error":
             self.fault = "an error"
         elif kind in ("response.failed", "response.cancelled"):
@@ -246,6 +263,12 @@ class ResponsesReader(AnswerReader):
         elif (kind.endswith(".delta") and event.get("delta")) or kind.endswith("_item.done"):
             self.began = True
             self.has_text = True
+
+    def _note_cut(self, response: Mapping[str, Any]) -> None:
+        """Note whether an answer was as long as it may be."""
+        details = response.get("incomplete_details")
+        if isinstance(details, dict):
+            self.is_cut = details.get("reason") == "max_output_tokens"
 
 
 def parsed(content: bytes) -> Any:

@@ -224,7 +224,12 @@ class Exchange:
         self._metrics.choices.labels(label_of(self._choice.decision.configuration)).inc()
         ended = attempt.began if self._proxy.first_counts else now
         choice = self._choice
-        if self._proxy.first_counts and not attempt.is_stream:
+        if self._proxy.first_counts:
+            learns = attempt.is_stream
+        else:
+            fields = self._walk.fields
+            learns = fields.is_measured(choice.body, reader.is_cut, reader.tokens)
+        if not learns:
             choice = choice.unlearned()
         # a disk may take its time for a row, which other streams do not wait for
         await asyncio.to_thread(self._walk.finish, choice, ended, attempt.usd(), reader.answer_id)
@@ -284,9 +289,11 @@ class Exchange:
 
     @property
     def _is_awaited(self) -> bool:
-        """True if what is timed is still to come, as far as can be seen from here."""
+        """True if what is timed is still to come, as far as can be seen from here, and is no answer
+        that may take longer because the client wants longer ones than were measured."""
         if not self._proxy.first_counts:
-            return True
+            choice = self._choice
+            return choice is None or not self._walk.fields.may_be_longer(choice.body)
         # of an answer that is no stream nobody sees when it begins
         begun = self._attempt is not None and self._attempt.began is not None
         return bool(self._request.chat.get("stream")) and not begun

@@ -114,6 +114,29 @@ class KnobFields:
             allowed = within
         return Freedom(None if allowed.all() else allowed, capped)
 
+    def is_measured(self, body: Mapping[str, object], cut: bool, tokens: float) -> bool:
+        """Return False for an answer whose length is not as measured, since the client set another
+        one, so that its time says nothing of a setting.
+
+        Args:
+            body: the client's.
+            cut: whether the answer ended because it was as long as it may be.
+            tokens: of the answer; NaN if nobody counted them.
+        """
+        cap = self._cap(body)
+        if cap is None or any(name in LENGTHS for name in self._names):
+            return True
+        measured = self._extra_length()
+        if cap > measured > 0:
+            # what ended by itself is as it was measured, as far as it is known
+            return tokens <= measured
+        return not cut or cap == measured
+
+    def may_be_longer(self, body: Mapping[str, object]) -> bool:
+        """Return True if the client wants longer answers than were measured."""
+        cap = self._cap(body)
+        return cap is not None and cap > self._extra_length() > 0
+
     def of_fields(self, knobs: Mapping[str, object]) -> dict[str, object]:
         """Return the knobs that are fields of a request, which need no function of the messages."""
         return {name: value for name, value in knobs.items() if name in self._names}

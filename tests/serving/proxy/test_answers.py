@@ -1,6 +1,7 @@
 """What an answer is, and when it has begun."""
 
 import json
+import math
 
 import pytest
 from hypothesis import given
@@ -188,3 +189,20 @@ def test_errors_that_another_model_might_not_make(status, code, about_model):
     content = json.dumps({"error": {"message": "no", "code": code}}).encode()
     assert is_about_model(status, content) == about_model
     assert not is_about_model(status, b"[" * 5000)
+
+
+def test_what_was_as_long_as_it_may_be():
+    assert not read(ROLE, WORD, STOP, DONE).is_cut
+    reader = read(ROLE, WORD, chunk({}, "length"), COUNTED, DONE)
+    assert (reader.is_cut, reader.is_whole, reader.tokens) == (True, True, 5)
+    assert math.isnan(read(ROLE, WORD, STOP).tokens)
+    assert math.isnan(read(WORD, chunk({}, "stop", usage={"prompt_tokens": -1})).tokens)
+    for reason, cut in (("max_output_tokens", True), ("content_filter", False), (None, False)):
+        details = None if reason is None else {"reason": reason}
+        answer = {"output": [], "status": "incomplete", "incomplete_details": details}
+        last = of_responses("response.incomplete", response=answer | {"usage": TOKENS})
+        reader = read(CREATED, DELTA, last, reader=ResponsesReader)
+        assert (reader.is_cut, reader.tokens) == (cut, 5)
+        reader = ResponsesReader()
+        reader.read_whole(json.dumps(answer).encode())
+        assert reader.is_cut == cut

@@ -59,6 +59,37 @@ def test_a_clients_own_values():
     assert allowed(KnobFields(GRID, override=True), model="other", max_tokens=1) == (GRID, False)
 
 
+@pytest.mark.parametrize(
+    ("extra", "cap", "cut", "tokens", "measured"),
+    [
+        # without a client's length every answer is as measured
+        ({"max_tokens": 256}, None, True, 256, True),
+        ({}, None, True, 256, True),
+        # cut by the client alone, or as every answer is
+        ({}, 256, True, 256, False),
+        ({}, 256, False, 100, True),
+        ({"max_tokens": 256}, 256, True, 256, True),
+        ({"max_tokens": 256}, 255, True, 255, False),
+        # longer than every answer would have been
+        ({"max_tokens": 256}, 4096, False, 257, False),
+        ({"max_tokens": 256}, 4096, False, 256, True),
+        ({"max_tokens": 256}, 4096, True, 4096, False),
+        ({"max_tokens": 256}, 4096, False, np.nan, False),
+    ],
+)
+def test_what_a_clients_own_length_made_of_an_answer_is_not_as_measured(
+    extra, cap, cut, tokens, measured
+):
+    body = {} if cap is None else {"max_completion_tokens": cap}
+    grid = [{"model": model} for model in ("s", "l")]
+    for override in (False, True):
+        fields = KnobFields(grid, extra=extra, override=override)
+        assert fields.is_measured(body, cut, tokens) == measured
+        assert fields.may_be_longer(body) == (cap == 4096)
+    # a knob is sent as it was measured, or the answer counts as cut from the beginning
+    assert KnobFields(GRID, extra=extra).is_measured(body, cut, tokens)
+
+
 @pytest.mark.parametrize("override", [False, True])
 def test_a_cap_below_the_length_of_every_request_cuts(override):
     def is_capped(extra, knobs=("model",), **body):

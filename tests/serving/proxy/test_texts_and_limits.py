@@ -8,6 +8,7 @@ from contextlib import chdir
 import pytest
 from commands import words_of
 from proxied import knobs_of, serving
+from scripted_endpoint import Reply, chat
 
 from knobwise.__main__ import main
 from knobwise.agents import NumpyController
@@ -119,3 +120,27 @@ def test_an_answer_that_costs_more_than_a_limit_is_said_and_counted(routing, end
     rows = [json.loads(line) for path in files for line in path.read_text().splitlines()]
     assert [row.get("over_limit") for row in rows] == [True, False, None]
     assert rows[0]["usd"] > 0.0003
+
+
+def test_a_length_of_the_clients_own_teaches_no_times(routing, scripted, tmp_path):
+    folder, questions = routing
+    words = f"checkpoint={folder}/runs/controller/routing", f"endpoint={scripted.url}"
+    words = *words, "extra_body={max_tokens: 256}", f"log={tmp_path}/log"
+    with serving(tmp_path, *words) as client:
+        asked = {"messages": [{"role": "user", "content": questions[0]}]}
+        for cap, tokens, teaches in (
+            (None, 256, True),
+            (4096, 256, True),
+            (4096, 900, False),
+            (16, 16, False),
+        ):
+            usage = {"prompt_tokens": 9, "completion_tokens": tokens}
+            scripted.answer = lambda path, body, usage=usage: Reply(chat(usage=usage))
+            before = client.metric("latency_level")
+            for _ in range(3):
+                client.chat(**asked, **({} if cap is None else {"max_tokens": cap}))
+            assert scripted.asked[-1][2]["max_tokens"] == (cap or 256)
+            assert (client.metric("latency_level") != before) == teaches
+    files = (tmp_path / "log").glob("requests-*.jsonl")
+    rows = [json.loads(line) for path in files for line in path.read_text().splitlines()]
+    assert [bool(row.get("failed")) for row in rows] == [False] * 6 + [True] * 6
