@@ -3,6 +3,7 @@ it."""
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 from collections.abc import Iterable
@@ -33,6 +34,17 @@ def quote_for_hydra(text: str) -> str:
     from hydra.core.override_parser.types import Quote, QuotedString
 
     return QuotedString(escape_for_yaml(text), Quote.single).with_quotes()
+
+
+def value_for_hydra(value: object) -> str:
+    """Return what JSON holds as Hydra reads it."""
+    if isinstance(value, dict):
+        return f"{{{', '.join(f'{key}: {value_for_hydra(each)}' for key, each in value.items())}}}"
+    if isinstance(value, list):
+        return f"[{', '.join(map(value_for_hydra, value))}]"
+    if isinstance(value, str):
+        return quote_for_hydra(value)
+    return json.dumps(value)
 
 
 def escape_for_yaml(text: str) -> str:

@@ -22,7 +22,7 @@ from knobwise.profiling.endpoint.messages import (
     with_image,
 )
 from knobwise.profiling.endpoint.model_changes import measure_changes, say_costs
-from knobwise.profiling.endpoint.paid import LIMITS, PaidClient
+from knobwise.profiling.endpoint.paid import PaidClient
 from knobwise.profiling.endpoint.remarks import (
     CHANGE_MS,
     CHANGED,
@@ -30,7 +30,7 @@ from knobwise.profiling.endpoint.remarks import (
     changes,
     ignored_knobs,
 )
-from knobwise.profiling.endpoint.settings import NAME, EndpointOptions
+from knobwise.profiling.endpoint.settings import LENGTHS, NAME, EndpointOptions
 from knobwise.profiling.measuring.adaptive_model import (
     Answer,
     Configuration,
@@ -166,7 +166,7 @@ class EndpointModel:
                 extra[name] = value
             elif name in request_fields():
                 fields[name] = value
-        if not {*fields, *extra}.intersection(LIMITS):
+        if not {*fields, *extra}.intersection(LENGTHS):
             fields["max_tokens"] = self._max_tokens
         fields["messages"] = with_image(self._messages(request.question, knobs), request.image)
         if extra:

@@ -15,11 +15,9 @@ from knobwise.profiling.endpoint.client import EndpointClient
 from knobwise.profiling.endpoint.messages import images_in, most_tokens
 from knobwise.profiling.endpoint.prices import Money, Price, answer_usd, lacking_tiers, read_prices
 from knobwise.profiling.endpoint.reading import EndpointReply, ImpossibleTokens
-from knobwise.profiling.endpoint.settings import EndpointOptions
+from knobwise.profiling.endpoint.settings import LENGTHS, EndpointOptions
 from knobwise.profiling.measuring.measuring import open_log
 
-LIMITS = ("max_tokens", "max_completion_tokens")
-"""Fields that bound an answer."""
 PAYMENTS = "payments.jsonl"
 """The file of what was paid, in the state folder. Before a request is sent, a line has the most
 that it can cost; after its answer, a line has the difference to its price. So the sum is what was
@@ -158,7 +156,7 @@ class PaidClient:
         price = self.prices[body["model"]]
         # the lowest of several limits holds
         fields = {**body, **body.get("extra_body", {})}
-        tokens_out = min(fields[name] for name in LIMITS if name in fields)
+        tokens_out = min(fields[name] for name in LENGTHS if name in fields)
         messages = body.get("messages") or [{"content": body["prompt"]}]
         images = images_in(messages) * price.image_tokens
         return price.most_usd(most_tokens(messages) + images, tokens_out)

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import polars as pl
 
 from knobwise.profiling.endpoint.model_changes import costs_something, say_costs
-from knobwise.profiling.endpoint.paid import LIMITS
+from knobwise.profiling.endpoint.settings import LENGTHS
 from knobwise.profiling.measuring.adaptive_model import KnobSupport
 from knobwise.profiling.measuring.measuring import EXTRA, MeasurementPlan
 from knobwise.profiling.measuring.outputs import values_in_order
@@ -49,7 +49,7 @@ def ignored_knobs(
         if len(values) < 2:
             continue
         low, high = values[0], values[-1]
-        judge = _limit_line if knob.name in LIMITS else _same_line
+        judge = _limit_line if knob.name in LENGTHS else _same_line
         others = [name for name in plan.knobs if name != knob.name]
         pairs = rows.filter(pl.col(knob.name) == low).join(
             rows.filter(pl.col(knob.name) == high), on=["sample", *others], suffix=" high"

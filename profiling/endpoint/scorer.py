@@ -20,11 +20,11 @@ from knobwise.profiling.endpoint.logprobs import (
     prompt_tokens,
     token_chance,
 )
-from knobwise.profiling.endpoint.paid import LIMITS, PaidClient
+from knobwise.profiling.endpoint.paid import PaidClient
 from knobwise.profiling.endpoint.prompts import ChatForm, Fields, PlainForm, PromptForm
 from knobwise.profiling.endpoint.reading import EndpointReply
 from knobwise.profiling.endpoint.replies import Body, Read, Replies
-from knobwise.profiling.endpoint.settings import EndpointOptions
+from knobwise.profiling.endpoint.settings import LENGTHS, EndpointOptions
 from knobwise.profiling.measuring.questions import (
     Prompt,
     VQAData,
@@ -304,7 +304,7 @@ class EndpointScorer:
     def _body(self, fields: Fields, max_tokens: int) -> Body:
         """Return a request."""
         body = {"model": self._model, "temperature": 0, **fields}
-        if not {*self._extra}.intersection(LIMITS):
+        if not {*self._extra}.intersection(LENGTHS):
             body["max_tokens"] = max_tokens
         return body | {"extra_body": {**fields.get("extra_body", {}), **self._extra}}
 

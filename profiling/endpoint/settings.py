@@ -11,6 +11,8 @@ from knobwise.common.errors import InputError
 
 NAME = "openai"
 """What stands for these models on the command line."""
+LENGTHS = ("max_tokens", "max_completion_tokens")
+"""The fields that bound an answer: two names of one limit, whose value is a cap."""
 
 
 @dataclass

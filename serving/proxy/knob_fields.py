@@ -10,6 +10,7 @@ import numpy as np
 from knobwise.agents.deployed.arrays import Array
 from knobwise.common.errors import InputError
 from knobwise.common.words import spelled
+from knobwise.profiling.endpoint.settings import LENGTHS
 from knobwise.serving.proxy.chat import last_question
 from knobwise.serving.proxy.responses import is_settable
 
@@ -18,8 +19,6 @@ if TYPE_CHECKING:
 
 OPEN_MODELS = (None, "", "auto", "knobwise")
 """What a client gives as `model` to leave it to us."""
-LENGTHS = ("max_tokens", "max_completion_tokens")
-"""Two names of one limit: a value is a cap."""
 FIELDS = frozenset((
     "model", "max_tokens", "max_completion_tokens", "reasoning_effort", "verbosity", "service_tier",
     "temperature", "top_p", "n", "seed", "stop", "presence_penalty", "frequency_penalty",
@@ -51,7 +50,7 @@ class KnobFields:
     Args:
         configurations: the knob values of each configuration.
         messages: `messages(question, knobs)` returns the messages that stand for the user's last
-            one; None if every knob is a field.
+            one; None to leave it as it is, if every knob is a field.
         extra: further fields of every request, unless a client sets them; a knob of the same name
             sets the field.
         override: True to set knobs whatever the client has set.
@@ -171,7 +170,7 @@ class KnobFields:
             # null stands for a field that is left out
             if knobs[name] is None:
                 del changed[name]
-        if with_messages and len(self._names) < len(knobs) and self._messages is not None:
+        if with_messages and self._messages is not None:
             # what came before the question stays before it
             index, question = last_question(body)
             messages = list(body.get("messages") or [])
@@ -208,9 +207,8 @@ class KnobFields:
     @property
     def are_of_responses(self) -> bool:
         """True if all knobs can be set in a request to /v1/responses as it is."""
-        return len(self._names) == len(self._configurations[0]) and all(
-            is_settable(name) or name in self._extra for name in self._names
-        )
+        fields = len(self._names) == len(self._configurations[0]) and self._messages is None
+        return fields and all(is_settable(name) or name in self._extra for name in self._names)
 
     def index_of(self, knobs: Mapping[str, object]) -> int:
         """Return the configuration with these knobs. Raises InputError if there is none."""

@@ -44,8 +44,8 @@ class ServeRun:
     a client leaves it open: `knobwise`, `auto` or none."""
     messages: str | None = None
     """module:function(question, knobs), which returns the messages that stand for the user's last
-    one. Knobs that are no field of a request need it; give the same as when the profile was
-    measured."""
+    one, after those that the client has before it. Knobs that are no field of a request need it;
+    give the same as when the profile was measured."""
     features: str | None = None
     """module:function(body), plain or async, which returns the features of a request by name. What
     a request brings itself, as `features`, goes before."""

@@ -152,6 +152,13 @@ def test_messages_of_the_users_own():
         KnobFields([knobs])
     changed = KnobFields([knobs], messages).set({"messages": QUESTION}, knobs)
     assert changed == {"messages": [QUESTION[0], {"role": "user", "content": "2 Why?"}]}
+    # a function that is named is asked too where every knob is a field
+    for extra in ({"shots": 0}, None):
+        known = {"model": "s"} if extra is None else knobs
+        assert KnobFields([known], None, extra).are_of_responses
+        fields = KnobFields([known], lambda question, knobs: [{"content": question}], extra)
+        assert fields.set({"messages": QUESTION}, known)["messages"][1] == {"content": "Why?"}
+        assert not fields.are_of_responses
     # images stay, before the text, as when the profile was measured
     image = {"type": "image_url", "image_url": {"url": "data:,"}}
     content = [{"type": "text", "text": "Why?"}, image]

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import resource
+import shlex
 import shutil
 import signal
 import socket
@@ -27,6 +28,7 @@ from knobwise.agents.deployed.arrays import digest_of
 from knobwise.agents.learning.logged import read_log
 from knobwise.experiments.deploy.serve import serve_controller as run_serve
 from knobwise.experiments.settings.config_file import to_yaml
+from knobwise.experiments.settings.measured_with import every_request
 from knobwise.serving.proxy import server
 from knobwise.serving.proxy.settings import ServeRun
 from knobwise.serving.proxy.under_way import place_of
@@ -605,6 +607,53 @@ def test_how_many_requests_were_measured_at_once_is_known_from_the_run(
     monkeypatch.setattr(server, "serve", lambda config, controller: served.append(config))
     run_serve(ServeRun(checkpoint=str(run), concurrency=given))
     assert served[0].concurrency == (given or 8)
+
+
+@pytest.mark.parametrize(
+    ("options", "wanted"),
+    [
+        ({}, ["extra_body={top_k: 1, stop: ['a b', null], max_tokens: 32}", "messages=my:own"]),
+        ({"extra_body": {"max_completion_tokens": 32, "top_k": 1, "stop": ["a b", None]}}, ["my"]),
+        # what serve sends besides is kept
+        (
+            {"extra_body": {"max_tokens": 9, "top_k": 1, "seed": 3}, "messages": "their:own"},
+            ["extra_body={top_k: 1, seed: 3, stop: ['a b', null], max_tokens: 32}"],
+        ),
+        ({"endpoint": None}, []),
+    ],
+)
+def test_what_the_profile_was_measured_with_and_is_not_sent_is_said(
+    exported, tmp_path, monkeypatch, capsys, options, wanted
+):
+    run = tmp_path / "run"
+    run.mkdir()
+    shutil.copy(exported, run)
+    profile = {"format": "table", "path": str(tmp_path / "table.parquet")}
+    (run / "config.yaml").write_text(to_yaml({"profile": profile}))
+    facts = {
+        "model": "openai",
+        "knobs": [{"name": "model"}, {"name": "think"}],
+        "config": {"max_new_tokens": 32},
+        "extra_body": {"top_k": 1, "think": False, "stop": ["a b", None]},
+        "messages": "my:own",
+    }
+    monkeypatch.setattr(server, "serve", lambda config, controller: None)
+    options = {"endpoint": "http://127.0.0.1:1/v1", **options}
+    for change in ({}, {"model": "elastic"}, {"config": None}):
+        (tmp_path / "profile.json").write_text(json.dumps(facts | change))
+        run_serve(ServeRun(checkpoint=str(run), **options))
+        lines = capsys.readouterr().err.splitlines()
+        if change:
+            assert not lines
+            continue
+        assert len(lines) == len(wanted)
+        for line, words in zip(lines, wanted, strict=True):
+            # as a shell takes it
+            assert words in " ".join(shlex.split(line))
+    # the length is a knob, or one of extra_body
+    for change in ({"knobs": [{"name": "max_tokens"}]}, {"extra_body": {"max_tokens": 5}}):
+        (tmp_path / "profile.json").write_text(json.dumps(facts | change))
+        assert every_request(profile["path"]).fields.get("max_tokens") != 32
 
 
 def test_a_worker_that_dies_is_replaced_and_what_it_had_open_is_counted(
