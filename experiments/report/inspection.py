@@ -369,11 +369,13 @@ def said_of_times(
             since = Sentence("changed_since", moment=f"{moment:%Y-%m-%d %H:%M}")
         lines.append(
             Sentence(
-                "times_of_setting",
+                "times_at_least" if each["at_least"] else "times_of_setting",
                 configuration=each["setting"],
                 took=quantity(each["took"], unit),
                 factor=f"{each['factor']:.2g}",
                 since=since,
+                left=f"{each['left']:,}",
+                answers=format_count(each["answers"], "answer"),
             )
         )
     for each in times:

@@ -1,11 +1,14 @@
 """What the answers of each setting took beside what was expected: factors and changes by hand."""
 
+import json
 import math
 
 import numpy as np
 import pytest
 
 from knobwise.agents.learning.times import KNOWN, NORMAL, times_by_setting
+from knobwise.experiments.inspection.logs import facts_of_times
+from knobwise.experiments.report.inspection import said_of_times
 
 
 def rows_of(model, factors, expected_ms=100.0, start=0.0):
@@ -54,6 +57,51 @@ def test_chance_and_a_stall_are_no_change():
         values[50] = 100.0
         (pro,) = times_by_setting(rows_of("pro", values))
         assert (pro.since, pro.changed) == (None, False)
+
+
+def rows_left(model, factors, left):
+    """Rows of which the clients left some when so many times the expected time was over."""
+    rows = rows_of(model, factors)
+    return [
+        row | {"abandoned": True} if leaves else row for row, leaves in zip(rows, left, strict=True)
+    ]
+
+
+def test_of_answers_that_clients_left_the_time_is_only_known_to_be_no_less():
+    # 0.5, then whoever left after 1.2: the medians of 15 by hand, with 6, 7 and 8 of them
+    for count, factor in ((6, 0.5), (7, 0.5), (8, 1.2)):
+        left = [n % 2 == 0 and n // 2 < count for n in range(15)]
+        rows = rows_left("pro", [1.2 if leaves else 0.5 for leaves in left], left)
+        (pro,) = times_by_setting(rows)
+        assert (pro.answers, pro.left, pro.at_least) == (15, count, count == 8)
+        assert pro.factor == pytest.approx(factor)
+        assert pro.took == pytest.approx(100 * factor)
+    assert pro.more == 0
+    # of an even number, half is enough: the upper of the two in the middle has no end
+    (pro,) = times_by_setting(rows_left("pro", [0.5, 1.2] * 6, [False, True] * 6))
+    assert (pro.at_least, pro.left) == (True, 6)
+    # by facts of JSON alone
+    assert all(map(math.isfinite, (pro.factor, pro.error, pro.took)))
+
+
+def test_what_clients_left_before_it_was_expected_is_no_shorter_time():
+    (pro,) = times_by_setting(rows_left("pro", noisy(40, 0.3), [True] * 40))
+    assert pro.at_least
+    assert pro.factor == pytest.approx(0.3, rel=0.1)
+    assert (pro.off, pro.changed, pro.far) == (False, False, False)
+    # three times as long, at least, is a change
+    (pro,) = times_by_setting(rows_left("pro", noisy(40, 3.0), [True] * 40))
+    assert (pro.changed, pro.far) == (True, True)
+
+
+def test_how_long_an_answer_takes_at_least_is_said_so():
+    rows = rows_left("pro", noisy(40, 3.0), [True] * 30 + [False] * 10)
+    facts = json.loads(json.dumps(facts_of_times(rows)))
+    (sentence, *_) = said_of_times(facts, "ms", "served")
+    assert sentence.name == "times_at_least"
+    fields = sentence.fields
+    assert (fields["left"], fields["answers"]) == ("30", "40 answers")
+    assert fields["factor"] in str(sentence)
 
 
 def test_how_many_answers_more_would_tell():
