@@ -214,6 +214,7 @@ class Exchange:
             return
         if self._choice is None and error is None:
             self.end("unchanged", began=attempt.began)
+            self._walk.count_usd(attempt.usd())
             return
         if self._choice is None or not reader.is_whole:
             fault = error or FaultyAnswer("a stream that does not say why it ended")

@@ -59,7 +59,7 @@ class ServerMetrics:
         self.late = counter("late", "Answered requests that missed their deadline or budget")
         self.over_limit = counter("over_limit", "Answers that cost more than a limit on usd")
         self.usd = counter("usd", "What answers cost in US dollars, with prices=…")
-        self.unpriced = counter("unpriced", "Answers whose tokens the endpoint did not count")
+        self.unpriced = counter("unpriced", "Answers whose cost nobody knows, with prices=…")
         self.retries = counter("retries", "Further settings that were tried after a fault")
         self.broken = counter("broken", "Requests under way in processes that were killed")
         self.crowded = counter("crowded", "Requests that came while more were under way than when "

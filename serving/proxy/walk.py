@@ -245,8 +245,7 @@ class Walk:
             known = not math.isnan(usd)
             log_fields = {**(decision.request.log_fields or {}), USD: usd if known else None}
             decision = decision._replace(request=decision.request._replace(log_fields=log_fields))
-            self._metrics.usd.inc(usd if known else 0.0)
-            self._metrics.unpriced.inc(not known)
+        self.count_usd(usd)
         costs = None if math.isnan(usd) else {USD: usd}
         with self._counting_lost():
             result = self.runtime.finish(
@@ -260,6 +259,13 @@ class Walk:
         if choice.learns and not math.isnan(result.total_ms):
             self._watch_promise(decision, result.met)
         return result
+
+    def count_usd(self, usd: float) -> None:
+        """Count what an answer cost, or that nobody knows it."""
+        if self.prices is not None:
+            known = not math.isnan(usd)
+            self._metrics.usd.inc(usd if known else 0.0)
+            self._metrics.unpriced.inc(not known)
 
     def _watch_promise(self, decision: Decision, met: bool) -> None:
         """Count whether a request was on time, if that was promised."""

@@ -10,6 +10,8 @@ from unittest.mock import Mock
 import pytest
 from commands import words_of
 from proxied import knobs_of, serving
+from scripted_endpoint import DONE, STOP, WORD, Reply, chat, event
+from scripted_endpoint import USAGE as COUNTED
 
 from knobwise.__main__ import main
 from knobwise.agents import NumpyController
@@ -129,6 +131,32 @@ def test_what_an_answer_cost_is_known_where_its_tokens_are(trained, words, tmp_p
         # nothing is so cheap
         assert not dear["met"]
         assert (client.metric("unpriced_total"), client.metric("late_total")) == (1, 1)
+
+
+def test_what_passes_unchanged_is_paid_too(trained, scripted, tmp_path):
+    folder, questions = trained
+    words = f"checkpoint={folder}/runs/controller/each", "prices=prices1.yaml"
+    with serving(folder, *words, f"endpoint={scripted.url}", f"log={tmp_path}") as client:
+
+        def unchanged(reply, **fields):
+            """An effort that was not measured, so that nothing is decided."""
+            scripted.answer = lambda path, body: reply
+            fields = {"model": "small", "reasoning_effort": "xhigh", **fields}
+            answer = asked(client, questions[0], **fields)
+            assert answer.headers["x-knobwise-unchanged"] == "true"
+            return client.metric("usd_total"), client.metric("unpriced_total")
+
+        # 10 tokens were read and 5 written
+        price = price_by_hand("small", COUNTED)
+        assert unchanged(Reply(chat())) == (pytest.approx(price), 0)
+        events = [WORD, STOP, event({"choices": [], "usage": COUNTED}), DONE]
+        assert unchanged(Reply(events), stream=True) == (pytest.approx(2 * price), 0)
+        # without tokens, or the price of the model, nobody knows what an answer cost
+        assert unchanged(Reply([WORD, STOP, DONE]), stream=True) == (pytest.approx(2 * price), 1)
+        assert unchanged(Reply(chat()), model="huge") == (pytest.approx(2 * price), 2)
+        # an error costs nothing
+        assert unchanged(Reply({"error": {}}, 400)) == (pytest.approx(2 * price), 2)
+    assert not rows_in(tmp_path)
 
 
 def test_a_cost_that_is_not_known_neither_keeps_nor_breaks_a_promise(trained, monkeypatch):
