@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -17,7 +18,9 @@ from knobwise.serving.proxy.responses import is_settable
 if TYPE_CHECKING:
     from knobwise.profiling.endpoint.messages import Message, MessageFunction
 
-OPEN_MODELS = (None, "", "auto", "knobwise")
+OUR_MODELS = ("auto", "knobwise")
+"""Names that no endpoint knows."""
+OPEN_MODELS = (None, "", *OUR_MODELS)
 """What a client gives as `model` to leave it to us."""
 FIELDS = frozenset((
     "model", "max_tokens", "max_completion_tokens", "reasoning_effort", "verbosity", "service_tier",
@@ -84,8 +87,12 @@ class KnobFields:
 
     def freedom(self, body: Mapping[str, object]) -> Freedom | None:
         """Return which configurations are within what a client has set itself; None if it gave a
-        knob a value that no configuration has, so that nothing can be expected of any. Raises
-        InputError for a length that nobody can count with."""
+        knob a value that no configuration has, so that nothing can be expected of any.
+
+        Raises:
+            InputError: a length that nobody can count with; such a value, where no endpoint knows
+                the model that is asked for.
+        """
         cap = self._cap(body)
         # a client's length goes before one of `extra`, whatever is overridden
         capped = cap is not None and cap < self._extra_length()
@@ -97,9 +104,12 @@ class KnobFields:
             value = body.get(name)
             if name in LENGTHS or value is None or (name == "model" and value in OPEN_MODELS):
                 continue
-            allowed &= [_is_same(values[name], value) for values in self._configurations]
-        if not allowed.any():
-            return None
+            within = allowed & [_is_same(values[name], value) for values in self._configurations]
+            if not within.any():
+                known = zip(self._configurations, allowed, strict=True)
+                self.refuse_open(body, name, [values[name] for values, may in known if may])
+                return None
+            allowed = within
         for name in self._names:
             if name not in LENGTHS or cap is None:
                 continue
@@ -112,6 +122,31 @@ class KnobFields:
                 within = allowed & (lengths == lengths[allowed].min())
             allowed = within
         return Freedom(None if allowed.all() else allowed, capped)
+
+    def refuse_open(
+        self, body: Mapping[str, object], name: str, known: Sequence[object] = ()
+    ) -> None:
+        """Refuse a request that would have to pass unchanged because of a field, but leaves the
+        model to us by a name that no endpoint knows.
+
+        Args:
+            body: the client's.
+            name: the field.
+            known: its values that were measured.
+
+        Raises:
+            InputError: it is one.
+        """
+        is_ours = "model" in self._names and body.get("model") in OUR_MODELS
+        if not is_ours or "model" in self._extra:
+            return
+        value = json.dumps(body.get(name, True))
+        measured = ", ".join(json.dumps(each) for each in dict.fromkeys(known))
+        raise InputError(
+            f"{name}={value:.60}: nothing is decided for such a request"
+            f"{f'; what was measured is {measured}' if known else ''}; change it, or give a model "
+            f"of your endpoint in place of {body['model']}"
+        )
 
     def is_measured(self, body: Mapping[str, object], cut: bool, tokens: float) -> bool:
         """Return False for an answer whose length is not as measured, since the client set another

@@ -105,11 +105,13 @@ class Walk:
         has given a knob a value that is not in the profile, or the policy fails.
 
         Raises:
-            InputError: a deadline or a limit that is no number, or not positive and finite.
+            InputError: a deadline or a limit that is no number, or not positive and finite; see
+                also `KnobFields.freedom`.
         """
         freedom = self.fields.freedom(chat.chat)
         if "background" in chat.lost:
             # what is answered later has no time of its own
+            self.fields.refuse_open(chat.chat, "background")
             freedom = None
         budget = self._budget
         if chat.budget is not None:

@@ -59,6 +59,24 @@ def test_a_clients_own_values():
     assert allowed(KnobFields(GRID, override=True), model="other", max_tokens=1) == (GRID, False)
 
 
+def test_what_would_pass_unchanged_by_a_name_that_no_endpoint_knows_is_refused():
+    fields = KnobFields(GRID)
+    for model in ("auto", "knobwise"):
+        with pytest.raises(InputError, match=r'^reasoning_effort="high": .*"low", null'):
+            fields.freedom({"model": model, "reasoning_effort": "high"})
+        # of the values that go with what else the client has set
+        pairs = [{"model": "s", "n": 1, "seed": 3}, {"model": "l", "n": 2, "seed": 4}]
+        with pytest.raises(InputError, match=r"^seed=3: .*is 4;"):
+            KnobFields(pairs).freedom({"model": model, "n": 2, "seed": 3})
+        # a model of every request is sent instead; so is one that is no knob of ours
+        body = {"model": model, "reasoning_effort": "high"}
+        assert KnobFields(GRID, extra={"model": "s"}).freedom(body) is None
+        assert KnobFields([{"reasoning_effort": "low"}]).freedom(body) is None
+    # whoever names none, or one that may be there, asks the endpoint
+    for body in ({}, {"model": "s"}, {"model": "other"}):
+        assert fields.freedom({**body, "reasoning_effort": "high"}) is None
+
+
 @pytest.mark.parametrize(
     ("extra", "cap", "cut", "tokens", "measured"),
     [

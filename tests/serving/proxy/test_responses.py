@@ -225,6 +225,11 @@ def test_an_endpoint_that_has_the_route(served, scripted):
     answer = served.ask("/v1/responses", body)
     assert (answer.status, answer.headers["x-knobwise-unchanged"]) == (200, "true")
     assert "features" not in scripted.asked[-1][2]
+    # no endpoint knows our name
+    asked = len(scripted.asked)
+    answer = served.ask("/v1/responses", {**body, "model": "knobwise"})
+    assert (answer.status, b"background" in answer.content) == (400, True)
+    assert len(scripted.asked) == asked
 
 
 def test_a_stream_of_an_endpoint_that_has_the_route(served, scripted):
