@@ -29,6 +29,7 @@ from knobwise.profiling.endpoint.remarks import (
     cached_prompts,
     changes,
     ignored_knobs,
+    uncounted,
 )
 from knobwise.profiling.endpoint.settings import LENGTHS, NAME, EndpointOptions
 from knobwise.profiling.measuring.adaptive_model import (
@@ -201,11 +202,12 @@ class EndpointModel:
 
     def remarks(self, plan: MeasurementPlan, log: pl.DataFrame) -> list[str]:
         """Return what the measurements say of the server: knobs that it may ignore, what changes of
-        the model cost, and tokens that it had in its cache."""
+        the model cost, and tokens that it had in its cache or did not count."""
         return [
             *ignored_knobs(plan, log, self.knobs),
             *changes(plan.select(log)),
             *cached_prompts(plan, log),
+            *uncounted(plan, log),
         ]
 
     def affords(self, request: Request, configuration: Configuration) -> bool:
@@ -269,8 +271,8 @@ class EndpointModel:
         self._last = body["model"]
         reply, usd = self._client.ask(body)
         extra = {"tokens_in": float(reply.tokens_in), "tokens_out": float(reply.tokens_out)}
-        if reply.failed == "timed out" and not reply.counted:
-            # nobody counted those of an answer that was given up, which are not few
+        if not reply.counted:
+            # as of every answer that was given up
             extra = dict.fromkeys(extra, math.nan)
         # what is not known is left out of the log
         extra["tokens_cached"] = reply.tokens_cached if reply.counted else math.nan
@@ -288,7 +290,7 @@ class EndpointModel:
             vision_ms=0.0,
             vision_tokens=0,
             language_tokens=reply.tokens_in,
-            output_tokens=reply.tokens_out,
+            output_tokens=reply.tokens_out if reply.counted else reply.chunks,
             extra=extra,
         )
 

@@ -45,7 +45,11 @@ class EndpointReply:
     failed: str = ""
     """Why it counts as wrong whatever the text says: `refused` or `timed out`."""
     tokens_in: int = 0
+    """0 where the server did not count them."""
     tokens_out: int = 0
+    """0 where the server did not count them."""
+    chunks: int = 0
+    """Those of a stream that had content, which are no more than its tokens."""
     tokens_cached: float = math.nan
     """How many of `tokens_in` the server had in its cache; NaN where it does not say."""
     usage: Mapping[str, Any] | None = None
@@ -76,7 +80,6 @@ async def read_stream(lines: AsyncIterable[str], reply: EndpointReply, start: fl
         ValueError: it is no stream of the protocol's, or tells of an error.
     """
     finish = None
-    chunks = 0
     async for chunk in _events(lines):
         _count(chunk, reply)
         choices = chunk.get("choices")
@@ -88,7 +91,7 @@ async def read_stream(lines: AsyncIterable[str], reply: EndpointReply, start: fl
             refusal = text_in(delta.get("refusal"))
             text = text_in(delta.get("content")) or refusal
             if text or any(map(delta.get, THOUGHTS)):
-                chunks += 1
+                reply.chunks += 1
                 reply.first_ms = reply.first_ms or 1e3 * (time.perf_counter() - start)
             reply.text += text
             finish = _finish_of(choice) or finish
@@ -96,12 +99,10 @@ async def read_stream(lines: AsyncIterable[str], reply: EndpointReply, start: fl
                 reply.failed = "refused"
     reply.total_ms = 1e3 * (time.perf_counter() - start)
     reply.first_ms = reply.first_ms or reply.total_ms
-    if finish is None and not chunks:
+    if finish is None and not reply.chunks:
         raise Cut("neither a stream nor JSON came in answer to stream=true")
     if finish is None:
         raise Cut("the stream ended before the answer did")
-    if not reply.counted:
-        reply.tokens_out = chunks
 
 
 def read_whole(content: bytes, reply: EndpointReply, start: float) -> None:

@@ -1,5 +1,6 @@
 """What the measurements of a profile say about the server: knobs that it may ignore, changes of the
-model that are in the times, and prompts that it had in its cache. Hints, for people."""
+model that are in the times, prompts that it had in its cache, and tokens that it did not count.
+Hints, for people."""
 
 from __future__ import annotations
 
@@ -164,4 +165,21 @@ def cached_prompts(plan: MeasurementPlan, log: pl.DataFrame) -> list[str]:
         "sent once for each configuration: new requests will take longer, and cost more where "
         "cached tokens are cheaper; switch the cache off at the server, or begin each prompt with "
         "its configuration (messages=module:function), and measure into another folder"
+    ]
+
+
+def uncounted(plan: MeasurementPlan, log: pl.DataFrame) -> list[str]:
+    """Return a line on answers whose tokens the server did not count; none if it counted all."""
+    rows = plan.select(log)
+    for name in ("failed", "tokens_in"):
+        if EXTRA + name not in rows.columns:
+            rows = rows.with_columns(pl.lit(None, pl.Float64).alias(EXTRA + name))
+    # of what was given up nobody expects it
+    rows = rows.filter(pl.col(EXTRA + "failed").fill_null(0) == 0)
+    count = rows[EXTRA + "tokens_in"].null_count()
+    if not count:
+        return []
+    return [
+        f"the server did not count the tokens of {count} of {len(rows)} answers (usage), so that "
+        "tokens_in and tokens_out are missing there"
     ]

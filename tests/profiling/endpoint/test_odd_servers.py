@@ -133,6 +133,30 @@ def test_tokens_that_cannot_be_are_refused_at_the_first_answer(name, count, caps
             server.bodies.clear()
 
 
+@pytest.mark.parametrize("counted", [True, False])
+def test_tokens_that_nobody_counted_are_missing_and_that_is_said_once(counted):
+    """Three questions of six; or all."""
+
+    def script(body):
+        number = int(body["messages"][-1]["content"].split()[-1].rstrip("?"))
+        yield from ("the answer is", str(number))
+        if not (counted and number % 2):
+            yield {"usage": None}
+
+    with ScriptedChats(script) as server:
+        launch(words(server))
+    rows = pl.read_parquet("out/table.parquet").sort("sample_id", "max_tokens")
+    if counted:
+        assert rows["tokens_in"].to_list() == [None, None, 10, 10] * 3
+        assert rows["tokens_out"].to_list() == [None, None, 5, 5] * 3
+    else:
+        assert not {"tokens_in", "tokens_out", "tokens_cached"} & {*rows.columns}
+    remarks = [line for line in read_json("out/profile.json")["remarks"] if "tokens_in" in line]
+    assert len(remarks) == 1
+    assert f"{6 if counted else 12} of 12 answers" in remarks[0]
+    assert read_measurements(Path("out/state/measured.jsonl"))["output_tokens"].min() > 0
+
+
 def test_a_text_of_no_tokens_has_no_price(capsys):
     def script(body):
         yield "1"
