@@ -77,11 +77,8 @@ def parse(
     ours = {name: body.pop(name) for name in {*OURS, field} if name in body}
     budget = ours.get(field)
     limits = ours.get("limits")
-    # 800 ms must not become 800 dollars
-    others = {name for name in body if name.startswith("budget_")} | ours.keys() & {"budget_ms"}
-    others |= {name[2:].replace("-", "_") for name in headers if name.startswith("x-budget-")}
-    if other := others - {field, "budget_tokens"}:
-        raise InputError(f"{min(other)}: the budgets of this server are in {unit}; send {field}")
+    of_headers = {name[2:].replace("-", "_") for name in headers if name.startswith("x-budget-")}
+    refuse_other_units({*body, *ours, *of_headers}, unit)
     longest = 2 * max(map(len, (field, *OURS)))
     for name in body:
         # one that is far longer is no mistyped one, and is not kept in memory
@@ -101,6 +98,15 @@ def parse(
     chat, lost = as_chat(body) if of_responses else (body, [])
     plain = not ours
     return ChatRequest(content, body, chat, lost, plain, budget, as_limits(limits), features)
+
+
+def refuse_other_units(names: Collection[str], unit: str) -> None:
+    """Refuse a request with fields of these names if one is of a budget in another unit: 800 ms
+    must not become 800 dollars. Raises InputError for it."""
+    field = budget_field(unit)
+    others = {name for name in names if name.startswith("budget_")} - {field, "budget_tokens"}
+    if others:
+        raise InputError(f"{min(others)}: the budgets of this server are in {unit}; send {field}")
 
 
 def as_limits(limits: Any) -> dict[str, Any] | None:

@@ -18,7 +18,12 @@ from knobwise.agents.deployed.arrays import with_inner
 from knobwise.common.checks import share
 from knobwise.common.errors import InputError
 from knobwise.serving.inputs import limits_in_request
-from knobwise.serving.proxy.chat import as_limits, budget_field, json_object
+from knobwise.serving.proxy.chat import (
+    as_limits,
+    budget_field,
+    json_object,
+    refuse_other_units,
+)
 from knobwise.serving.proxy.guards import Guards, refusal
 from knobwise.serving.proxy.metrics import ServerMetrics
 from knobwise.serving.proxy.passing import METHODS, Passing
@@ -59,8 +64,9 @@ class Routes:
         """Decide for features and a budget, and do nothing else."""
         body = await self._body(request)
         controller = self._runtime.followed()
-        field = budget_field(controller.unit)
-        budget = _number(body, field if field in body else "budget_ms")
+        columns = {column[0] for column in controller.columns}
+        refuse_other_units(body.keys() - controller.feature_sizes.keys() - columns, controller.unit)
+        budget = _number(body, budget_field(controller.unit))
         limits = limits_in_request(as_limits(body.pop("limits", None)))
         note = ""
         try:

@@ -59,6 +59,7 @@ def test_the_body_in_the_documents_is_decided(workers, controller):
         ("/decide", FORM | {"limits": {"usd": 1.0}}, "limits"),
         ("/decide", FORM | {"limits": 1.0}, "limits"),
         ("/decide", FORM | {"budget_ms": -5}, "-5"),
+        ("/decide", FORM | {"budget_usd": 0.1}, "budget_usd"),
         ("/decide", FORM | {"budget_ms": "soon"}, "str"),
         *(("/decide", FORM | {"budget_ms": wrong}, "budget_ms") for wrong in WRONG),
         *((CHAT, FORM | {"budget_ms": wrong}, "budget_ms") for wrong in WRONG if wrong is not None),

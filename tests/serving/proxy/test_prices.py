@@ -133,6 +133,23 @@ def test_what_an_answer_cost_is_known_where_its_tokens_are(trained, words, tmp_p
         assert (client.metric("unpriced_total"), client.metric("late_total")) == (1, 1)
 
 
+@pytest.mark.parametrize("kind", ["each", "mean"])
+def test_decisions_take_budgets_in_their_unit_alone(trained, kind, tmp_path):
+    folder, questions = trained
+    words = f"checkpoint={folder}/runs/controller/{kind}", f"log={tmp_path}"
+    with serving(folder, *words) as client:
+        about = {"prompt": questions[0]}
+        status, knobs = client.json("/decide", {**about, "budget_usd": 0.00002})
+        assert status == 200
+        assert knobs["model"] in PRICES
+        # 0.8 ms is not 0.8 dollars
+        for fields in ({"budget_ms": 0.8}, {"budget_ms": 0.8, "budget_usd": 0.00002}):
+            status, answer = client.json("/decide", {**about, **fields})
+            assert status == 400
+            assert "budget_ms" in answer["error"]["message"]
+            assert "budget_usd" in answer["error"]["message"]
+
+
 def test_what_passes_unchanged_is_paid_too(trained, scripted, tmp_path):
     folder, questions = trained
     words = f"checkpoint={folder}/runs/controller/each", "prices=prices1.yaml"
