@@ -10,6 +10,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
 import uvicorn
 
 from knobwise.agents.deployed.controller import NumpyController
@@ -202,4 +203,5 @@ def _default_budget(config: ServeRun, controller: NumpyController) -> float:
             "budget_ms: the controller was calibrated for no budget; give the one of requests that "
             "bring none"
         )
-    return float(controller.trained_ms.max())
+    # calibrated in float32; as it was typed, so that what costs exactly so much keeps it
+    return float(str(np.float32(controller.trained_ms.max())))

@@ -16,7 +16,9 @@ from scripted_endpoint import USAGE as COUNTED
 from knobwise.__main__ import main
 from knobwise.agents import NumpyController
 from knobwise.agents.deployed.promise import Promised
+from knobwise.serving.proxy import server
 from knobwise.serving.proxy.knob_fields import KnobFields
+from knobwise.serving.proxy.settings import ServeRun
 from knobwise.serving.proxy.walk import Choice, Walk
 from knobwise.serving.runtime import Runtime
 from knobwise.testbeds.simulated_routing import PRICES, evaluations
@@ -131,6 +133,16 @@ def test_what_an_answer_cost_is_known_where_its_tokens_are(trained, words, tmp_p
         # nothing is so cheap
         assert not dear["met"]
         assert (client.metric("unpriced_total"), client.metric("late_total")) == (1, 1)
+
+
+@pytest.mark.parametrize(("kind", "largest"), [("each", 0.0003), ("mean", 0.0001)])
+def test_what_costs_exactly_the_default_budget_keeps_it(trained, kind, largest):
+    controller = controller_of(trained[0], kind)
+    # which float32 has as a little less, or more
+    assert controller.trained_ms.max() != largest
+    budget = server._default_budget(ServeRun(), controller)
+    assert budget == largest
+    assert controller.budgets.met(largest, budget)
 
 
 @pytest.mark.parametrize("kind", ["each", "mean"])
