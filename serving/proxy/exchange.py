@@ -279,6 +279,15 @@ class Exchange:
         """Count a request whose client has left, and log it, once."""
         if self.ended:
             return
+        attempt = self._attempt
+        if attempt is not None and attempt.choice is not None and self._is_timed:
+            # what counts had come in time or not, though the rest was for nobody
+            self.ended = True
+            self._metrics.requests.labels("client_left").inc()
+            answer_id = attempt.reader.answer_id
+            finish = self._walk.finish
+            await asyncio.to_thread(finish, attempt.choice, attempt.began, answer_id=answer_id)
+            return
         self.end("client_left", ConnectionResetError())
         if self._choice is not None and self._choice.learns and self._is_awaited:
             await asyncio.to_thread(self._walk.give_up, self._choice)
@@ -287,6 +296,14 @@ class Exchange:
         """Count that the present setting gave no answer."""
         overdue = self.left or isinstance(error, aiohttp.SocketTimeoutError)
         self._walk.abandon(self._choice, who, fault_of(error), overdue and self._is_awaited)
+
+    @property
+    def _is_timed(self) -> bool:
+        """True if what is timed has come, where it is the first content of a stream."""
+        attempt = self._attempt
+        if attempt is None or not (self._proxy.first_counts and attempt.is_stream):
+            return False
+        return attempt.began is not None and attempt.is_answer
 
     @property
     def _is_awaited(self) -> bool:

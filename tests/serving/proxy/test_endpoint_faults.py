@@ -9,6 +9,7 @@ import json
 import time
 
 import pytest
+from commands import wait_for
 from proxied import SAFE, knobs_of, serving
 from scripted_endpoint import (
     DONE,
@@ -24,6 +25,7 @@ from scripted_endpoint import (
 from test_serve import row_of, rows_in
 from uvicorn import Config
 
+from knobwise.agents.learning.logged import read_log
 from knobwise.serving.proxy import upstream
 
 COMMENT = b": keep-alive\n\n"
@@ -148,6 +150,28 @@ def test_the_time_until_the_first_content_counts(served, scripted):
         row = row_of(served.log, served.chat(stream=True, features={"kind": "a"}, budget_ms=250))
         assert row["total_ms"] >= 300
         assert not row["met"]
+
+
+def test_a_client_that_leaves_after_the_first_chunk_tells_its_time(exported, scripted, tmp_path):
+    words = f"checkpoint={exported}", f"endpoint={scripted.url}", "timed=first_chunk"
+    with serving(tmp_path, *words) as client:
+        level = client.metric("latency_level")
+        for events, budget_ms in (([WORD, 60.0], 50_000), ([ROLE, 0.2, WORD, 60.0], 100)):
+            scripted.answer = lambda path, body, events=events: Reply(events)
+            body = {"messages": [{"role": "user", "content": "Why?"}], "stream": True}
+            body |= FREE | {"model": "small", "budget_ms": budget_ms}
+            connection, answer = client.send("/v1/chat/completions", body)
+            assert answer.read1(10)
+            connection.close()
+            answer.close()
+        wait_for(lambda: client.metric('requests_total{outcome="client_left"}') == 2)
+        wait_for(lambda: len(read_log(tmp_path / "served").rows) == 2)
+        assert client.metric("latency_level") != level
+        assert client.metric("late_total") == 1
+    in_time, late = rows_in(tmp_path / "served")
+    assert (in_time["met"], late["met"]) == (True, False)
+    assert in_time["answer"] == "chatcmpl-7"
+    assert not any("abandoned" in row or row.get("failed") for row in (in_time, late))
 
 
 def test_a_whole_answer_tells_no_time_until_a_first_chunk(exported, scripted, tmp_path):
