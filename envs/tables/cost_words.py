@@ -32,6 +32,8 @@ OF_COSTS = {
     "fastest": "cheapest",
     "slower": "costlier",
     "slowest": "costliest",
+    "as long as expected": "as much as expected",
+    "the new times": "the new costs",
     "slow anyway": "costly anyway",
     "slow configurations": "costly configurations",
     "deployed, charged the time of its decisions": "deployed",
@@ -40,7 +42,7 @@ OF_COSTS = {
 _ANY = "|".join(sorted(map(re.escape, OF_COSTS), key=len, reverse=True))
 # names of columns, keys and values of knobs stay as they are
 _PHRASE = re.compile(rf"(?<![\w=/.'])(?:{_ANY})(?![\w=/'])", re.IGNORECASE)
-_AS_LONG = re.compile(r"take(s?) ([\d.,]+) times as long")
+_AS_LONG = re.compile(r"(?:take(s?)|took) ([\d.,]+) times as long")
 
 
 def in_words(text: str, unit: str) -> str:

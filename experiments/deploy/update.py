@@ -26,10 +26,12 @@ from knobwise.common.errors import InputError
 from knobwise.common.files import is_damaged, lock_folder, write_text
 from knobwise.common.progress import say
 from knobwise.common.words import format_count, points
+from knobwise.envs.tables.cost_words import in_words
 from knobwise.experiments.evidence.exports import export_beside
 from knobwise.experiments.evidence.run_folder import VERSION, checkpoint_at
 from knobwise.experiments.inspection.logs import facts_of_faults, facts_of_limits, facts_of_times
 from knobwise.experiments.report.inspection import said_of_faults, said_of_limits, said_of_times
+from knobwise.experiments.report.sentences import write_sentences
 from knobwise.experiments.settings.deployment_options import UpdateRun
 from knobwise.experiments.settings.profiles import LongTables, read_profile
 from knobwise.experiments.settings.words import shell_word
@@ -203,15 +205,17 @@ def _from_log(config: UpdateRun, loaded: Loaded, digest: str) -> tuple[Loaded, d
     times = facts_of_times(log.rows)
     faults = facts_of_faults(log)
     over_limit = facts_of_limits(log.rows)
-    print(*said_of_limits(over_limit), sep="\n", end="\n" * bool(over_limit["known"]))
+    unit = agent.decider.unit
+    lines = write_sentences(said_of_limits(over_limit), unit)
+    print(*lines, sep="\n", end="\n" * bool(lines))
     # from here on they would only take memory
     log.rows.clear()
     _print_labels(agent, logged)
     # each step learns on some folds of the requests and is judged on the others
     result = update(agent, logged, config.accept, loaded.extra.get("loss", 0.0), log.attempts)
-    _print_steps(result, config.accept)
-    unit = agent.decider.unit
-    print(*said_of_times(times, unit, str(config.log), learned=result.better), sep="\n")
+    _print_steps(result, config.accept, unit)
+    of_settings = said_of_times(times, unit, str(config.log), learned=result.better)
+    print(*write_sentences(of_settings, unit), sep="\n")
     print(*said_of_faults(faults), sep="\n", end="\n" * bool(faults))
     facts = {
         "better": result.better,
@@ -239,17 +243,18 @@ def _print_labels(agent: DeployedController, logged: Logged) -> None:
         print(f"{format_count(few, 'configuration')} with fewer than {FEW} labels")
 
 
-def _print_steps(result: Update, accept: bool) -> None:
+def _print_steps(result: Update, accept: bool, unit: str) -> None:
     """Print a line for each step of an update, and what speaks against the log."""
     for name, estimate in result.steps.items():
         print(
-            f"{name}: {points(estimate.gain)} points of utility (95 % lower bound "
+            f"{in_words(name, unit)}: {points(estimate.gain)} points of utility (95 % lower bound "
             f"{points(estimate.bound)}); changes {estimate.different} of {estimate.requests} "
             "decisions"
         )
     # those of the first step may hold for the second too
     # each once, in order
-    objections = dict.fromkeys(itertools.chain.from_iterable(result.objections.values()))
+    all_of_them = itertools.chain.from_iterable(result.objections.values())
+    objections = dict.fromkeys(in_words(line, unit) for line in all_of_them)
     if not objections:
         return
     advice = (

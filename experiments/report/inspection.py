@@ -288,7 +288,7 @@ def write_inspection(facts: Facts, path: str | Path) -> Path:
 
 def print_log(facts: Facts, console: Console) -> None:
     """Print what the log of a deployed controller holds, see `inspect_log`."""
-    print_lines(console, map(str, log_sentences(facts)))
+    print_lines(console, write_sentences(log_sentences(facts), facts["unit"]))
 
 
 def log_sentences(facts: Facts) -> list[Sentence]:

@@ -259,6 +259,8 @@ def test_words_about_times_become_words_about_costs():
         "On time: 3 % are late": "Within the limit: 3 % are above the limit",
         "would take 1.50 times as long": "would cost 1.50 times as much",
         # names of the profile stay
+        "12 answers took 3.2 times as long": "12 answers cost 3.2 times as much",
+        "3.1 × as long as expected": "3.1 × as much as expected",
         "latency_ms, mode=late, latency=3, 'latency'": "latency_ms, mode=late, latency=3, 'latency'",
     }
     for text, wanted in spoken.items():

@@ -208,7 +208,9 @@ def test_a_cost_that_is_not_known_neither_keeps_nor_breaks_a_promise(trained, mo
     assert metrics.watch_promise.call_count == 2
 
 
-def test_the_tracker_follows_prices_and_an_update_learns_from_them(trained, words, tmp_path):
+def test_the_tracker_follows_prices_and_an_update_learns_from_them(
+    trained, words, tmp_path, capsys
+):
     folder, questions = trained
     log = tmp_path / "log"
     words = f"checkpoint={folder}/runs/controller/each", "prices=prices3.yaml", *words
@@ -229,6 +231,13 @@ def test_the_tracker_follows_prices_and_an_update_learns_from_them(trained, word
         out = tmp_path / "updated"
         update = f"update checkpoint=runs/controller/each log={log} out={out}"
         assert main(update.split()) == 0
+        assert main(["inspect", f"log={log}"]) == 0
+    # of costs, which have no length
+    printed = capsys.readouterr().out
+    assert printed.count("as much as expected") >= 2
+    assert "the new costs" in printed
+    for words in ("as long as", "times", "latencies", "on time"):
+        assert words not in printed
     facts = json.loads((out / "versions/0001/update.json").read_bytes())
     assert facts["requests"] == 80
 
