@@ -181,10 +181,14 @@ def features_in(body: Mapping[str, object], controller: NumpyController) -> dict
     """Return what a controller reads of a body. JSON has numbers, so nothing else counts as one.
 
     Raises:
-        InputError: a truth value; or text, where the controller reads numbers.
+        InputError: a truth value; text, where the controller reads numbers; or an object of all
+            features, of which no name is read.
     """
     blocks = controller.feature_sizes.keys() - controller.texts.keys()
     reads = {*controller.feature_sizes, *(column[0] for column in controller.columns)}
+    inner = any(name.startswith("features.") for name in reads)
+    if isinstance(body.get("features"), dict) and not inner:
+        raise InputError("features: send each beside budget_ms, not inside an object")
     features = {name: value for name, value in with_inner(body, reads).items() if name in reads}
     for name, values in features.items():
         for value in values if isinstance(values, list) else [values]:

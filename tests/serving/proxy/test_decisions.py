@@ -69,6 +69,11 @@ def test_the_body_in_the_documents_is_decided(workers, controller):
             for wrong in (True, "1_0e-1", [3], {})
         ),
         *(("/decide", {"features": [1, 0, 0, w], "budget_ms": 5}, "features") for w in WRONG[:2]),
+        # also where static decides, which reads none
+        *(
+            ("/decide", {"features": {"kind": "a", "prompt_words": 3}, "budget_ms": b}, "features")
+            for b in (1, 400)
+        ),
         ("/decide", b'{"kind": "a", "prompt_words": 3, "budget_ms": 1e999}', "budget_ms"),
         ("/decide", b'{"kind": "a", "prompt_words": 1e999, "budget_ms": 5}', "prompt_words"),
         (CHAT, b'{"budget_ms": "\\ud800"}', "budget_ms"),
