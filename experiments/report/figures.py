@@ -15,6 +15,7 @@ import polars as pl
 from knobwise.common.words import join_words, points, quantity, spelled
 from knobwise.envs.tables.cost_words import in_words
 from knobwise.experiments.evidence.results import calibration_error
+from knobwise.experiments.evidence.statistics import ROUNDED
 from knobwise.experiments.evidence.task import (
     DEADLINE,
     ON_TIME,
@@ -184,7 +185,9 @@ def _gains(comparison: Comparison) -> pl.DataFrame | None:
         rows = pl.DataFrame(tested).with_columns(colour=pl.col("policy").replace(colours))
     if rows is None or not len(rows):
         return None
-    return rows.with_columns(pl.col("gain", "low", "high") * 100)
+    gains = pl.col("gain", "low", "high")
+    # as for the words: what differs by rounding alone is no difference
+    return rows.with_columns(pl.when(gains.abs() > ROUNDED).then(gains * 100).otherwise(0.0))
 
 
 def _on_time(comparison: Comparison) -> Drawn:
