@@ -99,7 +99,7 @@ def _of_sample(config: ExplainRun, sample: str) -> dict[str, Any]:
         )
         others = _other_choices(policy, table, row, config.budget_ms, drift)
     explained = asdict(decided) | {"sample": sample, "budget_ms": config.budget_ms} | others
-    explained["limits"] = policy.decider.limits
+    explained |= {"limits": policy.decider.limits, "deadline": policy.agent.rule.late}
     mean = policy.decider.mean
     if mean is not None and mean.mix and not mean.reads_features(np.array([config.budget_ms]))[0]:
         # the mix treats all inputs alike, and its next turn says nothing of typical ones

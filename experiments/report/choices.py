@@ -225,7 +225,8 @@ def on_decision(explained: Row, unit: str) -> list[Sentence]:
         if without != chosen:
             line = Sentence("other_without_drift", choice=setting(without))
         lines.append(line)
-    measured = _measured(row, explained["budget_ms"], limits, unit)
+    budget_ms = explained["budget_ms"] if explained["deadline"] else None
+    measured = _measured(row, budget_ms, limits, unit)
     return [*lines, *_by_budget(explained, unit), measured]
 
 
@@ -266,14 +267,18 @@ def _by_budget(explained: Row, unit: str) -> list[Sentence]:
     return lines
 
 
-def _measured(chosen: Row, budget_ms: float, limits: Mapping[str, float], unit: str) -> Sentence:
-    """Say what the profile measured of the choice; an answer above a limit counts as late."""
+def _measured(
+    chosen: Row, budget_ms: float | None, limits: Mapping[str, float], unit: str
+) -> Sentence:
+    """Say what the profile measured of the choice, whose budget is None where nothing is late; an
+    answer above a limit counts as late."""
     measured = chosen["measured"]
     if not measured:
         return Sentence("not_measured")
     faults = []
+    in_time = "on time" if budget_ms is not None else "where nothing is late"
     # a budget or limit is compared as float32, as what was measured
-    if measured["latency_ms"] > np.float32(budget_ms):
+    if budget_ms is not None and measured["latency_ms"] > np.float32(budget_ms):
         late = f"{quantity(measured['latency_ms'] - budget_ms, unit)} late"
         faults.append(in_words(late, unit))
     for name, limit in limits.items():
@@ -287,5 +292,5 @@ def _measured(chosen: Row, budget_ms: float, limits: Mapping[str, float], unit: 
         "measured",
         accuracy=format_number(measured["accuracy"], ".2f"),
         latency=quantity(measured["latency_ms"], unit),
-        late=", ".join(faults) or in_words("on time", unit),
+        late=", ".join(faults) or in_words(in_time, unit),
     )

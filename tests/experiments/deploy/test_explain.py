@@ -204,6 +204,11 @@ def test_a_decision_for_a_mean_budget_and_one_without_predictions_say_what_there
     assert set(why["expected"][0]) == expected
     assert {round(budget, 4) for budget, _ in why["by_budget"]} <= {10.0, 14.0}
     assert "on time" not in text.splitlines()[0]
+    # what is above a mean may be made up for by others
+    slowest = table.sample_ids[int(table.latency_ms.max(1).values.argmax())]
+    text, _ = explained(capsys, f"checkpoint={MEAN} budget_ms=14", f"sample={slowest}")
+    assert "late." in text.splitlines()[-1]
+    assert "ms late" not in text
     _, why = explained(capsys, f"checkpoint={HEAD} budget_ms=9", sample)
     assert set(why["expected"][0]) == {"configuration", "probability", "measured"}
 
