@@ -677,4 +677,5 @@ class NumpyController:
 
 
 def limits_in_words(limits: Mapping[str, Any]) -> str:
+    """Return limits as they are typed, such as usd=0.002, in order of their names."""
     return ", ".join(f"{name}={float(limit):g}" for name, limit in sorted(limits.items()))

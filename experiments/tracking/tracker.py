@@ -357,8 +357,8 @@ def git_commit() -> str | None:
 
 
 def _has_key() -> bool:
-    """Return True if the environment or the file of `wandb login` holds a key for W&B's servers, or
-    for the server that WANDB_BASE_URL or an earlier `wandb login --host` names."""
+    """Return True if the environment holds a key, or the file of `wandb login` has one for the
+    server that WANDB_BASE_URL or an earlier `wandb login --host` names, or else for W&B's own."""
     if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
         return True
     saved = configparser.ConfigParser(interpolation=None)
@@ -366,7 +366,9 @@ def _has_key() -> bool:
         folder = Path(os.environ.get("WANDB_CONFIG_DIR") or "~/.config/wandb").expanduser()
         saved.read(folder / "settings")
     server = os.environ.get("WANDB_BASE_URL") or saved.get("default", "base_url", fallback="")
-    hosts = {*WANDB_SERVERS, urlsplit(server).netloc}
+    hosts = {urlsplit(server).netloc}
+    if not server or hosts.intersection(WANDB_SERVERS):
+        hosts = {*WANDB_SERVERS}
     path = Path(os.environ.get("NETRC") or "~/.netrc").expanduser()
     with contextlib.suppress(OSError, netrc.NetrcParseError):
         return not hosts.isdisjoint(netrc.netrc(path).hosts)

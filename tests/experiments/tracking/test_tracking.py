@@ -294,12 +294,17 @@ def test_a_key_without_a_network_falls_back_to_offline(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("words", [[], ["--host", "https://wandb.example.com"]])
-def test_a_login_of_wandb_is_noticed(words, tmp_path):
+def test_a_login_of_wandb_is_noticed(words, tmp_path, monkeypatch):
     """wandb 0.31 has a new name for its own server, and keeps that of another in a file."""
     assert wandb_mode(TrackingSettings()) == "offline"
     command = [sys.executable, "-m", "wandb", "login", "--no-verify", *words, "0" * 40]
     subprocess.run(command, cwd=tmp_path, check=True, capture_output=True, timeout=60)
     assert wandb_mode(TrackingSettings()) == "online"
+    # a key of one server is none of another
+    monkeypatch.setenv("WANDB_BASE_URL", "https://other.example.com")
+    assert wandb_mode(TrackingSettings()) == "offline"
+    monkeypatch.setenv("WANDB_BASE_URL", "https://api.wandb.ai")
+    assert wandb_mode(TrackingSettings()) == ("offline" if words else "online")
 
 
 def test_mode_follows_settings_then_environment_then_key(monkeypatch):
