@@ -27,7 +27,7 @@ from knobwise.agents.learning.request_log import RequestLog
 from knobwise.common.checks import at_least
 from knobwise.common.errors import InputError
 from knobwise.common.progress import progress
-from knobwise.envs.bandit.budgets import log_ms
+from knobwise.envs.bandit.budgets import log_measured, log_ms
 from knobwise.envs.tables.cells import unread_ms
 from knobwise.envs.tables.profile_table import ProfileTable
 from knobwise.envs.tables.units import check_time
@@ -397,7 +397,7 @@ class AdaptiveModel(FirstStages):
                 took.append(answer.total_ms)
                 tick(len(took), "")
         profiled_ms = unread_ms(table, cell).double()
-        ratios = log_ms(profiled_ms.new_tensor(took)) - log_ms(profiled_ms)
+        ratios = log_ms(profiled_ms.new_tensor(took)) - log_measured(profiled_ms)
         return choices[warm_up:], ratios[warm_up:].tolist()
 
 

@@ -329,13 +329,12 @@ class Runtime:
         controller = request.controller
         about = limit_ms, request.drift
         loss = self._exploration.loss
-        close = near_best(controller, features, *about, loss=loss, mask=request.mask)
+        # what limits forbid may be the best by far, and is no measure of what is close
         blocks = {name: np.asarray(block)[None] for name, block in features.items()}
-        allowed = controller.allowed(blocks, 1, request.limits)
-        mask = request.mask
-        if allowed is not None:
-            close = [choice for choice in close if allowed[0, choice]] or [best]
-            mask = allowed[0] if mask is None else allowed[0] & mask
+        within = None if request.mask is None else request.mask[None]
+        allowed = controller.allowed(blocks, 1, request.limits, within)
+        mask = None if allowed is None else allowed[0]
+        close = near_best(controller, features, *about, loss=loss, mask=mask)
         if close == [best] and controller.decides_by_static(features, *about):
             second = second_best(controller, best, *about, loss=loss, mask=mask)
             if second is not None:

@@ -16,7 +16,13 @@ from knobwise.agents.calibration.latencies import fit_latency_model
 from knobwise.agents.calibration.ways import WAYS
 from knobwise.agents.deployed.calibrated import Static
 from knobwise.agents.evaluation.limits import fit_bounds
-from knobwise.agents.evaluation.policy import Array, Policy, choices_of, inputs_of_rows
+from knobwise.agents.evaluation.policy import (
+    Array,
+    Policy,
+    allowed_in_service,
+    choices_of,
+    inputs_of_rows,
+)
 from knobwise.agents.problem import Problem
 from knobwise.agents.training.controllers import ControllerSetup
 from knobwise.envs.bandit.budgets import MIN_LATENCY_MS
@@ -62,10 +68,11 @@ def cells_to_judge(controller: DeployedController, table: ProfileTable, test: Te
     rows = torch.from_numpy(calibration.judged["rows"]).unsqueeze(1)
     for name in ("chosen", "static"):
         cells[rows, torch.from_numpy(calibration.judged[name])] = True
-    features, _ = inputs_of_rows(Problem.from_table(table), test)
+    problem = Problem.from_table(table)
+    features, _ = inputs_of_rows(problem, test)
     budgets_ms = np.array([row["budget_ms"] for row in calibration.guard])
     left_ms = np.maximum(budgets_ms - calibration.judged["cost_ms"], MIN_LATENCY_MS)
-    allowed = np.ones((len(test), table.num_configurations), bool)
+    allowed = allowed_in_service(controller.decider, problem, test)
     policies: list[tuple[Policy, Array]] = [
         (controller.without_fallback, left_ms),
         (Static(calibration.static), budgets_ms),

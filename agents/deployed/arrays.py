@@ -227,6 +227,13 @@ def log_ms(limits: Array) -> Array:
     return np.log(np.maximum(limits, limits.dtype.type(MIN_MS)))
 
 
+def log_measured(measured_ms: Array) -> Array:
+    """Return the natural logarithm of measurements in ms. A 0, as timers report it for very short
+    times, counts as a tenth of the smallest above 0, as in `envs.bandit.budgets.log_measured`."""
+    least = measured_ms.min(initial=np.inf, where=measured_ms > 0)
+    return np.log(np.maximum(measured_ms, least / 10 if np.isfinite(least) else MIN_MS))
+
+
 def pick(scores: Array, slow: Array, mask: Array | None) -> Array:
     """Return the best score [n, C] inside the mask, among equal ones the fastest: int64 [n]. `slow`
     is [n, C] or [C], any monotone scale of latency, finite inside the mask. The mask is bool [n, C]

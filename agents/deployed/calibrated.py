@@ -21,6 +21,7 @@ from .arrays import (
     as_limit,
     as_measured,
     below,
+    log_measured,
     log_ms,
     pick,
     pick_by_group,
@@ -66,7 +67,7 @@ class Static:
             self.log_latency, self.spread = arrays["log_latency"], arrays["spread"]
         else:
             # np.ma would do this, and takes longer to import than all decisions of a short process
-            logs = log_ms(self.sorted_ms)
+            logs = log_measured(self.sorted_ms)
             known = np.isfinite(logs)
             count = np.maximum(known.sum(1), 1)
             self.log_latency = np.where(known, logs, 0.0).sum(1) / count

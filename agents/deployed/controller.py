@@ -397,12 +397,14 @@ class NumpyController:
             return self._best_of(allowed, x, limit, by_value), x
         return self._unseen(limit, allowed), x
 
-    def allowed(self, features: Arrays, n: int, limits: CostLimits = None) -> Array | None:
-        """Return the configurations that limits allow for blocks [n, d], bool [n, C]; None without
-        limits."""
+    def allowed(
+        self, features: Arrays, n: int, limits: CostLimits = None, mask: Array | None = None
+    ) -> Array | None:
+        """Return the configurations that limits allow for blocks [n, d] inside the mask, bool
+        [n, C]; without limits the mask itself."""
         if not (limits or self.limits):
-            return None
-        return self._bounds.allowed(self._many(features, n), self.log_limits(limits))[0]
+            return mask
+        return self._bounds.allowed(self._many(features, n), self.log_limits(limits), mask)[0]
 
     def can_keep_limits(self, features: Arrays, n: int, limits: CostLimits = None) -> Array:
         """Tell for which of n requests, blocks [n, d], some configuration is expected to keep the

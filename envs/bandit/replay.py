@@ -60,7 +60,6 @@ class Replay:
         repeats: the measurement of a cell that a decision gets. `draw`: one at random; `median`:
             the median latency. Accuracies are means in either case.
         device: where decisions arrive; None for where the table is.
-        cost_ms: the time that a decision and its features take; it is added to every latency.
         cells: what counts of the table; None for what counts under the budget, see
             `counted_cells`.
 
@@ -81,7 +80,6 @@ class Replay:
         device: torch.device | str | None = None,
         repeats: str = "draw",
         action_keys: str = "action",
-        cost_ms: float = 0.0,
         cells: Cells | None = None,
         **unknown: Any,
     ) -> None:
@@ -99,7 +97,7 @@ class Replay:
         config = reward_for(budget, reward)
         self.cells = counted_cells(table, budget) if cells is None else cells
         rule = rule_of(budget)
-        self.rewards = RewardTable(table, config, device, repeats, cost_ms, self.cells, rule)
+        self.rewards = RewardTable(table, config, device, repeats, self.cells, rule)
         self.actions = ActionForm(table, action, action_keys, device)
 
     def __call__(

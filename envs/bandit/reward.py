@@ -157,7 +157,6 @@ class RewardTable:
         config: the settings of the reward.
         device: where rewards are computed; None for where the table is.
         repeats: `draw` for all measurements of a cell; `median` for its median latency alone.
-        cost_ms: the time that a decision and its features take; it is added to every latency.
         cells: what counts of the table; None for all that it has.
         rule: that of the budget; one of the user's own says what is rewarded.
     """
@@ -168,7 +167,6 @@ class RewardTable:
         config: RewardConfig,
         device: torch.device | str | None = None,
         repeats: str = "draw",
-        cost_ms: float = 0.0,
         cells: Cells | None = None,
         rule: OwnRule | None = None,
     ) -> None:
@@ -193,10 +191,6 @@ class RewardTable:
             counts = self.count[counted.mask.to(device)]
             if counts.min() == counts.max():
                 self.count = int(counts[0])
-        if cost_ms:
-            self.latency_ms = self.latency_ms + cost_ms
-            if self.repeats_ms is not None:
-                self.repeats_ms = self.repeats_ms + cost_ms
 
     def all(self, rows: Tensor, budgets_ms: Tensor) -> Tensor:
         """Return the reward of every configuration, int64 [n], float [n] → float32 [n, C].

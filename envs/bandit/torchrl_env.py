@@ -90,7 +90,7 @@ class ConfigBandit(SingleStepEnv):
         cells: what counts of the table, such as `Problem.cells`; None for what counts under the
             budget. An answer above a limit on further costs then counts as a wrong one, and a rule
             of your own says what may be chosen.
-        options: `unprofiled`, `action`, `action_keys`, `repeats` and `cost_ms`, see `Replay`;
+        options: `unprofiled`, `action`, `action_keys` and `repeats`, see `Replay`;
             measurements are drawn from the generator of the contexts. Under `nearest`, the default,
             any policy may play; with `action="configuration"` and without an axis G, TorchRL's
             `ActionMask(mask_key="mask")` makes random ones draw profiled configurations only.

@@ -14,6 +14,7 @@ from replayed import ReplayedModel, untrained
 
 import knobwise
 from knobwise.agents import NumpyController
+from knobwise.agents.calibration.calibrate import cells_to_judge
 from knobwise.agents.evaluation.limits import fit_bounds
 from knobwise.agents.training.checkpoint import Loaded
 from knobwise.profiling.measuring.adaptive_model import Request
@@ -217,6 +218,53 @@ def test_a_runtime_keeps_limits_also_where_features_fail_and_where_it_explores(t
     (path,) = (tmp_path / "log").glob("requests*")
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     assert [row.get("limits") for row in rows] == [None, {"usd": 0.003}] * 10
+
+
+def test_exploration_draws_what_is_close_to_the_best_of_what_limits_allow():
+    """For this request a forbidden configuration is so much better than the best allowed one that
+    hardly any of the allowed ones is within 0.05 of it."""
+    agent, table = controller_for("usd", limits={"usd": 0.004}, deploy=[True] * 5)
+    request = request_of(table, 11)
+    many = {name: block[None] for name, block in request.items()}
+    allowed = agent.decider.allowed(many, 1)[0]
+    log_probs = agent.decider.log_probs(many, np.array([20.0]))[0]
+    utility = log_probs / agent.decider.header["sharpness"]
+    best = utility[allowed].max()
+    wanted = {c for c in np.flatnonzero(allowed) if utility[c] >= best - 0.05}
+    assert len(wanted) > 2 > sum(utility[allowed] >= utility.max() - 0.05)
+    runtime = Runtime(agent, tracker=False, explore=1.0, explore_loss=0.05, seed=0)
+    drawn = set()
+    for _ in range(60):
+        decision = runtime.decide(runtime.begin(20.0), request, spent_ms=0.0)
+        drawn.add(decision.choice)
+    assert drawn == wanted
+    # within a mask that forbids the best of them too
+    mask = np.ones(len(allowed), bool)
+    mask[max(wanted, key=lambda c: utility[c])] = False
+    for _ in range(20):
+        masked = runtime.decide(runtime.begin(20.0, mask=mask), request, spent_ms=0.0)
+        assert masked.choice in wanted
+        assert mask[masked.choice]
+
+
+def test_cells_that_judging_needs_are_within_limits():
+    agent, table = controller_for("fixed", limits={"fixed": 0.002})
+    nothing = np.zeros((0, len(DEPLOY)), np.int64)
+    agent.calibration.judged = {
+        "rows": np.zeros(0, np.int64),
+        "chosen": nothing,
+        "static": nothing,
+        "cost_ms": 0.0,
+    }
+    cells = cells_to_judge(agent, table, torch.arange(SAMPLES))
+    (allowed,) = np.unique(agent.decider.allowed(arrays(table), SAMPLES), axis=0)
+    assert 1 < allowed.sum() < len(allowed)
+    assert cells.any(1).all()
+    assert not cells[:, ~allowed].any()
+    # without limits dearer ones are chosen
+    free, _ = controller_for("fixed")
+    free.calibration.judged = agent.calibration.judged
+    assert cells_to_judge(free, table, torch.arange(SAMPLES))[:, ~allowed].any()
 
 
 def test_wrapped_callables_and_models_take_limits():

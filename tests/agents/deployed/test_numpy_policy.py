@@ -4,11 +4,14 @@ from math import log, nan, pi
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from knobwise.agents.deployed.arrays import log_measured
 from knobwise.agents.deployed.calibrated import CalibratedMeanBudgets, Static
 from knobwise.agents.evaluation.baselines import FittedStatic
+from knobwise.envs.bandit.budgets import log_measured as of_tensors
 
 # -- static ----------------------------------------------------------------------------------------
 
@@ -59,6 +62,18 @@ def test_a_configuration_that_was_never_measured_is_wrong_and_as_slow_as_the_slo
     assert static.log_latency.tolist() == pytest.approx([0.0, log(35) / 2, log(9)])
     assert static.spread.tolist() == pytest.approx([0.0, log(7 / 5) / 2, 0.0])
     assert static.choose({}, np.array([1.0, 6.0, 1e9])).tolist() == [1, 1, 1]
+
+
+def test_what_took_no_time_counts_as_a_tenth_of_the_shortest_time():
+    """As where latencies are fitted: with 0, 4 and 8 ms, ln of 0.4, 4 and 8."""
+    accuracy, latency = np.ones((3, 2)), np.array([[0.0, 5.0], [4.0, 5.0], [8.0, 5.0]])
+    static = FittedStatic.fit(accuracy, latency, latency[..., None])
+    logs = np.log([0.4, 4.0, 8.0])
+    assert static.log_latency.tolist() == pytest.approx([logs.mean(), log(5)])
+    assert static.spread.tolist() == pytest.approx([logs.std(), 0.0])
+    assert log_measured(latency).tolist() == of_tensors(torch.tensor(latency)).tolist()
+    # the 0 itself is within any budget
+    assert static.choose({}, np.array([1.0, 6.0])).tolist() == [0, 1]
 
 
 def test_static_on_a_slower_machine_and_with_other_accuracies():

@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from helpers import arrays, close, identical, repeated, small_table, trained, trainer_on
+from helpers import arrays, close, identical, small_table, trained, trainer_on
 
 from knobwise.agents.calibration.calibrate import calibrate_controller
 from knobwise.agents.calibration.deployed_controller import DeployedController
@@ -13,34 +13,8 @@ from knobwise.agents.controller.settings import PolicyConfig
 from knobwise.agents.evaluation.baselines import fit_static
 from knobwise.agents.evaluation.evaluation import evaluate_policy
 from knobwise.agents.training.settings import OptimiserConfig
-from knobwise.envs.bandit.budgets import default_budgets
-from knobwise.envs.bandit.reward import RewardTable
-from knobwise.envs.bandit.settings import BudgetConfig, RewardConfig
+from knobwise.envs.bandit.settings import BudgetConfig
 from knobwise.envs.tables.profile_table import Knob
-
-ONCE = small_table(40, holes=0.2)
-
-
-@pytest.mark.parametrize("kind", ["utility", "priced"])
-@pytest.mark.parametrize(
-    ("table", "repeats"), [(ONCE, "draw"), (repeated(ONCE), "draw"), (repeated(ONCE), "median")]
-)
-def test_a_cost_is_as_if_every_measurement_took_that_much_longer(table, repeats, kind):
-    """What rewards are without a cost is worked out by hand in the tests of rewards."""
-    before = table.latency_ms.clone()
-    several = None if table.repeats_ms is None else table.repeats_ms + 1.5
-    longer = replace(table, latency_ms=table.latency_ms + 1.5, repeats_ms=several)
-    rows, limits = torch.arange(40), default_budgets(table).repeat(8)
-    chosen = table.mask.float().multinomial(1)
-    free, charged, wanted = (
-        RewardTable(each, RewardConfig(kind=kind), repeats=repeats, cost_ms=cost_ms)
-        for each, cost_ms in ((table, 0.0), (table, 1.5), (longer, 0.0))
-    )
-    identical(charged.all(rows, limits), wanted.all(rows, limits))
-    identical(charged.chosen(rows, chosen, limits), wanted.chosen(rows, chosen, limits))
-    identical(charged.outcome(rows, chosen), wanted.outcome(rows, chosen))
-    assert (free.all(rows, limits) > charged.all(rows, limits)).any()
-    identical(table.latency_ms, before)
 
 
 @pytest.mark.parametrize(("constraint", "left"), [("deadline", 2.0), ("mean", 0.0)])
