@@ -323,7 +323,8 @@ class KnobPolicy:
         if guard is not None and not guard["deployed"]:
             static = self.decider.budgets.static_words
             alike = "treats all inputs alike"
-            if self.decider.limits_read_features(limits):
+            within = self.decider.limits
+            if within.logs(limits) is not None and within.read_features:
                 alike = "reads features for the limits alone"
             reason = f"the guard lets {static} decide, which {alike}"
             mean = self.decider.mean

@@ -210,7 +210,7 @@ class Result(NamedTuple):
     def over_limit(self) -> bool | None:
         """True if the answer cost more than a limit on further costs, so that it counts as late;
         None if no limit holds, or no cost that has one is known."""
-        limits = {**self.controller.limits, **(self.request.limits or {})}
+        limits = self.controller.limits.holding(self.request.limits)
         costs = {name: cost for name, cost in (self.costs or {}).items() if name in limits}
         if not costs:
             return None

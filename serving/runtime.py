@@ -207,8 +207,7 @@ class Runtime:
         if ask_guard:
             limit_ms = self.left_of(self.fallen_back, budget_ms, waited_ms)
         try:
-            if limits:
-                controller.log_limits(limits)
+            controller.limits.logs(limits)  # refuses what cannot be
             controller = controller.settled(limit_ms, drift)
             if ask_guard:
                 static = controller.fall_back(limit_ms, drift, limits, mask)
@@ -269,9 +268,7 @@ class Runtime:
                     )
                 else:
                     expected = choose(blocks, limit_ms)
-            note = ""
-            if request.limits or controller.limits:
-                note = controller.limits_note(blocks if reads else None, request.limits)
+            note = controller.limits_note(blocks if reads else None, request.limits)
         except ValueError as error:
             raise InputError(f"runtime: {error}") from error
         # without features it is what the guard's static chose
@@ -332,7 +329,7 @@ class Runtime:
         # what limits forbid may be the best by far, and is no measure of what is close
         blocks = {name: np.asarray(block)[None] for name, block in features.items()}
         within = None if request.mask is None else request.mask[None]
-        allowed = controller.allowed(blocks, 1, request.limits, within)
+        allowed, _ = controller.allowed(blocks, 1, request.limits, within)
         mask = None if allowed is None else allowed[0]
         close = near_best(controller, features, *about, loss=loss, mask=mask)
         if close == [best] and controller.decides_by_static(features, *about):

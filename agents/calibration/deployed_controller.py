@@ -22,7 +22,8 @@ from knobwise.agents.controller.drift import DRIFT_SCALE
 from knobwise.agents.controller.networks import KnobHeads
 from knobwise.agents.deployed.arrays import Array, digest_of
 from knobwise.agents.deployed.calibrated import Guard, Static
-from knobwise.agents.deployed.controller import FORMAT, CostLimits, Drift, NumpyController
+from knobwise.agents.deployed.controller import FORMAT, Drift, NumpyController
+from knobwise.agents.deployed.limits import CostLimits
 from knobwise.agents.deployed.promise import Promise
 from knobwise.agents.evaluation.baselines import FittedStatic, StaticUnderPromise
 from knobwise.agents.evaluation.policy import Guarded
@@ -233,7 +234,7 @@ class DeployedController(nn.Module):
             limits: on further costs, in place of those that were declared.
             drift: how latencies differ from those predicted.
         """
-        allowed = self.decider.allowed(blocks, len(budgets), limits)
+        allowed, _ = self.decider.allowed(blocks, len(budgets), limits)
         log_probs = self.decider.log_probs(blocks, budgets, allowed, drift)
         numbers = {"probability": torch.from_numpy(np.exp(log_probs))}
         if self.teacher is None:

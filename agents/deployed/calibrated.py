@@ -1,16 +1,13 @@
 """What decides beside the network, as it was calibrated on held-out samples: budget-aware
-static, the guard that falls back to it, what limits on further costs allow, and the values of a
-right answer under mean budgets."""
+static, the guard that falls back to it, and the values of a right answer under mean budgets."""
 
 from __future__ import annotations
 
 import bisect
 import copy
 import itertools
-import math
 import os
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator
 
 import numpy as np
 
@@ -18,7 +15,6 @@ from .arrays import (
     MAX_FLOAT32,
     Array,
     Arrays,
-    as_limit,
     as_measured,
     below,
     log_measured,
@@ -31,10 +27,6 @@ GOLDEN = 0.6180339887498949
 """(√5 − 1)/2. Its multiples modulo 1 decide which side of a static mix takes a request. They are
 spread evenly, so that any stretch of requests keeps the shares (Niederreiter 1992, "Random Number
 Generation and Quasi-Monte Carlo Methods", chapter 3)."""
-
-
-ROUNDING = 1e-9
-"""Tolerance for logarithms of costs, far below the precision of float32."""
 
 
 class Static:
@@ -192,87 +184,6 @@ class Guard:
         """Replace choices [n] where static decides, inside the mask bool [n, C]."""
         deployed = self.deployed[self.groups(limits)]
         return np.where(deployed, chosen, self.static.choose({}, limits, mask))
-
-
-class CostBounds:
-    """What further costs, such as a price, stay below with the probability set in training.
-
-    The logarithm of a bound is linear in normalised features: bias + margin + x·weight.
-
-    Attributes:
-        names: of the K costs.
-        constant: [K, C], the logarithm of the bound at x = 0.
-        floor: [K], the logarithm of what counts as no cost.
-        weight: [width, K·C]; None if no bound depends on the features.
-    """
-
-    def __init__(self, arrays: Arrays, names: list[str]) -> None:
-        self.names = names
-        self.constant = arrays["bias"].astype(np.float64) + arrays["margin"]
-        self.floor = arrays["floor"].astype(np.float64)
-        self.weight: Array | None = None
-        if "weight" in arrays:
-            columns = arrays["weight"].astype(np.float64).transpose(1, 0, 2)
-            self.weight = np.ascontiguousarray(columns.reshape(len(columns), -1))
-
-    def log_limits(self, limits: Mapping[str, Any]) -> Array:
-        """Return ln of the limit on each cost, [K], ∞ for none. Raises a ValueError for a cost that
-        is not known, or a limit that is no positive number."""
-        logs = np.full(len(self.names), np.inf)
-        for name, value in limits.items():
-            # costs are measured in float32
-            limit = float(np.float32(as_limit(value, name)))
-            if name not in self.names:
-                raise ValueError(
-                    f"limits: {name}: the controller predicts {', '.join(self.names)} only"
-                )
-            if not 0 < limit < math.inf:
-                raise ValueError(f"limits: {name}={value}: must be positive and finite")
-            k = self.names.index(name)
-            # rounding of logarithms must not matter; no cost is within any limit
-            logs[k] = max(math.log(limit), self.floor[k]) + ROUNDING
-        return logs
-
-    def allowed(
-        self, x: Array, log_limits: Array, mask: Array | None = None
-    ) -> tuple[Array, Array]:
-        """Return which configurations may be chosen for normalised features [n, width], inside the
-        mask bool [n, C]: bool [n, C].
-
-        These are all whose costs stay within the limits [K]; where there are none, the one that
-        exceeds them by the smallest factor. Also returns where there are any, bool [n].
-        """
-        excess = np.repeat(self._excess(0.0, log_limits), len(x), 0)
-        if self.weight is not None:
-            bounds = x.astype(np.float64) @ self.weight
-            excess = self._excess(bounds.reshape(len(x), *self.constant.shape), log_limits)
-        if mask is not None:
-            excess = np.where(mask, excess, np.inf)
-        allowed = excess <= 0
-        fits = np.asarray(allowed.any(1))
-        allowed[np.arange(len(x)), excess.argmin(1)] |= ~fits
-        return allowed, fits
-
-    def allowed_single(self, x: Array, log_limits: Array, mask: Array | None = None) -> Array:
-        """Return which configurations may be chosen for normalised features [width], inside the
-        mask bool [C]: bool [C]."""
-        bounds: Any = 0.0
-        if self.weight is not None:
-            bounds = x.dot(self.weight).reshape(self.constant.shape)
-        excess = self._excess(bounds, log_limits)[0]
-        if mask is not None:
-            excess = np.where(mask, excess, np.inf)
-        allowed: Array = excess <= 0
-        if not allowed.any():
-            allowed[excess.argmin()] = True
-        return allowed
-
-    def _excess(self, bounds: Any, log_limits: Array) -> Array:
-        """Return by how much bounds, of which [n, K, C] depends on features, exceed the limits [K]
-        at most: the logarithm of a factor, [n, C]."""
-        above = bounds + (self.constant - log_limits[:, None])
-        excess: Array = above.reshape(-1, *self.constant.shape).max(1)
-        return excess
 
 
 class CalibratedMeanBudgets:

@@ -32,7 +32,8 @@ from .arrays import (
     with_inner,
 )
 from .budgets import RequestBudgets, SharedBudgets
-from .calibrated import CalibratedMeanBudgets, CostBounds, Guard, Static
+from .calibrated import CalibratedMeanBudgets, Guard, Static
+from .limits import CostBounds, CostLimits, Limits
 from .network import Heads, Normaliser, one_hot_of
 from .promise import LatencyModel, Promise, Promised
 from .text import TextEncoder, is_text
@@ -44,9 +45,6 @@ MAX_MS = 1e30
 """Upper bound that budgets must stay below."""
 Drift = tuple[Any, float] | None
 """The offset of ln ms, a number or float [C], and the factor on its spread, above 0; or None."""
-CostLimits = Mapping[str, Any] | None
-"""Limits on further costs by name, such as {"usd": 0.002}, in place of those that were declared in
-training; a cost without one here keeps the declared limit, if any."""
 Expected = tuple[int, float, float]
 """The index of a configuration, and the expected mean and standard deviation of its ln ms, without
 drift; NaN where nothing is expected."""
@@ -73,17 +71,13 @@ class NumpyController:
         calibrated: `mean`, `promise` or `guard`, or None.
         latency: what answers are expected to take; the tracker compares it with what they take, and
             a promise restricts choices by it.
-        costs: what further costs are expected to be, None where none are known.
-        limits: on them, as declared in training, where guard and static were calibrated; {} for
-            none.
+        limits: on further costs; guard and static were calibrated within those that were declared.
     """
 
     guard: Guard | None = None
     promise: Promise | None = None
     static: Static | None = None
     mean: CalibratedMeanBudgets | None = None
-    costs: CostBounds | None = None
-    _declared: Array | None = None
 
     def __init__(self, arrays: Arrays) -> None:
         self.header, self.digest = check_arrays(arrays, FORMAT)
@@ -125,11 +119,10 @@ class NumpyController:
             self.mean = CalibratedMeanBudgets(below(arrays, "mean."), self.unit)
             self.budgets = SharedBudgets(self.mean)
         self.calibrated = self.mean or self.promise or self.guard
-        self.limits: dict[str, float] = self.header.get("limits", {})
-        if "costs" in self.header:
-            self.costs = CostBounds(below(arrays, "costs."), self.header["costs"])
-        if self.limits:
-            self._declared = self.log_limits(self.limits)
+        bounds = None
+        if "costs" in self.header and self.budgets.allows_drift:
+            bounds = CostBounds(below(arrays, "costs."), self.header["costs"])
+        self.limits = Limits(self.header.get("limits", {}), bounds)
         self._try()
 
     @classmethod
@@ -197,7 +190,7 @@ class NumpyController:
         Raises a ValueError if a block is missing, no numbers or has another shape, the budget is no
         number, not positive and finite, or as a mean not calibrated, the drift is not finite or
         not allowed, or a limit is not positive or on a cost that is not predicted."""
-        if (limits or self.limits) and (note := self.limits_note(features, limits)):
+        if note := self.limits_note(features, limits):
             warnings.warn(note, stacklevel=2)
         return self.configuration(self.decide_index(features, budget_ms, drift, limits))
 
@@ -214,11 +207,7 @@ class NumpyController:
         if self.columns and "features" not in features:
             features = {**features, "features": encode_request(self.columns, features)}
         fixed, limit = self._planned_for(features, budget_ms, drift)
-        if self._restricts(fixed, limits):
-            return self._within(features, fixed, limit, drift, limits)[0]
-        if fixed is not None:
-            return fixed
-        return self._heads.single(self._joined(features), limit, self._by_value(drift))
+        return self._decided(features, fixed, limit, drift, self.limits.logs(limits))[0]
 
     def decide_expected(
         self,
@@ -233,17 +222,9 @@ class NumpyController:
         `mask`, bool [C], is what may be chosen, at least one configuration; None for everything.
         Raises a ValueError as `decide`."""
         fixed, limit = self._planned_for(features, budget_ms, drift, mask)
-        if self._restricts(fixed, limits):
-            index, x = self._within(features, fixed, limit, drift, limits, mask)
-            return self.latency.expected(index, x) if fixed is None else self._by_static(index)
-        if fixed is not None:
-            return self._by_static(fixed)
-        x = np.empty(self._heads.width, np.float32)
-        by_value = self._by_value(drift)
-        index = self._heads.single(self._joined(features), limit, by_value, x)
-        if mask is not None and not mask[index]:
-            index = self._best_of(mask, x, limit, by_value)
-        return self.latency.expected(index, x)
+        logs = self.limits.logs(limits)
+        index, x = self._decided(features, fixed, limit, drift, logs, mask)
+        return self.latency.expected(index, x) if fixed is None else self._by_static(index)
 
     def static_expected(
         self,
@@ -263,8 +244,7 @@ class NumpyController:
             return self.decide_expected(features, budget_ms, drift, limits, mask)
         limit = budget_ms * self.factor(drift)
         index = self._unseen(limit, mask)
-        if limits or self.limits:
-            index, _ = self._within(features, index, limit, drift, limits, mask)
+        index, _ = self._decided(features, index, limit, drift, self.limits.logs(limits), mask)
         return self._by_static(index)
 
     def _unseen(self, limit: float, mask: Array | None = None) -> int:
@@ -328,126 +308,49 @@ class NumpyController:
         fixed, limit = self._planned(budget_ms, drift, mask)
         if fixed is None:
             return None
-        if limits or self.limits:
-            self.log_limits(limits)  # refuses what cannot be
-            if self._bounds.weight is not None:
-                return None
-            fixed, _ = self._within(None, fixed, limit, drift, limits, mask)
-        return self._by_static(fixed)
+        logs = self.limits.logs(limits)
+        if logs is not None and self.limits.read_features:
+            return None
+        return self._by_static(self._decided(None, fixed, limit, drift, logs, mask)[0])
 
     # -- limits on further costs -------------------------------------------------------------------
 
-    @property
-    def _bounds(self) -> CostBounds:
-        """What further costs are expected to be. Raises a ValueError if that is not known."""
-        if self.costs is None or not self.budgets.allows_drift:
-            raise ValueError(
-                "limits: need a controller for deadlines that predicts further costs; train it "
-                "with profile.costs=[…]"
-            )
-        return self.costs
-
-    def log_limits(self, limits: CostLimits) -> Array:
-        """Return the limits that hold for a request, those that were declared unless it brings its
-        own, as `CostBounds` takes them."""
-        if limits or self._declared is None:
-            return self._bounds.log_limits({**self.limits, **(limits or {})})
-        return self._declared
-
-    def _restricts(self, fixed: int | None, limits: CostLimits) -> bool:
-        """Tell whether limits on further costs, or a promise where the policy decides, may forbid
-        the choice for a request; `fixed` as `_planned` returned it."""
-        return bool(limits or self.limits) or (self.promise is not None and fixed is None)
-
-    def _within(
-        self,
-        features: Any,
-        fixed: int | None,
-        limit: float,
-        drift: Drift,
-        limits: CostLimits,
-        mask: Array | None = None,
-    ) -> tuple[int, Array]:
-        """Decide for one request within limits on further costs, and within what a promise allows.
-
-        Arguments are features, which may be None where nothing depends on them; what `_planned`
-        returned; the drift; the limits; and the mask, bool [C]. Returns the index of a
-        configuration, and normalised features."""
-        x = np.zeros(self._heads.width, np.float32)
-        by_value = self._by_value(drift)
-        index = fixed
-        bounds = self._bounds if limits or self.limits else None
-        if index is None:
-            index = self._heads.single(self._joined(features), limit, by_value, x)
-        elif bounds is not None and bounds.weight is not None:
-            x = self._normaliser(self._joined(features)[None])[0]
-        allowed = mask
-        if bounds is not None:
-            allowed = bounds.allowed_single(x, self.log_limits(limits), mask)
-        if fixed is None and self.promise is not None:
-            needed = self.promise.needed_single(limit)
-            allowed_here = allowed is None or allowed[index]
-            if allowed_here and self.latency.fits(index, x, limit, needed, drift):
-                return index, x
-            allowed = self.latency.within(x, limit, needed, allowed, drift)
-        # the best of all is the best of those that are allowed, if it is one of them
-        if allowed is None or allowed[index]:
-            return index, x
-        if fixed is None or self.static is None:
-            return self._best_of(allowed, x, limit, by_value), x
-        return self._unseen(limit, allowed), x
-
     def allowed(
         self, features: Arrays, n: int, limits: CostLimits = None, mask: Array | None = None
-    ) -> Array | None:
-        """Return the configurations that limits allow for blocks [n, d] inside the mask, bool
-        [n, C]; without limits the mask itself."""
-        if not (limits or self.limits):
-            return mask
-        return self._bounds.allowed(self._many(features, n), self.log_limits(limits), mask)[0]
-
-    def can_keep_limits(self, features: Arrays, n: int, limits: CostLimits = None) -> Array:
-        """Tell for which of n requests, blocks [n, d], some configuration is expected to keep the
-        limits, bool [n]; for the others the cheapest is taken."""
-        if not (limits or self.limits):
-            return np.ones(n, bool)
-        return self._bounds.allowed(self._many(features, n), self.log_limits(limits))[1]
-
-    def _many(self, features: Arrays, n: int) -> Array:
-        """Return the normalised features of blocks [n, d], [n, width]."""
-        return self._normaliser(self._checked(self._blocks(features), np.ones(n), None, None)[0])
-
-    def limits_read_features(self, limits: CostLimits = None) -> bool:
-        """Tell whether what limits allow depends on features."""
-        return bool(limits or self.limits) and self._bounds.weight is not None
+    ) -> tuple[Array | None, Array]:
+        """Return what limits allow for blocks [n, d] inside the mask, bool [n, C], without limits
+        the mask itself; and for which requests some configuration is expected to keep them, bool
+        [n]. For the others the cheapest is allowed."""
+        logs = self.limits.logs(limits)
+        if logs is None:
+            return mask, np.ones(n, bool)
+        raw = self._checked(self._blocks(features), np.ones(n), None, None)[0]
+        return self.limits.bounds.allowed(self._normaliser(raw), logs, mask)
 
     def limits_note(self, features: Any, limits: CostLimits = None) -> str:
         """Return what is to be said of the limits for a request, blocks [d], or n of them, [n, d]:
         that no configuration is expected to keep them, so that the cheapest is taken; and that
         guard and static were calibrated at others. "" for nothing. Without `features` costs must
         not depend on them."""
-        if not (limits or self.limits):
+        if self.limits.logs(limits) is None:
             return ""
-        notes = []
-        log_limits = self.log_limits(limits)
-        holding = {**self.limits, **(limits or {})}
-        words = limits_in_words(holding)
-        x = np.zeros((1, self._heads.width), np.float32)
-        if self._bounds.weight is not None:
+        many: Arrays = {name: np.zeros((1, width)) for name, width in self.feature_sizes.items()}
+        if self.limits.read_features:
             blocks = self.with_blocks(self._blocks(features))
             if self.columns and "features" not in blocks:
                 blocks = {**blocks, "features": encode_request(self.columns, blocks)}
             many = {name: np.atleast_2d(blocks.get(name, np.nan)) for name in self.feature_sizes}
-            n = max(map(len, many.values()))
-            x = self._many(many, n)
-        fits = self._bounds.allowed(x, log_limits)[1]
+        n = max(map(len, many.values()), default=1)
+        fits = self.allowed(many, n, limits)[1]
+        notes = []
+        words = self.limits.words(limits)
         if not fits.all():
-            which = f" for {(~fits).sum()} of {len(x)} requests" * (len(x) > 1)
+            which = f" for {(~fits).sum()} of {n} requests" * (n > 1)
             notes.append(
                 f"no configuration is expected to keep {words}{which}; the cheapest is taken"
             )
-        if self.calibrated is not None and words != limits_in_words(self.limits):
-            nearest = limits_in_words(self.limits) or "no limits"
+        if self.calibrated is not None and words != self.limits.words():
+            nearest = self.limits.words() or "no limits"
             notes.append(f"guard and static were calibrated at {nearest}, not at {words}")
         return "; ".join(notes)
 
@@ -484,6 +387,47 @@ class NumpyController:
         return fixed, limit
 
     # -- what decides ------------------------------------------------------------------------------
+
+    def _decided(
+        self,
+        features: Any,
+        fixed: int | None,
+        limit: float,
+        drift: Drift,
+        log_limits: Array | None,
+        mask: Array | None = None,
+    ) -> tuple[int, Array]:
+        """Decide for one request inside the mask, bool [C], within limits on further costs and
+        within what a promise allows.
+
+        Arguments are features, which may be None where nothing depends on them; what `_planned`
+        returned; the drift; and the limits, see `Limits.logs`. Returns the index of a
+        configuration, and the normalised features if they were read."""
+        if fixed is not None and log_limits is None:
+            # it is inside the mask, and a promise restricts the policy alone
+            return fixed, self._even[:0]
+        x = np.empty(self._heads.width, np.float32)
+        by_value = self._by_value(drift)
+        index = fixed
+        if index is None:
+            index = self._heads.single(self._joined(features), limit, by_value, x)
+        allowed = mask
+        if log_limits is not None:
+            if fixed is not None and self.limits.read_features:
+                x = self._normaliser(self._joined(features)[None])[0]
+            allowed = self.limits.bounds.allowed_single(x, log_limits, mask)
+        if fixed is None and self.promise is not None:
+            needed = self.promise.needed_single(limit)
+            allowed_here = allowed is None or allowed[index]
+            if allowed_here and self.latency.fits(index, x, limit, needed, drift):
+                return index, x
+            allowed = self.latency.within(x, limit, needed, allowed, drift)
+        # the best of all is the best of those that are allowed, if it is one of them
+        if allowed is None or allowed[index]:
+            return index, x
+        if fixed is None or self.static is None:
+            return self._best_of(allowed, x, limit, by_value), x
+        return self._unseen(limit, allowed), x
 
     def _best_of(self, mask: Array, x: Array, limit: float, by_value: Array | float) -> int:
         """Return the configuration with the best score inside the mask, bool [C], for normalised
@@ -567,9 +511,9 @@ class NumpyController:
         a ValueError, as in `decide`, also if the mask has another shape or leaves a request
         nothing."""
         raw, limits, mask = self._checked(self._blocks(features), limits, mask, drift)
-        if cost_limits or self.limits:
-            x = self._normaliser(raw)
-            mask, _ = self._bounds.allowed(x, self.log_limits(cost_limits), mask)
+        logs = self.limits.logs(cost_limits)
+        if logs is not None:
+            mask, _ = self.limits.bounds.allowed(self._normaliser(raw), logs, mask)
         chosen = np.zeros(len(limits), np.int64)
         for first in range(0, len(limits), AT_ONCE):
             part = slice(first, first + AT_ONCE)
@@ -604,7 +548,8 @@ class NumpyController:
 
     def reads_features(self, limits: Array) -> Array:
         """Return where it reads features, by limits [n]: bool [n]."""
-        if self.calibrated is None or self.limits_read_features():
+        limited = self.limits.logs() is not None
+        if self.calibrated is None or (limited and self.limits.read_features):
             return np.ones(len(limits), bool)
         return self.calibrated.reads_features(limits)
 
@@ -676,8 +621,3 @@ class NumpyController:
 
     def _refused(self, budget_ms: float) -> ValueError:
         return ValueError(f"a budget of {budget_ms}: must be positive and finite, in {self.unit}")
-
-
-def limits_in_words(limits: Mapping[str, Any]) -> str:
-    """Return limits as they are typed, such as usd=0.002, in order of their names."""
-    return ", ".join(f"{name}={float(limit):g}" for name, limit in sorted(limits.items()))

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from knobwise.agents.controller.features import FeatureNormaliser
 from knobwise.agents.deployed.arrays import Array
-from knobwise.agents.deployed.calibrated import CostBounds
+from knobwise.agents.deployed.limits import CostBounds
 from knobwise.agents.problem import Problem
 from knobwise.agents.teacher.regressors import ridge
 from knobwise.envs.bandit.budgets import subsample

@@ -86,7 +86,7 @@ def allowed_in_service(decider: NumpyController, problem: Problem, rows: Tensor)
     """Return what a controller may choose in service for samples int64 [n], bool [n, C]: what its
     own limits on further costs allow, whether or not it was measured."""
     features, mask = inputs_of_rows(problem, rows)
-    allowed = decider.allowed(features, len(mask))
+    allowed, _ = decider.allowed(features, len(mask))
     return np.ones_like(mask) if allowed is None else allowed
 
 

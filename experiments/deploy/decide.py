@@ -9,7 +9,7 @@ import numpy as np
 import polars as pl
 
 from knobwise.agents.deployed.arrays import Array
-from knobwise.agents.deployed.controller import MAX_MS, NumpyController, limits_in_words
+from knobwise.agents.deployed.controller import MAX_MS, NumpyController
 from knobwise.common.errors import InputError, naming
 from knobwise.common.files import written_whole
 from knobwise.common.progress import say
@@ -112,7 +112,7 @@ def decide_requests(config: DecideRun) -> int:
     if dear:
         say(
             f"{format_count(dear, 'request')} for which no configuration is expected to keep "
-            f"{limits_in_words(controller.limits)}: the cheapest is taken"
+            f"{controller.limits.words()}: the cheapest is taken"
         )
     return SOME_REFUSED if refused else 0
 
@@ -160,7 +160,7 @@ def _decided(
     odd = np.zeros(int(good.sum()), bool)
     for name in controller.texts:
         odd |= np.isnan(features[name][:, 0])
-    above = ~controller.can_keep_limits(features, len(odd))
+    above = ~controller.allowed(features, len(odd))[1]
     return limits, chosen, fault, odd, above
 
 

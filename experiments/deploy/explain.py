@@ -99,7 +99,7 @@ def _of_sample(config: ExplainRun, sample: str) -> dict[str, Any]:
         )
         others = _other_choices(policy, table, row, config.budget_ms, drift)
     explained = asdict(decided) | {"sample": sample, "budget_ms": config.budget_ms} | others
-    explained |= {"limits": policy.decider.limits, "deadline": policy.agent.rule.late}
+    explained |= {"limits": policy.decider.limits.declared, "deadline": policy.agent.rule.late}
     mean = policy.decider.mean
     if mean is not None and mean.mix and not mean.reads_features(np.array([config.budget_ms]))[0]:
         # the mix treats all inputs alike, and its next turn says nothing of typical ones
@@ -133,7 +133,7 @@ def _other_choices(
         problem = replace(Problem.from_table(table), rule=policy.agent.rule)
         static = WAYS[policy.agent.rule.kind].static(problem)
     blocks = blocks_of(table.blocks(torch.tensor(row)), decider)
-    mask = decider.allowed({name: block[None] for name, block in blocks.items()}, 1)
+    mask, _ = decider.allowed({name: block[None] for name, block in blocks.items()}, 1)
     if mask is None:
         mask = np.ones((1, table.num_configurations), bool)
     # the mean offset acts on the budget, as `NumpyController` has it

@@ -68,13 +68,11 @@ class Routes:
         refuse_other_units(body.keys() - controller.feature_sizes.keys() - columns, controller.unit)
         budget = _number(body, budget_field(controller.unit))
         limits = limits_in_request(as_limits(body.pop("limits", None)))
-        note = ""
         try:
             features = features_in(body, controller)
             # a decision takes microseconds, so it may keep other requests waiting
             choice = controller.decide_index(features, budget, limits=limits)
-            if limits or controller.limits:
-                note = controller.limits_note(features, limits)
+            note = controller.limits_note(features, limits)
         except ValueError as error:
             raise InputError(str(error)) from error
         headers = {"x-knobwise-limits-note": note} if note else {}

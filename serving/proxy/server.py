@@ -147,7 +147,7 @@ def _say(
     say(f"http://{host}:{port}{behind}; the log is in {config.log}")
     if controller.unit != MS and config.prices is None:
         say(f"without prices=FILE nobody knows whether budgets in {controller.unit} are kept")
-    if config.endpoint and USD in controller.limits and config.prices is None:
+    if config.endpoint and USD in controller.limits.declared and config.prices is None:
         say(f"without prices=FILE nobody knows whether the limit on {USD} is kept")
     if broken:
         say(f"requests that broke off when the server before this one was killed: {broken}")

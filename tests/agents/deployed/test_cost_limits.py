@@ -98,12 +98,10 @@ def test_single_requests_batches_and_masks_agree(costs, declared, given, drift):
         fallen = light.fall_back(budget, drift, given, mask[row])
         assert fallen is None or fallen[0] == of_one[-1] == by_static[-1]
     identical(of_many, of_one)
-    both = light.costs.allowed(
-        light._normaliser(np.concatenate([*blocks.values()], 1)), light.log_limits(given), mask
-    )[0]
+    both, _ = light.allowed(blocks, SAMPLES, given, mask)
     identical(light.static.choose({}, budgets * light.factor(drift), both), by_static)
     # as a controller without limits whose mask allows nothing else
-    allowed = light.allowed(blocks, SAMPLES, given)
+    allowed, _ = light.allowed(blocks, SAMPLES, given)
     agent.calibration.limits = {}
     free = NumpyController(agent.arrays())
     identical(chosen, free.choose(blocks, budgets, allowed, drift))
@@ -130,7 +128,7 @@ def test_without_limits_nothing_is_exported_and_nothing_changes():
     assert not {"costs", "limits"} & agent.decider.header.keys()
     blocks, budgets = arrays(table), some_budgets(table)
     identical(agent.decider.choose(blocks, budgets), priced.decider.choose(blocks, budgets))
-    assert agent.decider.allowed(blocks, SAMPLES) is None
+    assert agent.decider.allowed(blocks, SAMPLES)[0] is None
     assert priced.decider.limits_note(blocks) == ""
     extra = {name for name in priced.arrays() if name not in plain}
     assert extra == {"costs.bias", "costs.floor", "costs.margin", "costs.weight"}
@@ -145,7 +143,7 @@ def test_exported_and_saved_controllers_keep_limits(tmp_path):
     chosen = agent.decider.choose(blocks, budgets)
     for other in (loaded, restored.decider):
         identical(other.choose(blocks, budgets), chosen)
-        assert other.limits == {"usd": 0.004}
+        assert other.limits.declared == {"usd": 0.004}
         assert other.digest == agent.decider.digest
 
 
@@ -207,13 +205,13 @@ def test_a_runtime_keeps_limits_also_where_features_fail_and_where_it_explores(t
         pending = runtime.begin(20.0, limits)
         decision = runtime.decide(pending, request)
         many = {name: block[None] for name, block in request.items()}
-        allowed = agent.decider.allowed(many, 1, limits)[0]
+        allowed = agent.decider.allowed(many, 1, limits)[0][0]
         assert allowed[decision.choice]
         assert ("calibrated at usd=0.004" in decision.limits_note) == (row % 2 == 1)
         runtime.finish(decision, "answer")
         failed = runtime.fail(runtime.begin(20.0, limits))
         missing = {name: np.full_like(block, np.nan) for name, block in many.items()}
-        assert agent.decider.allowed(missing, 1, limits)[0, failed.choice]
+        assert agent.decider.allowed(missing, 1, limits)[0][0, failed.choice]
     runtime.log.close()
     (path,) = (tmp_path / "log").glob("requests*")
     rows = [json.loads(line) for line in path.read_text().splitlines()]
@@ -226,7 +224,7 @@ def test_exploration_draws_what_is_close_to_the_best_of_what_limits_allow():
     agent, table = controller_for("usd", limits={"usd": 0.004}, deploy=[True] * 5)
     request = request_of(table, 11)
     many = {name: block[None] for name, block in request.items()}
-    allowed = agent.decider.allowed(many, 1)[0]
+    allowed = agent.decider.allowed(many, 1)[0][0]
     log_probs = agent.decider.log_probs(many, np.array([20.0]))[0]
     utility = log_probs / agent.decider.header["sharpness"]
     best = utility[allowed].max()
@@ -257,7 +255,7 @@ def test_cells_that_judging_needs_are_within_limits():
         "cost_ms": 0.0,
     }
     cells = cells_to_judge(agent, table, torch.arange(SAMPLES))
-    (allowed,) = np.unique(agent.decider.allowed(arrays(table), SAMPLES), axis=0)
+    (allowed,) = np.unique(agent.decider.allowed(arrays(table), SAMPLES)[0], axis=0)
     assert 1 < allowed.sum() < len(allowed)
     assert cells.any(1).all()
     assert not cells[:, ~allowed].any()
@@ -312,7 +310,7 @@ def test_a_policy_takes_limits_and_explains_them():
         explained = policy.decide(request, 20.0, explain=True, limits={"usd": 0.01})
     assert "calibrated at usd=0.02" in explained.reason
     many = {name: block[None] for name, block in request.items()}
-    allowed = agent.decider.allowed(many, 1, {"usd": 0.01})[0]
+    allowed = agent.decider.allowed(many, 1, {"usd": 0.01})[0][0]
     possible = [row["configuration"] for row in explained.expected if row["probability"] > 0]
     assert len(possible) <= allowed.sum()
     assert all(allowed[policy.configurations.index(each)] for each in possible)

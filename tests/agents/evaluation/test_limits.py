@@ -12,7 +12,7 @@ from tensordict import TensorDict
 
 from knobwise.agents.controller.features import FeatureNormaliser
 from knobwise.agents.controller.settings import PolicyConfig
-from knobwise.agents.deployed.calibrated import CostBounds
+from knobwise.agents.deployed.limits import CostBounds
 from knobwise.agents.evaluation.baselines import Oracle, fit_static
 from knobwise.agents.evaluation.evaluation import evaluate_policy
 from knobwise.agents.evaluation.limits import fit_bounds, further_costs

@@ -64,7 +64,7 @@ def test_a_run_within_limits_from_training_to_numpy(table, tmp_path):
     # what is exported decides the same
     launch("export checkpoint=runs/controller/x out=out")
     light = NumpyController.load("out/controller.npz")
-    assert light.limits == {"usd": LIMIT}
+    assert light.limits.declared == {"usd": LIMIT}
     test = load_checkpoint(run / "checkpoints/best.pt").extra["test_rows"]
     prices = prices_of(table)
     of_controller = decisions.filter(policy="controller")
@@ -162,7 +162,7 @@ def test_fit_takes_limits_as_a_mapping_and_refuses_other_mappings(table):
     quick = {"teacher_iterations": 4, "pretrain_iterations": 4, "iterations": 0}
     options = {"policy": "utility", "optimiser": quick}
     policy = knobwise.fit(table, budget={"limits": {"usd": LIMIT}}, **options)
-    assert policy.agent.decider.limits == {"usd": LIMIT}
+    assert policy.agent.decider.limits.declared == {"usd": LIMIT}
     for wrong in ({"threads": {"a": 1}}, {"budget": {"limit": {"usd": 1}}}):
         with input_error("no such option"):
             knobwise.fit(table, **options, **wrong)

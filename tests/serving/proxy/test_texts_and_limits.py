@@ -43,7 +43,7 @@ def controller(routing):
 def within(controller, text, limit):
     """The configurations whose price is expected to keep a limit."""
     blocks = {"prompt": controller.texts["prompt"](text)[None]}
-    allowed = controller.allowed(blocks, 1, {"usd": limit})[0]
+    allowed = controller.allowed(blocks, 1, {"usd": limit})[0][0]
     return [controller.configuration(index) for index in allowed.nonzero()[0]]
 
 
