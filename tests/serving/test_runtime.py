@@ -17,6 +17,7 @@ from torch.utils.data import default_collate
 
 from knobwise.agents import PolicyConfig
 from knobwise.agents.deployed.budgets import RequestBudgets
+from knobwise.agents.deployed.limits import Limits
 from knobwise.agents.training.checkpoint import Loaded
 from knobwise.common.errors import InputError
 from knobwise.envs.tables.profile_table import Knob
@@ -65,7 +66,7 @@ class ByFeatures:
     texts = {}
     budgets = RequestBudgets()
     columns = ()
-    limits = {}
+    limits = Limits({}, None)
 
     def __init__(self):
         self.left_ms = []
@@ -75,6 +76,9 @@ class ByFeatures:
 
     def settled(self, limit, drift):
         return self
+
+    def limits_note(self, features, limits):
+        return ""
 
     def fall_back(self, limit, drift, limits, mask):
         return None

@@ -19,6 +19,7 @@ from replayed import Clock, timed_by
 from test_vlm_runner import Blurred
 
 from knobwise.agents.deployed.budgets import RequestBudgets
+from knobwise.agents.deployed.limits import Limits
 from knobwise.envs.readers.long_table import read_long_table
 from knobwise.profiling.design.grid_sampling import sample_grid
 from knobwise.profiling.measuring.adaptive_model import (
@@ -218,7 +219,8 @@ def controller_of(names):
         columns=(),
         header={"limit": "budget_ms"},
         fall_back=lambda limit, drift, limits, mask: None,
-        limits={},
+        limits=Limits({}, None),
+        limits_note=lambda features, limits: "",
         budgets=RequestBudgets(),
         decide_expected=lambda blocks, limit, drift, limits, mask: (next(turns), 0.0, 0.1),
         settled=lambda limit, drift: controller,
