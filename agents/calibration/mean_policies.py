@@ -221,11 +221,12 @@ def outcomes_of(
     """
     cells = rows.unsqueeze(1), chosen
 
-    def look_up(version: ProfileTable) -> Tensor:
-        return torch.stack([version.accuracy[cells], version.latency_ms[cells]]).double()
+    def look_up(version: ProfileTable, counted: Cells | None = None) -> Tensor:
+        counted = problem.rule.counted(version) if counted is None else counted
+        return torch.stack([version.accuracy[cells], counted.latency_ms[cells]]).double()
 
     if problem.beliefs is None or not checked:
-        accuracy, latency_ms = look_up(problem.values)
+        accuracy, latency_ms = look_up(problem.values, problem.cells)
     else:
         accuracy, latency_ms = problem.beliefs.estimate(cells, look_up)
     return accuracy, latency_ms

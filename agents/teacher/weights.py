@@ -49,7 +49,7 @@ class HeldOutScores(NamedTuple):
         rule = as_rule(rule)
         scores = [prediction.score(limits.unsqueeze(1), rule) for prediction in predictions]
         by_limit = limits[:, None, None]  # [B, 1, 1], beside outcomes [n, C]
-        cells = measured.accuracy, measured.measurements_ms, measured.latency_ms
+        cells = measured.accuracy, measured.measurements_ms
         return cls(scores, rule.worth(*cells, by_limit), measured.mask)
 
     def take(self, positions: Tensor) -> HeldOutScores:

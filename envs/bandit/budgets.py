@@ -150,17 +150,11 @@ def judged_budgets(
     return torch.tensor(list(budgets_ms))
 
 
-def mean_budgets(
-    table: ProfileTable, rows: Tensor, budgets_ms: Sequence[float] | None = None
-) -> Tensor:
-    """Return mean budgets in ms, float64 [B]: those given (see `judged_budgets`), or the default.
-
-    The default are the distinct 10/25/50/75/90 % quantiles of the configurations' mean latencies,
-    so that a single configuration can keep each.
-    """
-    if budgets_ms is not None:
-        return judged_budgets(table, budgets_ms).double()
-    cost = averages(table, rows)[1]
+def mean_budgets(cells: Cells, rows: Tensor) -> Tensor:
+    """Return the default mean budgets of these rows, int64 [n], in ms, float64 [B]: the distinct
+    10/25/50/75/90 % quantiles of the configurations' mean latencies, so that a single configuration
+    can keep each."""
+    cost = averages(cells, rows)[1]
     return cost.quantile(torch.tensor(DEFAULT_QUANTILES, dtype=cost.dtype)).unique()
 
 

@@ -108,8 +108,20 @@ def moments(numbers: dict[str, Tensor]) -> dict[str, float]:
     return metrics
 
 
-def priced_outcomes(table: ProfileTable, decisions: Decisions, rewards: RewardTable) -> Outcomes:
-    """Look up what decisions get where nothing is late; `rewards` are those of what counts."""
+def priced_outcomes(
+    table: ProfileTable,
+    decisions: Decisions,
+    rewards: RewardTable,
+    latency_ms: Tensor | None = None,
+) -> Outcomes:
+    """Look up what decisions get where nothing is late.
+
+    Args:
+        rewards: those of what counts.
+        latency_ms: [N, C], what answers took; None for the medians of their measurements.
+    """
+    if latency_ms is None:
+        latency_ms = table.latency_ms
     row_of, chosen = decisions.cells
     added_ms = decisions.added_ms(table)
     device = rewards.accuracy.device
@@ -124,7 +136,7 @@ def priced_outcomes(table: ProfileTable, decisions: Decisions, rewards: RewardTa
     return Outcomes(
         chosen=chosen,
         accuracy=accuracy,
-        latency_ms=table.latency_ms[decisions.cells] + added_ms,
+        latency_ms=latency_ms[decisions.cells] + added_ms,
         utility=accuracy,
         reward=reward.squeeze(2).cpu(),
     )

@@ -39,7 +39,7 @@ from knobwise.envs.bandit.reward import RewardTable, expected_utility
 from knobwise.envs.bandit.rule_answers import LONGEST_MS, answer, values_of
 from knobwise.envs.bandit.settings import BudgetConfig, RewardConfig, reward_of
 from knobwise.envs.tables.beliefs import Beliefs
-from knobwise.envs.tables.cells import Cells, CountedCells
+from knobwise.envs.tables.cells import Cells, CountedCells, cells_of
 from knobwise.envs.tables.divisions import budget_rows
 from knobwise.envs.tables.profile_table import ProfileTable, Split
 
@@ -299,13 +299,11 @@ class Rule:
         [*, C]: the score, which is what `expected` returned for these limits [*]."""
         return score
 
-    def worth(
-        self, accuracy: Tensor, measurements_ms: Tensor, median_ms: Tensor, limits: Tensor
-    ) -> Tensor:
+    def worth(self, accuracy: Tensor, measurements_ms: Tensor, limits: Tensor) -> Tensor:
         """Return what decisions were worth, float [B, n, C], NaN counting as nothing: the utility.
 
         Args:
-            accuracy, median_ms: [n, C].
+            accuracy: [n, C].
             measurements_ms: [n, C, R].
             limits: [B, 1, 1].
         """
@@ -356,10 +354,19 @@ class MeanBudget(Rule):
     def from_settings(cls, budget: BudgetConfig) -> Self:
         return cls()
 
+    def counted(self, table: ProfileTable, allowed: Tensor | None = None) -> Cells:
+        """See `Rule`: of several measurements the mean, since a mean budget is kept by the mean of
+        all answers, in which the slow ones count in full."""
+        cells = super().counted(table, allowed)
+        if cells.repeats_ms is None:
+            return cells
+        return replace(cells_of(cells, ...), latency_ms=cells.repeats_ms.nanmean(-1))
+
     def look_up(
         self, table: ProfileTable, decisions: Decisions, rewards: RewardTable, counted: Cells
     ) -> Outcomes:
-        return priced_outcomes(table, decisions, rewards)
+        """See `Rule`: latencies are those that count."""
+        return priced_outcomes(table, decisions, rewards, counted.latency_ms)
 
     def strategy(self, budget: BudgetConfig) -> type[Strategy]:
         super().strategy(budget)
@@ -378,8 +385,10 @@ class MeanBudget(Rule):
             )
 
     def budgets(self, table: ProfileTable, split: Split, wanted: Sequence[float] | None) -> Tensor:
-        """See `mean_budgets`."""
-        return mean_budgets(table, split.fitted, wanted)
+        """See `Rule`: the default are `mean_budgets`."""
+        if wanted is not None:
+            return judged_budgets(table, wanted).double()
+        return mean_budgets(self.counted(table), split.fitted)
 
     def judged_limits(self, table: ProfileTable, cells: Cells, budgets_ms: Tensor | None) -> Tensor:
         """See `Rule`: values of a right answer."""
@@ -397,11 +406,9 @@ class MeanBudget(Rule):
         """See `Rule`: Â − L̂/w, with w the ms that a right answer may cost."""
         return accuracy - expected.latency_ms / limits.unsqueeze(-1)
 
-    def worth(
-        self, accuracy: Tensor, measurements_ms: Tensor, median_ms: Tensor, limits: Tensor
-    ) -> Tensor:
+    def worth(self, accuracy: Tensor, measurements_ms: Tensor, limits: Tensor) -> Tensor:
         """See `Rule`: accuracy − latency/w."""
-        return (accuracy - median_ms / limits).nan_to_num()
+        return (accuracy - measurements_ms.nanmean(-1) / limits).nan_to_num()
 
 
 DEADLINES = Deadline()

@@ -8,7 +8,7 @@ import torch
 from helpers import close, identical, input_error, table_of
 
 from knobwise.agents.calibration.guard import calibrate
-from knobwise.agents.calibration.mean_policies import outcomes_of
+from knobwise.agents.calibration.mean_policies import StaticMix, outcomes_of
 from knobwise.agents.evaluation.problems import problem_of
 from knobwise.agents.problem import Problem
 from knobwise.envs.bandit.outcomes import Decisions
@@ -145,6 +145,27 @@ def test_a_guard_counts_answers_above_a_limit_as_late_by_hand(limit, holes, on_t
     budgets_ms = torch.tensor([7.0])
     (row,) = calibrate(problem, ROWS, budgets_ms, second.unsqueeze(1), lambda _: second)
     assert row["on_time"] == pytest.approx(on_time)
+
+
+def test_a_mean_budget_is_kept_by_the_mean_of_what_a_cell_was_measured_at():
+    """size=1 took 10, 10 and 40 ms each time: 20 on average, which a median of 10 would hide."""
+    accuracy = torch.tensor([[0.0, 1.0]]).repeat(3, 1)
+    repeats_ms = torch.tensor([[5.0, 5.0, 5.0], [10.0, 10.0, 40.0]]).repeat(3, 1, 1)
+    table = table_of(accuracy, repeats_ms)
+    problem = replace(Problem.from_table(table), rule=MeanBudget())
+    worth_ms = torch.tensor([50.0])
+    judged = problem.outcomes(Decisions(ROWS, CHOSEN, worth_ms))
+    close(judged.latency_ms, [[5.0], [20.0], [20.0]])
+    close(judged.reward, [[-5 / 50], [1 - 20 / 50], [1 - 20 / 50]])
+    close(outcomes_of(problem, ROWS, CHOSEN)[1].float(), [[5.0], [20.0], [20.0]])
+    # budgets lie between the two means, at 10 to 90 % of the way
+    close(problem.budgets().float(), [6.5, 8.75, 12.5, 16.25, 18.5])
+    worth = problem.rule.worth(table.accuracy, table.measurements_ms, worth_ms[:, None, None])
+    close(worth[0, 0], [-5 / 50, 1 - 20 / 50])
+    mix = StaticMix.fit(problem.cells, ROWS, torch.tensor([5.0, 12.5, 20.0]))
+    close(mix.expected(problem, ROWS)[1][0].float(), [5.0, 12.5, 20.0])
+    # a deadline is met or missed by single measurements, and the table still shows medians
+    close(Problem.from_table(table).cells.latency_ms, table.latency_ms)
 
 
 def drawn_unequally():

@@ -19,7 +19,7 @@ def judged(problem, test, budgets, rows, static):
     """What results say of single configurations without limits."""
     policy = StaticUnderPromise(Promise(arrays_of(rows), static))
     calibration = SimpleNamespace(promise=[], promise_of_static=rows)
-    decider = SimpleNamespace(allowed=lambda features, count: None)
+    decider = SimpleNamespace(allowed=lambda features, count: (None, None))
     controller = SimpleNamespace(
         static_under_promise=policy, calibration=calibration, decider=decider
     )
