@@ -6,7 +6,8 @@ set, an answer.
 Where the controller's guard falls back to static, the decision comes first and the first stage
 leaves the features out. A request pays for everything that it would not have cost without the
 controller: pooling features, the decision, setting knobs, learning from the answer's time, and,
-where arrivals are known, all waiting.
+where arrivals are known, all waiting. What a model says that it waited for a rate limit
+(`Answer.uncounted_ms`) is waiting.
 """
 
 from __future__ import annotations
@@ -285,17 +286,17 @@ class AdaptiveModel(FirstStages):
             runtime.abandon("the model", error)
             raise
         # the time that no answer holds and nothing has counted yet
-        uncounted_ms = 0.0
+        rest_ms = 0.0
         took = []
         for each, answer in zip(group, answers, strict=True):
             took.append(_took_ms(each.stage, answer, configuration))
             before_ms = each.stage_ms + each.prepared.before_ms
-            uncounted_ms += before_ms - took[-1] - each.stage.extra_ms
+            rest_ms += before_ms - took[-1] - answer.uncounted_ms - each.stage.extra_ms
             runtime.learn(each.decision, took[-1])
         done = runtime.now()
         # calls, clocks, setting knobs, tracking; 0 if a clock went back, or if the difference is
         # NaN
-        beyond_ms = max(0.0, (done - begun) * 1e3 + uncounted_ms)
+        beyond_ms = max(0.0, (done - begun) * 1e3 + rest_ms)
         runtime.charge(group[0].decision, decision_ms, beyond_ms)
 
         results = {}

@@ -6,8 +6,9 @@ request arrives when the one before it has been answered. It is served by the co
 (`knobwise.serving.adaptive_model`), by budget-aware static and by fixed configurations.
 Controller and static follow the drift of this machine, each by a tracker fed with its own answers;
 the frozen controller and fixed configurations do not. Each is charged everything that it takes
-beyond the model's own time. Then the same decisions are looked up in the profile: a replay that
-disagrees with the real model would be worth nothing.
+beyond the model's own time and what no budget pays for (`Answer.uncounted_ms`). Then the same
+decisions are looked up in the profile: a replay that disagrees with the real model would be worth
+nothing.
 """
 
 from __future__ import annotations
@@ -322,7 +323,7 @@ class Server:
         result = model.answer(self.stream.requests[name], float(self.stream.budgets_ms[i]))
         took_ms = clock_ms() - start
         inference_ms = result.answer.total_ms
-        overhead_ms = max(took_ms - inference_ms, 0.0)
+        overhead_ms = max(took_ms - inference_ms - result.answer.uncounted_ms, 0.0)
         score = self.score(name, result.answer.text)
         _, log_latency, spread = result.expected
         return ServedRequest(

@@ -49,7 +49,8 @@ class Slowed:
         if self.factor == 1:
             return answers
         answered = clock_ms()
-        until = start + self.factor * (answered - start)
+        counted_ms = answered - start - sum(answer.uncounted_ms for answer in answers)
+        until = answered + (self.factor - 1) * counted_ms
         while clock_ms() < until:
             time.sleep(0)  # a CPU clock has to go on
         waited_ms = clock_ms() - answered

@@ -263,10 +263,12 @@ class EndpointModel:
         Raises:
             InputError: the server refuses a request as wrong, or keeps failing.
         """
-        return [self._answer(self.body(stage.request, configuration)) for stage in stages]
+        return [self._answer(stage.request, configuration) for stage in stages]
 
-    def _answer(self, body: Body) -> Answer:
+    def _answer(self, request: Request, configuration: Configuration) -> Answer:
         """Ask for one answer, and pay for it."""
+        start = clock_ms(on_cpu=False)
+        body = self.body(request, configuration)
         changed = self._last is not None and self._last != body["model"]
         self._last = body["model"]
         reply, usd = self._client.ask(body)
@@ -283,6 +285,8 @@ class EndpointModel:
             extra[CHANGE_MS] = cost_ms
         if self._client.prices:
             extra["usd"] = usd
+        # waits, attempts that came to nothing, and the client's own work
+        beside_ms = clock_ms(on_cpu=False) - start - reply.total_ms
         return Answer(
             text=reply.text,
             total_ms=reply.total_ms,
@@ -292,6 +296,7 @@ class EndpointModel:
             language_tokens=reply.tokens_in,
             output_tokens=reply.tokens_out if reply.counted else reply.chunks,
             extra=extra,
+            uncounted_ms=max(0.0, beside_ms),
         )
 
     def close(self) -> None:

@@ -163,6 +163,9 @@ class Answer:
     extra: dict[str, float] = field(default_factory=dict)
     """Other numbers worth keeping, such as thread CPU time. `failed`: 1 for an answer that counts
     as wrong whatever its text, such as a refusal."""
+    uncounted_ms: float = 0.0
+    """What `answer` took for it beside total_ms, and no budget pays for: waits for a rate limit,
+    attempts that came to nothing."""
 
 
 class AdaptiveVLM(Protocol):

@@ -120,14 +120,16 @@ class Noting:
     Args:
         takes_s: how long a first stage, and setting the knobs, take by its clock.
         answer_ms: how long an answer takes by the model's own account.
+        uncounted_ms: how much of the time it says that nobody is to pay for.
         stage: what is different about its first stages.
     """
 
     name = "noting"
     knobs = tuple(KnobSupport(knob.name, knob.values[-1], 0, 9) for knob in KNOBS)
 
-    def __init__(self, takes_s=(0.0, 0.001), answer_ms=3.0, **stage):
+    def __init__(self, takes_s=(0.0, 0.001), answer_ms=3.0, uncounted_ms=0.0, **stage):
         self.takes_s, self.answer_ms, self.stage = takes_s, answer_ms, stage
+        self.uncounted_ms = uncounted_ms
         self.clock = Clock()
         self.running = []
         self.groups = []
@@ -154,7 +156,9 @@ class Noting:
             questions = [stage.request.question for stage in stages]
             self.groups.append((dict(configuration), questions))
             self.clock.go_on(self.takes_s[1])
-            return [Answer(f"to {a}", self.answer_ms, 2.0, 1.0, 1, 1, 1) for a in questions]
+            times = self.answer_ms, 2.0, 1.0
+            more = {"uncounted_ms": self.uncounted_ms}
+            return [Answer(f"to {a}", *times, 1, 1, 1, **more) for a in questions]
 
 
 def adaptive(model, controller, **options):
@@ -227,6 +231,25 @@ def test_the_model_is_charged_for_nothing_that_the_controller_took():
     arrived = model.answer(requests_of("c")[0], 60_000.0, noting.clock.now)
     assert arrived.waited_ms == pytest.approx(0, abs=0.1)  # not a second time
     assert arrived.limit_ms == pytest.approx(60_000 - 500, abs=2)
+
+
+@pytest.mark.parametrize(
+    ("together", "waits_ms", "added_ms"), [(1, 4990.0, 7.0), (2, 2490.0, 13.0)]
+)
+def test_waits_of_a_model_for_a_rate_limit_are_no_cost_of_deciding(together, waits_ms, added_ms):
+    # 5 s pass; an answer takes 3 ms beside its waits, and its features 1
+    noting = Noting((0.0, 5.0), uncounted_ms=waits_ms)
+    model = by_limit(noting)
+    requests = requests_of("a", "b")[:together]
+    for result in model.generate(requests, 60_000.0):
+        assert result.overhead_ms == pytest.approx(added_ms, abs=0.1)
+        assert result.total_ms == pytest.approx(added_ms + 3, abs=0.1)
+    # later budgets lose none of it
+    later = model.answer(requests_of("c")[0], 60_000.0)
+    assert later.limit_ms == pytest.approx(60_000 - added_ms, abs=0.1)
+    # but who has come and waits is answered no sooner
+    arrived = model.generate(requests, 60_000.0, [noting.clock.now] * together)
+    assert [result.total_ms for result in arrived] == pytest.approx([5000] * together, abs=0.1)
 
 
 def test_a_fall_back_needs_no_features_and_does_not_pay_for_them():

@@ -98,6 +98,10 @@ def test_a_slowed_model_takes_so_many_times_as_long_and_promises_are_judged_by_q
     (answer,) = model.answer([stage], knobs)
     # 1 ms for the answer, so 4 ms of waiting, and 1 to read the clock
     assert answer == replace(known[0], total_ms=known[0].total_ms + 5)
+    # of that 1 ms 0.5 were waits for a rate limit, which do not slow down: 2 ms of waiting
+    known = [replace(known[0], uncounted_ms=0.5)]
+    (answer,) = model.answer([stage], knobs)
+    assert answer == replace(known[0], total_ms=known[0].total_ms + 3)
     # of eight requests two a quarter; the first budget has no promise
     arrays = {
         "budgets_ms": np.array([10.0, 20.0]),
@@ -232,6 +236,24 @@ def test_each_policy_is_charged_what_it_takes_and_static_allows_for_it(case, mon
     limits = np.maximum(budgets_ms - spent, 1e-9)
     np.testing.assert_allclose(served["limit_ms"][2], limits, rtol=1e-6)
     assert (served["limit_ms"][0, 1:] < budgets_ms[1:]).all()
+
+
+class Waiting(ElasticAdaptive):
+    """A model whose answers take 100 ms, after 870 in which it waits for a rate limit."""
+
+    def answer(self, stages, configuration):
+        answers = super().answer(stages, configuration)
+        return [replace(answer, total_ms=100.0, uncounted_ms=870.0) for answer in answers]
+
+
+def test_no_policy_pays_for_waits_of_the_model(case, monkeypatch):
+    server = server_of(case, SHORT)
+    model = AdaptiveModel(Waiting(), case.controller)
+    # a clock that goes on by 1 s whenever it is read
+    ticks = itertools.count(step=1000)
+    monkeypatch.setattr(live, "clock_ms", lambda: float(next(ticks)))
+    served = server.by_controller(model, 0)
+    assert (served.inference_ms, served.overhead_ms) == (100, 30)
 
 
 def test_nothing_is_fitted_on_what_is_served(case, monkeypatch):
