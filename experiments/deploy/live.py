@@ -53,7 +53,12 @@ from knobwise.experiments.report.report import print_comparison, write_page
 from knobwise.experiments.report.runs import Run
 from knobwise.experiments.report.words import FROZEN, LEARNED, STATIC
 from knobwise.experiments.settings.deployment_options import EvaluateRun, LiveConfig
-from knobwise.profiling.measuring.adaptive_model import AdaptiveVLM, clock_ms, clocked_by
+from knobwise.profiling.measuring.adaptive_model import (
+    AdaptiveVLM,
+    Answer,
+    clock_ms,
+    clocked_by,
+)
 from knobwise.profiling.measuring.machine import one_thread
 from knobwise.profiling.measuring.measuring import collected_between
 from knobwise.profiling.measuring.requests import Requests
@@ -295,7 +300,7 @@ class Server:
         self.model = model
         self.stream = stream
         self.config = config
-        self.score = requests.score
+        self.requests = requests
         frozen = AdaptiveModel(model.model, model.controller, clock=model.clock, tracker=False)
         self.static = static
         self.tracker = LatencyTracker(model.configurations, STATIC)
@@ -324,7 +329,7 @@ class Server:
         took_ms = clock_ms() - start
         inference_ms = result.answer.total_ms
         overhead_ms = max(took_ms - inference_ms - result.answer.uncounted_ms, 0.0)
-        score = self.score(name, result.answer.text)
+        score = self.accuracy(name, result.answer)
         _, log_latency, spread = result.expected
         return ServedRequest(
             choice=result.choice,
@@ -369,7 +374,11 @@ class Server:
         name = self.stream.ids[i]
         stage = vlm.first_stage(self.stream.requests[name], features=False)
         (answer,) = vlm.answer([stage], self.model.configurations[choice])
-        return ServedRequest(choice, self.score(name, answer.text), answer.total_ms)
+        return ServedRequest(choice, self.accuracy(name, answer), answer.total_ms)
+
+    def accuracy(self, name: str, answer: Answer) -> float:
+        """Return the accuracy of an answer to the sample of this name."""
+        return self.requests.accuracy(name, answer.text, answer.extra.get("failed"))
 
     def serve(self) -> InputError | None:
         """Serve the stream by every policy; return what stopped it before the end, if anything.

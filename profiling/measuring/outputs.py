@@ -64,17 +64,15 @@ def records_of(plan: MeasurementPlan, log: pl.DataFrame, dataset: str) -> pl.Dat
         rows = rows.drop("first_look_ms")
     if plan.repeats == 1:
         rows = rows.drop("repeat")
-    score = cache(plan.requests.score)  # each different answer is judged once
+    accuracy = cache(plan.requests.accuracy)  # each different answer is judged once
+    failed = "failed" if "failed" in rows.columns else pl.lit(None)
+    answers = rows.select(pl.col("sample"), pl.col("pred"), failed).iter_rows()
     items = plan.items
-    accuracy = [score(items[i].id, text) for i, text in rows.select("sample", "pred").iter_rows()]
+    scores = [accuracy(items[i].id, *answer) for i, *answer in answers]
     rows = rows.with_columns(
-        pl.Series("accuracy", accuracy, pl.Float64),
+        pl.Series("accuracy", scores, pl.Float64),
         num_total_tokens=pl.sum_horizontal(f"num_{name}" for name in TOKENS),
     )
-    if "failed" in rows.columns:
-        # whatever the text of a refusal, or of an answer that was given up
-        failed = pl.col("failed").fill_null(0.0) > 0
-        rows = rows.with_columns(accuracy=pl.when(failed).then(0.0).otherwise("accuracy"))
     # a column for each part of a sample, gathered for each measurement
     ids = [item.id for item in items]
     columns: dict[str, list[Any]] = {"sample_id": ids, "question_id": ids}

@@ -44,8 +44,13 @@ class Requests(ABC):
         item = self.item(sample_id)
         return Request(item.picture(), question_text(item, self.prompt))
 
+    def accuracy(self, sample_id: str, answer: str, failed: float | None = None) -> float:
+        """Return the accuracy of an answer: its score, or 0 whatever its text if it `failed` (see
+        `Answer.extra`; None where the model does not say)."""
+        return 0.0 if (failed or 0.0) > 0 else self.score(sample_id, answer)
+
     def score(self, sample_id: str, answer: str) -> float:
-        """Score an answer in [0, 1]."""
+        """Score the text of an answer in [0, 1]."""
         item = self.item(sample_id)
         return answer_accuracy(metric_of(item), answer, item.answers, item.choices)
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import polars as pl
 import pytest
-from commands import OPTIMISER, launch, words_of
+from commands import OPTIMISER, launch, read_json, words_of
 from scripted_endpoint import (
     DONE,
     HEAD,
@@ -19,6 +19,7 @@ from scripted_endpoint import (
 )
 
 import knobwise
+from knobwise.experiments.deploy import live
 from knobwise.profiling.endpoint.model import EndpointModel
 from knobwise.profiling.endpoint.settings import EndpointOptions
 from knobwise.profiling.measuring.adaptive_model import Request
@@ -109,3 +110,11 @@ def test_no_request_pays_for_a_rate_limit_or_for_attempts_that_failed(server, mo
     # it waited for 200 ms at least
     assert result.answer.uncounted_ms >= 200
     assert result.total_ms <= passed_ms - 200
+
+
+def test_answers_that_a_filter_ended_are_wrong_live_as_in_the_profile(server, monkeypatch):
+    monkeypatch.setattr(live, "WARM_UP", 1)
+    words = [f"{name}={value}" for name, value in MEASURED.items()]
+    launch(LIVE, f"endpoint={server.url}", words, "stream.requests=6")
+    rows = {row["policy"]: row["accuracy"] for row in read_json("live.json")["rows"]}
+    assert (rows["cheapest"], rows["most_accurate"]) == (0, 1)
