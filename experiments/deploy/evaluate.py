@@ -44,7 +44,7 @@ from knobwise.experiments.report.report import print_results
 from knobwise.experiments.settings.beams import check_judged, read_data, trained_on
 from knobwise.experiments.settings.config_file import of_run
 from knobwise.experiments.settings.deployment_options import EvaluateRun, ExplainRun, ExportRun
-from knobwise.experiments.settings.measured_with import measured_at_once
+from knobwise.experiments.settings.measured_with import measured_at_once, unlike_measuring
 from knobwise.experiments.settings.profiles import read_profile
 from knobwise.experiments.train.judging import evaluate_beside_baselines
 from knobwise.profiling.endpoint.settings import NAME as ENDPOINT
@@ -98,10 +98,15 @@ def _evaluate_live(checkpoint: Path, loaded: Loaded, config: EvaluateRun) -> Run
 
     table = read_profile(config.profile, loaded)
     knobs = config.knobs
-    if config.model == ENDPOINT:
+    path = getattr(config.profile, "path", None)
+    behind_endpoint = config.model == ENDPOINT
+    # nothing is asked before
+    for line in unlike_measuring(path, knobs, config if behind_endpoint else None):
+        say(line)
+    if behind_endpoint:
         # an endpoint has the knobs that were measured
         knobs = replace(knobs, values={knob.name: [*knob.values] for knob in table.knobs})
-        at_once = measured_at_once(getattr(config.profile, "path", None))
+        at_once = measured_at_once(path)
         if at_once is not None and at_once > 1:
             say(
                 f"the profile was measured with {at_once} requests at once; here they come one at "

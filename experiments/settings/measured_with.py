@@ -7,7 +7,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from knobwise.profiling.endpoint.settings import LENGTHS, NAME
+from knobwise.experiments.settings.words import shell_word, value_for_hydra
+from knobwise.profiling.endpoint.settings import LENGTHS, NAME, EndpointOptions
+from knobwise.profiling.measuring.settings import VLMProfileConfig
 
 
 class EveryRequest(NamedTuple):
@@ -34,6 +36,77 @@ def every_request(path: Any) -> EveryRequest | None:
         return EveryRequest(fields, facts.get("messages"))
     except (AttributeError, LookupError, TypeError, ValueError):
         return None
+
+
+def not_sent(
+    measured: EveryRequest,
+    extra_body: Mapping[str, object] | None,
+    messages: str | None,
+    instead: str,
+    length: int | None = None,
+) -> list[str]:
+    """Return what every request had in measuring and has not here, so that answers are others than
+    those of the profile; and how to send it.
+
+    Args:
+        extra_body, messages: those of the requests here.
+        instead: what stands here for messages by a function.
+        length: what bounds an answer where `extra_body` does not; None for nothing.
+    """
+    lines = []
+    extra = dict(extra_body or {})
+    missing = {}
+    for name, value in measured.fields.items():
+        # either name of the length will do
+        names = LENGTHS if name in LENGTHS else (name,)
+        sent = [extra[each] for each in names if each in extra]
+        if name in LENGTHS and not sent:
+            sent = [length]
+        if value not in sent:
+            missing[name] = value
+            extra = {key: value for key, value in extra.items() if key not in names}
+    if missing:
+        whole = shell_word("extra_body", value_for_hydra({**extra, **missing}))
+        lines.append(
+            f"the profile was measured with {', '.join(missing)} in every request, and here they "
+            f"are sent otherwise or not at all; give {whole}"
+        )
+    if measured.messages is not None and messages is None:
+        lines.append(
+            f"the profile was measured with messages by {measured.messages}, and here {instead}; "
+            f"give {shell_word('messages', measured.messages)}"
+        )
+    return lines
+
+
+def unlike_measuring(
+    path: Any, knobs: VLMProfileConfig, options: EndpointOptions | None
+) -> list[str]:
+    """Return what a model is asked, or its answers are judged by, otherwise than when the profile
+    at this path was measured, a line each; and what to give.
+
+    Args:
+        options: how models behind an endpoint are asked; None for another model.
+    """
+    measured = None if options is None else every_request(path)
+    names = ["metric", "prompt"]
+    if measured is None:
+        names.append("max_new_tokens")
+    noted = _noted_beside(path, "config")
+    lines = []
+    for name in names:
+        value = getattr(knobs, name)
+        before = noted.get(name, value) if isinstance(noted, dict) else value
+        if before != value:
+            lines.append(
+                f"the profile was measured with another knobs.{name} than {value}; give "
+                f"{shell_word(f'knobs.{name}', before)}"
+            )
+    if options is not None and measured is not None:
+        sends = options.extra_body, options.messages
+        instead = "the question alone is sent"
+        lines += not_sent(measured, *sends, instead, length=knobs.max_new_tokens)
+    return lines
 
 
 def measured_at_once(path: Any) -> int | None:

@@ -1,5 +1,7 @@
 """`evaluate live=true` in front of models behind an endpoint, against a real server on this machine."""
 
+import json
+import shlex
 import time
 from pathlib import Path
 
@@ -19,10 +21,13 @@ from scripted_endpoint import (
 )
 
 import knobwise
+from knobwise.__main__ import main
 from knobwise.experiments.deploy import live
+from knobwise.experiments.settings.measured_with import unlike_measuring
 from knobwise.profiling.endpoint.model import EndpointModel
 from knobwise.profiling.endpoint.settings import EndpointOptions
 from knobwise.profiling.measuring.adaptive_model import Request
+from knobwise.profiling.measuring.settings import VLMProfileConfig
 from knobwise.serving import AdaptiveModel
 
 TRAIN = words_of(
@@ -118,3 +123,40 @@ def test_answers_that_a_filter_ended_are_wrong_live_as_in_the_profile(server, mo
     launch(LIVE, f"endpoint={server.url}", words, "stream.requests=6")
     rows = {row["policy"]: row["accuracy"] for row in read_json("live.json")["rows"]}
     assert (rows["cheapest"], rows["most_accurate"]) == (0, 1)
+
+
+def said_of_measuring(capsys, *words):
+    """What is said of how the profile was measured, before nothing answers."""
+    capsys.readouterr()
+    assert main([*LIVE, "endpoint=http://127.0.0.1:1/v1", *words]) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert "nothing answers" in lines[-1]
+    return [line for line in lines if "was measured with" in line]
+
+
+def test_what_is_asked_otherwise_than_in_measuring_is_said_before_anything_is_asked(server, capsys):
+    lines = said_of_measuring(capsys)
+    # each ends with what to give, as a shell takes it
+    advice = [word for line in lines for word in shlex.split(line.rpartition("; give ")[2])]
+    assert advice == [
+        "knobs.metric=exact",
+        "knobs.prompt=Please: {question}",
+        "extra_body={top_k: 1, max_tokens: 64}",
+        "messages=polite:messages",
+    ]
+    assert said_of_measuring(capsys, *advice) == []
+    # the length is that of knobs.max_new_tokens, too
+    (line,) = said_of_measuring(capsys, *advice[:2], "knobs.max_new_tokens=64", advice[3])
+    assert line.endswith("'extra_body={top_k: 1}'")
+
+
+def test_what_a_model_without_an_endpoint_is_asked_otherwise_is_said(tmp_path):
+    path = str(tmp_path / "table.parquet")
+    assert unlike_measuring(path, VLMProfileConfig(), None) == []
+    config = {"max_new_tokens": 64, "metric": "anls", "prompt": "{question}{choices}"}
+    (tmp_path / "profile.json").write_text(json.dumps({"model": "m", "config": config}))
+    metric, length = unlike_measuring(path, VLMProfileConfig(), None)
+    assert "knobs.metric=anls" in metric
+    assert "knobs.max_new_tokens=64" in length
+    same = VLMProfileConfig(max_new_tokens=64, metric="anls")
+    assert unlike_measuring(path, same, None) == []
