@@ -7,7 +7,6 @@ share that holds is promised by `knobwise.agents.calibration.promise`.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import NotRequired, TypedDict
 
@@ -18,10 +17,8 @@ from torch import Tensor
 from knobwise.agents.problem import Problem
 from knobwise.common.paired import is_better, standard_error
 from knobwise.envs.bandit.budgets import MIN_LATENCY_MS
-from knobwise.envs.bandit.reward import share_on_time
-from knobwise.envs.bandit.rules import Rule
+from knobwise.envs.bandit.outcomes import DeadlineOutcomes, Decisions
 from knobwise.envs.tables.beliefs import effective_cells
-from knobwise.envs.tables.profile_table import ProfileTable
 from knobwise.envs.tables.splits import cluster_numbers
 
 CONFIDENCE = 0.8
@@ -77,22 +74,28 @@ def calibrate(
     """
     clusters = cluster_numbers(problem.facts, rows)
     beliefs = problem.beliefs
+    lefts = [max(budget - cost_ms, MIN_LATENCY_MS) for budget in budgets_ms.tolist()]
+    # [n, B, 2]: the policy, then static
+    choices = torch.stack([torch.stack(list(map(decide, lefts)), 1), static_choice], 2)
+    # the policy pays for its decision, static not for the first look
+    decisions = Decisions(
+        rows,
+        choices.flatten(1),
+        budgets_ms.repeat_interleave(2),
+        cost_ms=torch.tensor([cost_ms, 0.0]).repeat(len(budgets_ms)),
+        reads=torch.tensor([True, False]).repeat(len(budgets_ms)),
+    )
+    outcomes = problem.outcomes(decisions)
+    assert isinstance(outcomes, DeadlineOutcomes)
+    shares = outcomes.on_time.double().unflatten(1, (-1, 2))
+    utility = outcomes.utility.double().unflatten(1, (-1, 2))
     rulings = []
-    for budget, by_static in zip(budgets_ms, static_choice.T, strict=True):
-        chosen = decide(max(float(budget) - cost_ms, MIN_LATENCY_MS))
-        # [n, 2]: the policy, then static
-        cells = rows.unsqueeze(1), torch.stack([chosen, by_static], 1)
-        look_up = functools.partial(
-            _outcomes, rule=problem.rule, cells=cells, budget_ms=budget, cost_ms=cost_ms
-        )
-        if beliefs is None:
-            on_time, utilities = look_up(problem.values)
-        else:
-            on_time, utilities = beliefs.estimate(cells, look_up)
+    for column, budget in enumerate(budgets_ms.tolist()):
+        chosen, on_time, utilities = choices[:, column], shares[:, column], utility[:, column]
         gain = utilities[:, 0] - utilities[:, 1]
         deployed = is_better(gain, CONFIDENCE, clusters)
         row: GuardRow = {
-            "budget_ms": float(budget),
+            "budget_ms": budget,
             "deployed": deployed,
             "reason": "",
             "gain": float(gain.mean()),
@@ -103,9 +106,9 @@ def calibrate(
         }
         row["reason"] = reason_for(row, "static", "utility")
         if beliefs is not None:
-            row["effective_cells"] = effective_cells(beliefs.weight[rows, chosen])
+            row["effective_cells"] = effective_cells(beliefs.weight[rows, chosen[:, 0]])
             row["reason"] += f"; estimated from {row['effective_cells']:.0f} measured choices"
-            missing = _unmeasured(problem, rows, torch.stack([chosen, by_static], 1))
+            missing = _unmeasured(problem, rows, chosen)
             if missing and not row["deployed"]:
                 row["reason"] += (
                     f"; {missing:,} missing cells of validation samples decide once measured, by "
@@ -121,32 +124,6 @@ def _unmeasured(problem: Problem, rows: Tensor, chosen: Tensor) -> int:
     cells = torch.zeros_like(problem.facts.mask)
     cells[rows.unsqueeze(1), chosen] = True
     return int((cells & ~problem.facts.mask)[problem.split.validation].sum())
-
-
-def _outcomes(
-    table: ProfileTable,
-    rule: Rule,
-    cells: tuple[Tensor, Tensor],
-    budget_ms: Tensor,
-    cost_ms: float,
-) -> Tensor:
-    """Return the share of measurements on time, and the utility, of the policy and of static:
-    float64 [2, n, 2]."""
-    # [n, 2, R]; the policy pays for its decision, static not for the first look
-    latency_ms = table.measurements_ms[cells].double()
-    latency_ms[:, :-1] += cost_ms
-    if table.first_look_ms is not None:
-        latency_ms[:, -1] -= table.first_look_ms[cells][:, -1:]
-    on_time = share_on_time(latency_ms, budget_ms)
-    over = rule.over(table)
-    accuracy = table.accuracy[cells].double()
-    if over is not None:
-        on_time = on_time * ~over[cells]
-    if not rule.is_own:
-        return torch.stack([on_time, accuracy * on_time])
-    if over is not None:
-        accuracy = accuracy * ~over[cells]
-    return torch.stack([on_time, rule.mean_utility(accuracy, latency_ms, budget_ms)])
 
 
 def arrays_of(rows: Sequence[GuardRow]) -> dict[str, np.ndarray]:
