@@ -114,10 +114,42 @@ def knobs_and_features(
             "the configurations in one column. If each sample has one setting alone, this is a log "
             f"of decisions, and nothing can be replayed. {'; '.join(notes)}"
         )
-    if not some_cells:
+    if some_cells:
+        _refuse_settings(frame, keys, knobs, {*other, *names}, cost)
+    else:
         refuse_log(frame, keys, knobs)
         note_log(frame, keys, knobs, notes)
     return knobs, features
+
+
+def _refuse_settings(
+    frame: pl.DataFrame, keys: pl.DataFrame, knobs: Sequence[str], other: set[str], cost: str
+) -> None:
+    """Raise InputError if a column besides the knobs was set to several values in one cell, whose
+    times would be averaged as if they were repeats.
+
+    Args:
+        frame, keys, knobs, cost: as in `knobs_and_features`.
+        other: columns that are neither knobs nor settings.
+    """
+    cells = keys.hstack(frame.select(pl.col(knobs).name.prefix("knob ")))
+    columns = [
+        c for c in _candidates(frame, other.union(knobs)) if not holds_no_text(frame[c].dtype)
+    ]
+    # measured values hardly ever come back
+    columns = [c for c in columns if 2 * frame[c].n_unique() <= len(frame)]
+    names, _ = _knobs_by_design(frame, cells, varying_among(frame, cells, columns), cost, [])
+    repeats = {cost, *named_like(names, REPEATS, ROW_NUMBERS)}
+    settings = [c for c in names if c not in repeats]
+    if not settings:
+        return
+    values = frame[settings[0]].unique().drop_nulls().sort().cast(pl.String).to_list()
+    raise InputError(
+        f"{list_columns(settings)}: differs between rows with the same sample and knobs "
+        f"({settings[0]}: {', '.join(values[:5])}), and times under several settings have no "
+        "common mean; keep the rows of one value, the one that is served under. If it is no "
+        "setting, leave the column out"
+    )
 
 
 def _filled(

@@ -131,6 +131,40 @@ def test_cells_that_cannot_be_used_are_refused_in_a_line(change, message, capsys
     assert message in refused(words, capsys)
 
 
+def test_times_under_several_settings_are_not_averaged(capsys):
+    """Cells that were timed at batch 1, as in training, and at batch 8, 8 times as slow."""
+    cells = pl.read_parquet("t.parquet").sample(20, seed=1)
+    both = [cells.with_columns(pl.col("latency_ms") * b, batch=pl.lit(b)) for b in (1, 8)]
+    pl.concat(both).write_csv("batches.csv")
+    words = words_of("update", TRAINED_ON, "profile=table profile.path=batches.csv out=nothing")
+    line = mistake(words, capsys)
+    assert "batches.csv: batch: " in line
+    assert "1, 8" in line
+    # 20 other cells at each: no cell was timed twice
+    pl.concat([both[0].head(10), both[1].tail(10)]).write_csv("batches.csv")
+    launch(words)
+    # without the column nobody can tell
+    pl.concat(both).drop("batch").write_csv("batches.csv")
+    launch(words[:-1], "out=unknown")
+    assert facts_in(Path("unknown/current"))["cells"] == 20
+
+
+@pytest.mark.parametrize("column", [None, "repeat", "run", "seed", "index"])
+def test_times_that_were_measured_again_are_averaged(column):
+    """The median of 1, 2 and 9 times as long is twice as long."""
+    cells = pl.read_parquet("t.parquet").sample(20, seed=1)
+    again = []
+    for number, factor in enumerate((1, 2, 9)):
+        numbered = {column: pl.lit(number)} if column else {}
+        again.append(cells.with_columns(pl.col("latency_ms") * factor, **numbered))
+    # each run also measured something that the reader does not know
+    pl.concat(again).with_columns(watts=pl.int_range(pl.len())).write_csv("again.csv")
+    launch("update", TRAINED_ON, f"profile=table profile.path=again.csv out=again-{column}")
+    facts = facts_in(Path(f"again-{column}/current"))
+    assert facts["cells"] == 20
+    assert facts["factors"] == pytest.approx([2.0] * 12, rel=0.01)
+
+
 def test_controllers_without_expectations_to_move_are_refused(capsys):
     table = small_table(40)
     mean = deployed(table, budgets_ms=torch.tensor([9.0, 15.0]), constraint="mean")
