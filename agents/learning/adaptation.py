@@ -24,7 +24,7 @@ from knobwise.agents.calibration.deployed_controller import DeployedController
 from knobwise.agents.deployed.arrays import configurations_of
 from knobwise.agents.teacher.teacher import NARROWEST, Teacher
 from knobwise.common.errors import InputError
-from knobwise.common.words import spelled
+from knobwise.common.words import setting, spelled
 from knobwise.envs.bandit.budgets import log_measured
 from knobwise.envs.tables.drift import drawn_drift
 from knobwise.envs.tables.profile_table import ProfileTable
@@ -133,6 +133,17 @@ def posterior(
     return Offsets(gain.T @ mean, variance, -0.5 * (within + between) - volume)
 
 
+class _Places(NamedTuple):
+    """Where the samples and configurations of a table stand in an older one; -1 for nowhere."""
+
+    rows: Tensor
+    """int64 [N], for each sample."""
+    columns: Tensor
+    """int64 [C], for each configuration."""
+    common: Tensor
+    """bool [N, C]: the cells that both tables hold."""
+
+
 def log_ratios(old: ProfileTable, new: ProfileTable) -> tuple[Tensor, Tensor]:
     """Compare the latencies of the cells that both tables hold.
 
@@ -149,7 +160,49 @@ def log_ratios(old: ProfileTable, new: ProfileTable) -> tuple[Tensor, Tensor]:
         raise InputError(
             f"profile {new.name!r}: is in {new.unit}, but {old.name!r} is in {old.unit}"
         )
-    # samples by id, and by data set if both tables name it
+    rows, columns, common = _places(old, new)
+    i, j = common.nonzero().T
+    if len(i) < MIN_CELLS:
+        _, why = unmatched_cells(old, new)
+        raise InputError(
+            f"profile {new.name!r}: {len(i)} of its cells (sample and configuration) are also in "
+            f"{old.name!r}{why and f', which {why}'}; time {MIN_CELLS} of these at least"
+        )
+    before = log_measured(old.latency_ms)[rows[i], columns[j]]
+    after = log_measured(new.latency_ms)[i, j]
+    return columns[j], after.double() - before.double()
+
+
+def unmatched_cells(old: ProfileTable, new: ProfileTable) -> tuple[int, str]:
+    """Count the cells of a table that an older one does not hold, matched as by `log_ratios`.
+
+    Returns:
+        How many they are, and why the first of them is one, such as `has no sample '7'`; "" if
+        there are none.
+
+    Raises:
+        InputError: ambiguous ids.
+    """
+    rows, columns, common = _places(old, new)
+    i, j = (new.mask & ~common).nonzero().T
+    if not len(i):
+        return 0, ""
+    row = int(i[0])
+    column = int(j[0])
+    name = repr(new.sample_ids[row])
+    if old.datasets and new.datasets:
+        name += f" of the data set {new.datasets[row]!r}"
+    knobs = setting(configurations_of(new)[column])
+    if columns[column] < 0:
+        return len(i), f"has no configuration {knobs}"
+    if rows[row] < 0:
+        return len(i), f"has no sample {name}"
+    return len(i), f"does not hold sample {name} under {knobs}"
+
+
+def _places(old: ProfileTable, new: ProfileTable) -> _Places:
+    """Find samples by id, and by data set if both tables name it, and configurations by knob
+    values. Raises InputError for ambiguous ids."""
     ids: list[Any] = [old.sample_ids, new.sample_ids]
     if old.datasets and new.datasets:
         ids = [zip(table.sample_ids, table.datasets, strict=True) for table in (old, new)]
@@ -160,20 +213,10 @@ def log_ratios(old: ProfileTable, new: ProfileTable) -> tuple[Tensor, Tensor]:
             "several times"
         )
     rows = torch.tensor([row_of.get(key, -1) for key in ids[1]])
-    # configurations by knob values
     column_of = {_key(values): column for column, values in enumerate(configurations_of(old))}
     columns = torch.tensor([column_of.get(_key(values), -1) for values in configurations_of(new)])
-    # the cells that both hold
-    both = (rows >= 0).unsqueeze(1) & (columns >= 0) & new.mask & old.mask[rows][:, columns]
-    i, j = both.nonzero().T
-    if len(i) < MIN_CELLS:
-        raise InputError(
-            f"profile {new.name!r}: {len(i)} of its cells (sample and configuration) are also in "
-            f"{old.name!r}; time {MIN_CELLS} of these at least"
-        )
-    before = log_measured(old.latency_ms)[rows[i], columns[j]]
-    after = log_measured(new.latency_ms)[i, j]
-    return columns[j], after.double() - before.double()
+    known = (rows >= 0).unsqueeze(1) & (columns >= 0)
+    return _Places(rows, columns, known & new.mask & old.mask[rows][:, columns])
 
 
 def _key(configuration: Mapping[str, object]) -> str:

@@ -18,7 +18,12 @@ import torch
 from knobwise.agents.calibration.deployed_controller import DeployedController
 from knobwise.agents.deployed.controller import NumpyController
 from knobwise.agents.learning.acceptance import FEW
-from knobwise.agents.learning.adaptation import adapt_latency, fit_offsets, log_ratios
+from knobwise.agents.learning.adaptation import (
+    adapt_latency,
+    fit_offsets,
+    log_ratios,
+    unmatched_cells,
+)
 from knobwise.agents.learning.logged import Logged, logged_of, read_log
 from knobwise.agents.learning.update import Update, labels_beside_profile, update
 from knobwise.agents.training.checkpoint import Loaded, load_checkpoint
@@ -291,13 +296,26 @@ def _from_cells(config: UpdateRun, loaded: Loaded, digest: str) -> tuple[Loaded,
         profile = replace(profile, knobs=[knob.name for knob in table.knobs])
     timed = read_profile(profile, some_cells=True)
     chosen, ratios = log_ratios(table, timed)
+    left_out, why = unmatched_cells(table, timed)
+    total = len(chosen) + left_out
+    if left_out:
+        print(
+            f"{len(chosen)} of {format_count(total, 'timed cell')} are in the profile "
+            f"{table.name!r}, which {why}; the others are left out"
+        )
     offsets = fit_offsets(table.configurations, chosen, ratios)
     factors = offsets.mean.exp().tolist()
     print(
         f"{len(chosen)} timed cells: configurations take {min(factors):.2f} to {max(factors):.2f} "
         "times as long as in training"
     )
-    facts = {"timed": timed.name, "digest": timed.digest, "cells": len(chosen), "factors": factors}
+    facts = {
+        "timed": timed.name,
+        "digest": timed.digest,
+        "cells": len(chosen),
+        "cells_in_file": total,
+        "factors": factors,
+    }
     agent = loaded.controller
     order = torch.randperm(table.num_samples, generator=torch.Generator().manual_seed(0))
     x = agent.controller.normaliser.of_rows(table, order[:REQUESTS])

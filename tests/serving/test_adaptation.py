@@ -32,6 +32,7 @@ from knobwise.agents.learning.adaptation import (
     fit_offsets,
     log_ratios,
     posterior,
+    unmatched_cells,
 )
 from knobwise.agents.teacher.teacher import fit_teacher
 from knobwise.envs import default_budgets
@@ -113,6 +114,21 @@ def test_true_meets_its_spelling_in_a_profile_of_an_earlier_version():
     old = table_of([[1.0] * 2] * 6, [[1.0, 2.0]] * 6, knobs=(Knob("cache", ("false", "true")),))
     new = replace(old, knobs=(Knob("cache", (False, True)),))
     assert log_ratios(old, new)[0].tolist() == [0, 1] * 6
+
+
+def test_cells_of_one_profile_alone_are_counted_with_an_example():
+    old = table_of([[1.0] * 2] * 6, [[1.0, 2.0]] * 6, knobs=(Knob("crops", (1, 2)),))
+    assert unmatched_cells(old, old) == (0, "")
+    others = replace(old, sample_ids=("0", "1", *"abcd"))
+    assert unmatched_cells(old, others) == (8, "has no sample 'a'")
+    other_knob = replace(old, knobs=(Knob("crops", (1, 200)),))
+    assert unmatched_cells(old, other_knob) == (6, "has no configuration crops=200")
+    # what was not measured in the new profile is no cell of it
+    mask = torch.tensor([[True, False]] + [[True, True]] * 5)
+    unmeasured = [values.where(mask, math.nan) for values in (old.accuracy, old.latency_ms)]
+    holes = replace(old, mask=mask, accuracy=unmeasured[0], latency_ms=unmeasured[1])
+    assert unmatched_cells(old, holes) == (0, "")
+    assert unmatched_cells(holes, old) == (1, "does not hold sample '0' under crops=2")
 
 
 def test_profiles_without_enough_in_common_are_refused():

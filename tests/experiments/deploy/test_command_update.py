@@ -165,6 +165,27 @@ def test_times_that_were_measured_again_are_averaged(column):
     assert facts["factors"] == pytest.approx([2.0] * 12, rel=0.01)
 
 
+def test_cells_that_the_profile_does_not_hold_are_counted(capsys):
+    """top_k in another unit in all rows but 6, an id that nothing has in 4 others."""
+    cells = pl.read_parquet("t.parquet").sample(20, seed=1).with_row_index("number")
+    number = pl.col("number")
+    spelled = cells.with_columns(
+        top_k=pl.when(number < 10).then("top_k").otherwise(pl.col("top_k") * 100),
+        sample_id=pl.when(number.is_between(6, 9)).then(pl.lit("x7")).otherwise("sample_id"),
+    )
+    for rows, why in ((20, " has no configuration .*top_k=[48]00"), (10, " has no sample 'x7'")):
+        spelled.head(rows).drop("number").write_csv("units.csv")
+        launch("update", TRAINED_ON, f"profile=table profile.path=units.csv out=units-{rows}")
+        printed = capsys.readouterr().out
+        assert re.search(rf"^6 of {rows} timed cells .*{why}", printed, re.MULTILINE)
+        facts = facts_in(Path(f"units-{rows}/current"))
+        assert (facts["cells"], facts["cells_in_file"]) == (6, rows)
+    # of whole files nothing is said
+    spelled.head(6).drop("number").write_csv("units.csv")
+    launch("update", TRAINED_ON, "profile=table profile.path=units.csv out=units-6")
+    assert " of 6 timed cells" not in capsys.readouterr().out
+
+
 def test_controllers_without_expectations_to_move_are_refused(capsys):
     table = small_table(40)
     mean = deployed(table, budgets_ms=torch.tensor([9.0, 15.0]), constraint="mean")
