@@ -6,10 +6,13 @@ counted by reason.
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import gzip
 import heapq
 import json
 import math
+import re
 import sys
 import zlib
 from collections import Counter
@@ -17,7 +20,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from operator import itemgetter
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
 import numpy as np
 from tensordict import TensorClass, TensorDict
@@ -42,6 +45,10 @@ MAX_ROWS = 1 << 18
 MAX_CELLS = 1 << 25
 """And at most so many requests × configurations."""
 OF_ANOTHER = "of another controller"
+ROTATED = re.compile(r".*\.jsonl([.-]\d+)?(\.gz)?")
+"""Names of files that are read: also those that logrotate numbers or dates, and compresses."""
+DAMAGED = (EOFError, gzip.BadGzipFile, zlib.error)
+"""What is raised where compressed data is cut off or damaged."""
 COLUMNS = {
     "choice": "i8",
     "limit_ms": "f8",
@@ -121,6 +128,9 @@ def read_log(
     log of more than `MAX_ROWS` one request in so many is read, chosen by its id, so that its labels
     are read with it; the others are counted.
 
+    Files that were compressed since, as by logrotate, are unpacked while they are read; others of
+    such names are counted by name.
+
     Args:
         folder: of the log.
         controller: the one that is to learn from the log; None accepts rows of any controller.
@@ -130,8 +140,11 @@ def read_log(
         InputError: there is no such folder, or no log in it.
     """
     folder = Path(folder)
-    if not any(folder.glob(f"{REQUESTS}-*.jsonl")):
+    files = {kind: _files(folder, kind) for kind in (REQUESTS, LABELS)}
+    if not files[REQUESTS][0]:
         problem = f"no {REQUESTS}-….jsonl in it" if folder.is_dir() else "no such folder"
+        if unreadable := files[REQUESTS][1]:
+            problem += f" ({unreadable[0].name} is neither that nor .jsonl.gz)"
         raise InputError(
             f"log={folder}: {problem}; give the folder that you passed as log=… to wrap or "
             "AdaptiveModel"
@@ -141,6 +154,8 @@ def read_log(
         most = min(most, max(MAX_CELLS // len(controller.configurations), 1))
     every = math.ceil(_count_lines(folder) / most)
     aside = Counter[str]()
+    for path in (*files[REQUESTS][1], *files[LABELS][1]):
+        aside[f"the file {path.name}, which is neither .jsonl nor .jsonl.gz"] += 1
     attempts: dict[str, Counter[bool]] = {}
     rows, labels, unused = _requests(folder, controller, versions, every, aside, attempts)
     # a label comes after its request; of several the one sent last counts
@@ -258,29 +273,57 @@ def logged_of(rows: Sequence[Mapping[str, Any]], controller: NumpyController) ->
 def _lines(folder: Path, kind: str, aside: Counter[str]) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield the rows of all files of a kind, each with the name of its file. Count in `aside` the
     lines that are no rows."""
-    for path in sorted(folder.glob(f"{kind}-*.jsonl")):
-        with path.open("rb") as file:
-            for line in file:
-                if not line.endswith(b"\n"):
-                    aside["the truncated last line of a file"] += 1
-                    continue
-                try:
-                    row = json.loads(line)
-                    if row["format"] != FORMAT:
-                        raise ValueError(line)
-                except (LookupError, RecursionError, TypeError, ValueError):
-                    aside["no row of a log"] += 1
-                else:
-                    yield path.name, row
+    for path in _files(folder, kind)[0]:
+        for line in _lines_of(path, aside):
+            if not line.endswith(b"\n"):
+                aside["the truncated last line of a file"] += 1
+                continue
+            try:
+                row = json.loads(line)
+                if row["format"] != FORMAT:
+                    raise ValueError(line)
+            except (LookupError, RecursionError, TypeError, ValueError):
+                aside["no row of a log"] += 1
+            else:
+                yield path.name, row
+
+
+def _lines_of(path: Path, aside: Counter[str]) -> Iterator[bytes]:
+    """Yield the lines of a file as far as it can be unpacked; count the rest in `aside`."""
+    with _opened(path) as file:
+        try:
+            yield from file
+        except DAMAGED:
+            aside[f"the rest of {path.name}, which is damaged"] += 1
+
+
+def _files(folder: Path, kind: str) -> tuple[list[Path], list[Path]]:
+    """Return the files of a kind that can be read, in the order of their names, and the others."""
+    readable = []
+    others = []
+    for path in sorted(folder.glob(f"{kind}-*")):
+        if not ROTATED.fullmatch(path.name):
+            others.append(path)
+        # a file that is being compressed is there twice
+        elif path.suffix != ".gz" or not path.with_suffix("").exists():
+            readable.append(path)
+    return readable, others
+
+
+def _opened(path: Path) -> IO[bytes]:
+    """Open a file of a log, which is unpacked as it is read."""
+    return gzip.open(path) if path.suffix == ".gz" else path.open("rb")  # type: ignore[return-value]
 
 
 def _count_lines(folder: Path) -> int:
     """Return how many lines the requests of a log have."""
     count = 0
-    for path in folder.glob(f"{REQUESTS}-*.jsonl"):
-        with path.open("rb") as file:
+    for path in _files(folder, REQUESTS)[0]:
+        with _opened(path) as file, contextlib.suppress(*DAMAGED):
             parts = iter(functools.partial(file.read, 1 << 20), b"")
-            count += sum(part.count(b"\n") for part in parts)
+            # what comes before the damage counts
+            for part in parts:
+                count += part.count(b"\n")
     return count
 
 

@@ -116,7 +116,7 @@ class RequestLog:
         if match is None:
             return False
         process = match[1]
-        if process == self._process or any(self.folder.glob(f"{REQUESTS}-*-{process}.jsonl")):
+        if process == self._process or any(self.folder.glob(f"{REQUESTS}-*-{process}.jsonl*")):
             return True
         return None
 

@@ -1,6 +1,7 @@
 """Which rows of a log can be learned from, and which label of a request counts."""
 
 import asyncio
+import gzip
 import json
 import math
 import re
@@ -13,7 +14,7 @@ from tempfile import TemporaryDirectory
 
 import pytest
 import torch
-from helpers import table_of
+from helpers import input_error, table_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from replayed import ReplayedModel, logging_model, serve_requests, small_stack, untrained
@@ -361,3 +362,69 @@ def test_lines_that_are_no_rows_are_counted_and_a_last_one_that_is_cut_off_too(r
     log = read_log(tmp_path)
     assert [row["id"] for row in log.rows] == [row["id"] for row in rows[:2]]
     assert sorted(log.aside.values()) == [1, 3]
+
+
+# -- files that were compressed --------------------------------------------------------------------
+
+
+def rotate(path, name=None):
+    """Compress a file, as logrotate does."""
+    packed = path.with_name(name or f"{path.name}.gz")
+    packed.write_bytes(gzip.compress(path.read_bytes()))
+    path.unlink()
+    return packed
+
+
+@pytest.fixture
+def labelled_log(tmp_path):
+    """A log of 30 requests and their labels, in three files of each kind."""
+    agent, table = small_stack()
+    log = RequestLog(tmp_path, rows_per_file=10)
+    serve = knobwise.wrap(lambda row, **knobs: row, agent, features=table.blocks, log=log)
+    for row in range(30):
+        log.label(serve.result(row, 12.0).request_id, 0.5)
+    log.close()
+    return tmp_path
+
+
+def test_a_log_whose_files_were_compressed_is_read_as_before(labelled_log, monkeypatch):
+    whole = read_log(labelled_log)
+    assert (len(whole.rows), whole.aside) == (30, Counter())
+    first, second, _ = sorted(labelled_log.glob("requests-*"))
+    rotate(first)
+    rotate(second, f"{second.name}.2.gz")
+    first, second, _ = sorted(labelled_log.glob("labels-*"))
+    rotate(first)
+    second.rename(labelled_log / f"{second.name}-20261130")
+    assert read_log(labelled_log) == whole
+    facts = inspect_log(labelled_log)
+    assert (facts["requests"], facts["set_aside"]) == (30, {})
+    # its lines count towards what is read at most
+    monkeypatch.setattr(logged, "MAX_ROWS", 10)
+    assert 0 < len(read_log(labelled_log).rows) < 25
+
+
+def test_a_file_that_is_being_compressed_counts_once(labelled_log):
+    whole = read_log(labelled_log)
+    for path in [*labelled_log.glob("*.jsonl")]:
+        text = path.read_bytes()
+        rotate(path)
+        path.write_bytes(text)
+    assert read_log(labelled_log) == whole
+
+
+def test_files_of_a_log_that_cannot_be_read_are_named(labelled_log):
+    first, second, third = sorted(labelled_log.glob("requests-*"))
+    packed = rotate(first)
+    # the end is missing
+    packed.write_bytes(packed.read_bytes()[:-40])
+    second.rename(labelled_log / f"{second.name}.zst")
+    third.rename(labelled_log / f"{third.name}.gz")
+    log = read_log(labelled_log)
+    assert 0 < len(log.rows) < 10
+    for name in (packed.name, f"{second.name}.zst", f"{third.name}.gz"):
+        assert sum(name in reason for reason in log.aside) == 1
+    for path in labelled_log.glob("requests-*.gz"):
+        path.unlink()
+    with input_error(f"{second.name}.zst"):
+        read_log(labelled_log)
