@@ -45,6 +45,11 @@ EMPTY_PURSE = "insufficient_quota"
 """The code of a 429 after which no waiting helps."""
 
 
+class Declined(InputError):
+    """A server does not take a request, or its answer lacks what was wanted; another form of the
+    request may fare better."""
+
+
 class EndpointClient:
     """A client of one server; close it at the end.
 
@@ -311,11 +316,11 @@ class EndpointClient:
         return time.perf_counter() - start
 
     def _refuse_mistake(self, error: openai.APIStatusError) -> None:
-        """Raise InputError for a status after which another attempt would fare no better."""
+        """Raise Declined for a status after which another attempt would fare no better."""
         code = error.status_code
         if (code in AGAIN and error.code != EMPTY_PURSE) or code >= 500:
             return
-        raise InputError(f"endpoint={self.url}: {_without_key(error)}") from error
+        raise Declined(f"endpoint={self.url}: {_without_key(error)}") from error
 
     def close(self) -> None:
         """Give up what is being asked, and close the connections."""

@@ -14,6 +14,7 @@ import orjson
 
 from knobwise.common.errors import InputError
 from knobwise.common.progress import progress
+from knobwise.profiling.endpoint.client import Declined
 from knobwise.profiling.endpoint.paid import PaidClient
 from knobwise.profiling.endpoint.reading import EndpointReply
 from knobwise.profiling.measuring.measuring import as_they_end, open_log
@@ -70,8 +71,8 @@ class Replies:
         is not asked.
 
         Raises:
-            InputError: the money is spent; the server refuses a request, fails, or says something
-                else than what is read. What was said until then is kept.
+            Declined: the server does not take a request, or says something else than what is read.
+            InputError: the money is spent, or the server fails. What was said until then is kept.
         """
         keyed = [(_digest(body), body) for body in bodies]
         new = {key: body for key, body in keyed if key not in self._known}
@@ -105,7 +106,7 @@ class Replies:
         try:
             return read(reply), usd
         except ValueError as error:
-            raise InputError(f"endpoint={self.client.url}: {error}") from error
+            raise Declined(f"endpoint={self.client.url}: {error}") from error
 
     def close(self) -> None:
         """Close the connections and the file."""

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from knobwise.common.errors import InputError
+from knobwise.profiling.endpoint.client import Declined
 from knobwise.profiling.endpoint.logprobs import (
     LIKELIEST,
     NEXT,
@@ -281,7 +282,7 @@ class EndpointScorer:
     # -- requests ----------------------------------------------------------------------------------
 
     def _detect(self, chats: bool) -> str:
-        """Return what the server gives. Raises InputError if it gives nothing of use."""
+        """Return what the server gives. Raises InputError if it gives nothing of use, or fails."""
         fields = self._form.before((), self.data.queries[0])
         ways: list[tuple[str, Body, Read]] = [(PROMPT, self._prompt(fields), _whole_prompt)]
         if chats:
@@ -290,8 +291,9 @@ class EndpointScorer:
             try:
                 self._replies([body], read)
                 return name
-            except InputError:
-                # some servers refuse fields that they do not know
+            except Declined:
+                # some servers refuse fields that they do not know; one that fails, as while it
+                # loads, has not said that it does
                 continue
         # a model that does not exist, or a limit of money, is said here
         self._replies([self._body(fields, 1)], _text)

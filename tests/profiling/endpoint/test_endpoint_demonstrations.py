@@ -12,11 +12,12 @@ from helpers import close, input_error
 
 from knobwise.envs.demonstrations.beam_table import BeamTable, bank_rows
 from knobwise.envs.demonstrations.settings import METHODS
+from knobwise.profiling.endpoint.client import ATTEMPTS
 from knobwise.profiling.endpoint.logprobs import next_tokens, prompt_tokens, token_chance
 from knobwise.profiling.endpoint.paid import PaidClient
 from knobwise.profiling.endpoint.replies import Replies
 from knobwise.profiling.endpoint.settings import EndpointOptions
-from knobwise.testbeds.simulated_endpoint import SimulatedEndpoint
+from knobwise.testbeds.simulated_endpoint import EndpointState, SimulatedEndpoint, problem
 from knobwise.testbeds.simulated_models import chance_right
 from knobwise.testbeds.simulated_tokens import END
 
@@ -225,6 +226,26 @@ def test_what_the_server_fails_is_asked_again(endpoint, fault):
 @pytest.mark.parametrize("model", ["small?fault=500", "small?fault=cut", "small?first_ms=30000"])
 def test_a_server_that_keeps_failing_ends_it(endpoint, model, capsys):
     assert "5 times" in refused(words(endpoint, model, timeout_s=0.2), capsys)
+
+
+class Loading(EndpointState):
+    """Is not ready for the first chats."""
+
+    left = ATTEMPTS
+
+    async def complete(self, request):
+        if self.left:
+            self.left -= 1
+            return problem(503, "loading the model")
+        return await super().complete(request)
+
+
+def test_a_server_that_is_still_loading_is_not_asked_another_way(capsys):
+    with SimulatedEndpoint(state=Loading(delay=0)) as server:
+        assert "5 times" in refused(words(server), capsys)
+        assert not server.state.requests
+        launch(words(server))
+    assert read_json("out/beams-info.json")["task"]["log_probabilities"] == "prompt_logprobs"
 
 
 def test_a_refusal_has_no_log_probability(endpoint, capsys):
