@@ -43,8 +43,9 @@ SMOLLM_BEAMS = DATA / "smollm2-beams.safetensors"
 """`knobwise profile model=smollm2 vlm.chats=false vlm.dtype=float32 vlm.batch_size=16
 pool.sampler=random pool.size=64 beams.width=0 beams.retrieved=4 beams.random=14 beams.same_kind=6
 beams.chunk=20 out=DIR` makes them, in about an hour on one core."""
-CHECKED = 4
-"""Recorded sequences that a model is asked again, to see that it is the one that was recorded."""
+CHECKED = 16
+"""Queries of which a model is asked a recorded sequence again, to see that model and answers are
+those that were recorded."""
 TOLERANCE = 0.3
 """How far their log-probabilities may be from those recorded, in nats."""
 
@@ -186,12 +187,17 @@ def _remember(scorer: CachedScorer, table: BeamTable) -> None:
         return
     rows = torch.arange(table.num_queries)
     query, demonstrations, recorded = recorded_scores(table, rows, SCORES)
-    few = slice(0, CHECKED)
+    # the first sequence of each query; of many queries some from the first to the last
+    first = torch.ones_like(query, dtype=torch.bool)
+    first[1:] = query[1:] != query[:-1]
+    firsts = first.nonzero().squeeze(1)
+    few = firsts[torch.linspace(0, len(firsts) - 1, min(CHECKED, len(firsts))).long()]
     again = scorer(query[few], demonstrations[few])["logprob_score"]
     if (again - recorded["logprob_score"][few]).abs().amax() > TOLERANCE:
         raise InputError(
             f"beams.model: gives other answers than those recorded in {table.name!r}; give the "
-            "same model, and the same beams.vlm.chats and beams.vlm.dtype"
+            "same model, the same answers in beams.vlm.data, and the same beams.vlm.chats and "
+            "beams.vlm.dtype"
         )
     scorer.remember(query, demonstrations, recorded)
 

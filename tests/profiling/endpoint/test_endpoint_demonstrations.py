@@ -321,6 +321,11 @@ def test_a_selector_learns_and_is_judged_on_what_the_server_answers(endpoint, ca
     results = read_json("runs/selector_replay/r/results.json")
     assert "grpo_live" in json.dumps(results)
     judge = ["evaluate", "checkpoint=runs/selector_replay/r", "judged_shots=[1,2]", "json=j.json"]
+    # with another right answer of the last question the scores would be of both
+    write_questions(SUMS | {"s9": (SUMS["s9"][0], "17")})
+    assert "beams.vlm.data" in refused(judge, capsys)
+    write_questions(SUMS)
+    asked(endpoint)
     # as it was trained
     launch(judge)
     assert asked(endpoint)[1] > 0
