@@ -41,6 +41,8 @@ CUTS = 8
 """So many answers that were cut beside others, and more than were not, are looked into."""
 AGAIN = (408, 409, 429)
 """Statuses below 500 that say to come again."""
+STUMBLES = ("status 500", "status 501")
+"""What a server says that is neither busy nor loading, to a request that it cannot deal with."""
 EMPTY_PURSE = "insufficient_quota"
 """The code of a 429 after which no waiting helps."""
 
@@ -231,7 +233,9 @@ class EndpointClient:
                 self._cut_beside += 1
                 await self._try_apart(body, failures, lost, whole)
             if failures == ATTEMPTS:
-                raise InputError(f"endpoint={self.url}: failed {ATTEMPTS} times ({problem})")
+                # some servers stumble over fields that they do not know
+                kind = Declined if problem in STUMBLES else InputError
+                raise kind(f"endpoint={self.url}: failed {ATTEMPTS} times ({problem})")
             await asyncio.sleep(backoff_s(failures))
 
     async def _read(

@@ -248,6 +248,21 @@ def test_a_server_that_is_still_loading_is_not_asked_another_way(capsys):
     assert read_json("out/beams-info.json")["task"]["log_probabilities"] == "prompt_logprobs"
 
 
+class Stumbling(EndpointState):
+    """Fails at a field that it does not know."""
+
+    async def complete(self, request):
+        if b"prompt_logprobs" in await request.body():
+            return problem(500, "internal error")
+        return await super().complete(request)
+
+
+def test_a_server_that_stumbles_over_a_field_is_asked_another_way():
+    with SimulatedEndpoint(state=Stumbling(delay=0)) as server:
+        launch(words(server))
+    assert read_json("out/beams-info.json")["task"]["log_probabilities"] == "top_logprobs"
+
+
 def test_a_refusal_has_no_log_probability(endpoint, capsys):
     assert "refused" in refused(words(endpoint, "small?fault=refusal"), capsys)
 
