@@ -212,6 +212,7 @@ def _profile_beams(config: ProfileRun) -> None:
     """Record sequences of demonstrations, or the draws of a trained selector as one more round."""
     from knobwise.profiling.demonstrations.profile import profile_beams
     from knobwise.profiling.demonstrations.tasks import vlm_task
+    from knobwise.profiling.endpoint.token_counts import cut_line
     from knobwise.profiling.measuring.machine import one_thread
     from knobwise.testbeds.canvases.task import learner_task
 
@@ -247,6 +248,8 @@ def _profile_beams(config: ProfileRun) -> None:
             f"note:  {unlisted} scores are of answers that the server did not list among the "
             "likeliest tokens; they hold the most that it can be"
         )
+    if most := getattr(task.scorer, "cut_at", None):
+        print(f"note:  {cut_line(most)}")
     print(f"beams: {config.out}")
     print(
         f"next:  knobwise train experiment=selector_language beams=files "

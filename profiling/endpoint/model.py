@@ -28,6 +28,7 @@ from knobwise.profiling.endpoint.remarks import (
     CHANGED,
     cached_prompts,
     changes,
+    cut_prompts,
     ignored_knobs,
     uncounted,
 )
@@ -202,11 +203,13 @@ class EndpointModel:
 
     def remarks(self, plan: MeasurementPlan, log: pl.DataFrame) -> list[str]:
         """Return what the measurements say of the server: knobs that it may ignore, what changes of
-        the model cost, and tokens that it had in its cache or did not count."""
+        the model cost, prompts that it had in its cache or cut, and tokens that it did not
+        count."""
         return [
             *ignored_knobs(plan, log, self.knobs),
             *changes(plan.select(log)),
             *cached_prompts(plan, log),
+            *cut_prompts(plan, log),
             *uncounted(plan, log),
         ]
 

@@ -1,5 +1,6 @@
 """What the measurements of a profile say about the server: knobs that it may ignore, changes of the
-model that are in the times, prompts that it had in its cache, and tokens that it did not count.
+model that are in the times, prompts that it had in its cache or cut, and tokens that it did not
+count.
 Hints, for people."""
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import polars as pl
 
 from knobwise.profiling.endpoint.model_changes import costs_something, say_costs
 from knobwise.profiling.endpoint.settings import LENGTHS
+from knobwise.profiling.endpoint.token_counts import cut_at, cut_line
 from knobwise.profiling.measuring.adaptive_model import KnobSupport
 from knobwise.profiling.measuring.measuring import EXTRA, MeasurementPlan
 from knobwise.profiling.measuring.outputs import values_in_order
@@ -166,6 +168,22 @@ def cached_prompts(plan: MeasurementPlan, log: pl.DataFrame) -> list[str]:
         "cached tokens are cheaper; switch the cache off at the server, or begin each prompt with "
         "its configuration (messages=module:function), and measure into another folder"
     ]
+
+
+def cut_prompts(plan: MeasurementPlan, log: pl.DataFrame) -> list[str]:
+    """Return a line for each model whose server seems to cut long prompts; see `cut_at`."""
+    if EXTRA + "tokens_in" not in log.columns:
+        return []
+    rows = plan.select(log).drop_nulls(EXTRA + "tokens_in")
+    letters = [len(item.question) for item in plan.items]
+    by_model = rows.partition_by("model", maintain_order=True) if "model" in plan.knobs else [rows]
+    lines = []
+    for part in by_model:
+        tokens = part[EXTRA + "tokens_in"].to_list()
+        if most := cut_at([letters[sample] for sample in part["sample"]], tokens):
+            where = f" (with model={part['model'][0]})" if "model" in plan.knobs else ""
+            lines.append(cut_line(most) + where)
+    return lines
 
 
 def uncounted(plan: MeasurementPlan, log: pl.DataFrame) -> list[str]:

@@ -3,6 +3,7 @@ them."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -26,6 +27,7 @@ from knobwise.profiling.endpoint.prompts import ChatForm, Fields, PlainForm, Pro
 from knobwise.profiling.endpoint.reading import EndpointReply
 from knobwise.profiling.endpoint.replies import Body, Read, Replies
 from knobwise.profiling.endpoint.settings import LENGTHS, EndpointOptions
+from knobwise.profiling.endpoint.token_counts import cut_at
 from knobwise.profiling.measuring.questions import (
     Prompt,
     VQAData,
@@ -77,6 +79,9 @@ class EndpointScorer:
     Attributes:
         gives: which of the two the server gives, `PROMPT` or `NEXT`.
         unlisted: how many scores are of an answer that was not among the `LIKELIEST`.
+        cut_at: at how many tokens the server seems to cut prompts, so that the first demonstrations
+            are missing; None where nothing shows it. With `PROMPT` an answer at the end shows that
+            all was read.
 
     Raises:
         InputError: the server gives neither; it refuses a request, or keeps failing; a right answer
@@ -93,6 +98,7 @@ class EndpointScorer:
     ) -> None:
         self.data = data
         self.unlisted = 0
+        self._lengths: list[tuple[int, float]] = []
         self._form: PromptForm = ChatForm() if chats else PlainForm()
         self._extra = dict(options.extra_body or {})
         self._model = model
@@ -125,6 +131,11 @@ class EndpointScorer:
             "extra_body": self._extra,
             "log_probabilities": self.gives,
         }
+
+    @property
+    def cut_at(self) -> int | None:
+        """See the class."""
+        return cut_at(*zip(*self._lengths, strict=True)) if self._lengths else None
 
     def keep(self, folder: Path) -> None:
         """Keep what the server says in this folder, and take what an earlier run kept there."""
@@ -252,7 +263,12 @@ class EndpointScorer:
         for item, (_, rows) in zip(items, prompts, strict=True):
             bodies.append(self._next(self._form.before(self._shots(rows), item)))
         chances = []
-        for item, (text, tokens) in zip(items, self._replies(bodies, _beginning), strict=True):
+        replies = self._replies(bodies, _beginning)
+        for item, body, (text, tokens, *count) in zip(items, bodies, replies, strict=True):
+            # what was kept by an older version has no count
+            letters = sum(len(str(turn["content"])) for turn in body["messages"])
+            read = count[0] if count else None
+            self._lengths.append((letters, math.nan if read is None else read))
             right = token_chance(item.answer, tokens)
             self.unlisted += not right.listed
             accuracy = soft_accuracy(text, item.answers)
@@ -326,12 +342,13 @@ def _whole_prompt(reply: EndpointReply) -> list[Any]:
     return [[*token] for token in tokens]
 
 
-def _beginning(reply: EndpointReply) -> tuple[str, list[tuple[str, float]]]:
-    """Read the first tokens of an answer, and what could stand in place of the first."""
+def _beginning(reply: EndpointReply) -> tuple[str, list[tuple[str, float]], int | None]:
+    """Read the first tokens of an answer, what could stand in place of the first, and the number of
+    tokens of the prompt, None where the server does not count them."""
     tokens = next_tokens(reply.content)
     if tokens is None:
         raise ValueError(f"gives no {NEXT}")
-    return reply.text, tokens
+    return reply.text, tokens, reply.tokens_in if reply.counted else None
 
 
 def _text(reply: EndpointReply) -> str:

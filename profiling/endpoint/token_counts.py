@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 MOST_TOKENS = 1_000_000_000
@@ -13,6 +13,10 @@ WRITTEN = ("completion_tokens", "output_tokens")
 """The same for those that it writes."""
 DETAILS = ("prompt_tokens_details", "input_tokens_details")
 CACHED = ("cached_tokens",)
+CUT = 5
+"""So many prompts of the most tokens of all show that a server cuts prompts there, if"""
+LONGER = 1.5
+"""the longest of them has more letters by this factor than the shortest."""
 
 
 class TokenCounts(NamedTuple):
@@ -51,6 +55,31 @@ def count_tokens(usage: object) -> TokenCounts | None:
     if cached > read:
         raise ValueError(f"cached_tokens={cached} is more than the {read} tokens that were read")
     return TokenCounts(read, written, cached)
+
+
+def cut_at(letters: Sequence[int], tokens: Sequence[float]) -> int | None:
+    """Return at how many tokens a server cuts prompts, as some do without a word where a context is
+    full; None where nothing shows that it cuts any.
+
+    Args:
+        letters: how long the prompts are.
+        tokens: how many each had for the server; NaN where it did not count them.
+    """
+    counted = {pair for pair in zip(letters, tokens, strict=True) if pair[1] == pair[1]}
+    most = max((count for _, count in counted), default=0.0)
+    longest = sorted(length for length, count in counted if count == most)
+    if len(longest) < CUT or longest[-1] < LONGER * longest[0]:
+        return None
+    return int(most)
+
+
+def cut_line(most: int) -> str:
+    """Return what to say of a server that seems to cut prompts at so many tokens."""
+    return (
+        f"prompts of very different lengths all have {most} tokens for the server and none has "
+        "more: it seems to cut the others without a word; let it read longer ones (num_ctx of "
+        "Ollama, the context length of others), and measure into another folder"
+    )
 
 
 def names_cached_tokens(usage: Mapping[str, Any]) -> bool:

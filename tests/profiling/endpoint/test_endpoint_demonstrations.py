@@ -9,6 +9,7 @@ import polars as pl
 import pytest
 from commands import BEAMS, Command, launch, mistake, read_json, refused, stop_when
 from helpers import close, input_error
+from starlette.responses import JSONResponse
 
 from knobwise.envs.demonstrations.beam_table import BeamTable, bank_rows
 from knobwise.envs.demonstrations.settings import METHODS
@@ -261,6 +262,32 @@ def test_a_server_that_stumbles_over_a_field_is_asked_another_way():
     with SimulatedEndpoint(state=Stumbling(delay=0)) as server:
         launch(words(server))
     assert read_json("out/beams-info.json")["task"]["log_probabilities"] == "top_logprobs"
+
+
+class Cutting(EndpointState):
+    """Reads at most so many tokens of a prompt, and does not say so."""
+
+    async def complete(self, request):
+        response = await super().complete(request)
+        if response.status_code != 200:
+            return response
+        content = json.loads(b"".join([part async for part in response.body_iterator]))
+        if "usage" in content:
+            content["usage"]["prompt_tokens"] = min(content["usage"]["prompt_tokens"], self.most)
+        return JSONResponse(content)
+
+
+@pytest.mark.parametrize("most", [40, 10_000])
+def test_a_server_that_cuts_prompts_is_named(most, capsys):
+    # some questions are ten times as long as others
+    sums = {name: (text + " Please." * (7 * i), answer) for i, (name, (text, answer)) in
+            enumerate(SUMS.items())}  # fmt: skip
+    write_questions(sums)
+    state = Cutting(delay=0)
+    state.most = most
+    with SimulatedEndpoint(state=state) as server:
+        launch(words(server, "small?logprobs=openai"))
+    assert ("have 40 tokens for the server" in capsys.readouterr().out) == (most == 40)
 
 
 def test_a_refusal_has_no_log_probability(endpoint, capsys):

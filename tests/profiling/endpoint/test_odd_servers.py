@@ -35,6 +35,7 @@ from knobwise.profiling.endpoint.client import EndpointClient, listed_models
 from knobwise.profiling.endpoint.model_changes import measure_changes
 from knobwise.profiling.endpoint.pauses import LONGEST_PAUSE_S, Pauses, retry_after_s
 from knobwise.profiling.endpoint.reading import Cut, EndpointReply, read_stream, read_whole
+from knobwise.profiling.endpoint.token_counts import cut_at
 from knobwise.profiling.measuring.measuring import read_measurements
 from knobwise.testbeds.simulated_endpoint import SimulatedEndpoint
 
@@ -155,6 +156,46 @@ def test_tokens_that_nobody_counted_are_missing_and_that_is_said_once(counted):
     assert len(remarks) == 1
     assert f"{6 if counted else 12} of 12 answers" in remarks[0]
     assert read_measurements(Path("out/state/measured.jsonl"))["output_tokens"].min() > 0
+
+
+@pytest.mark.parametrize(
+    ("tokens", "most"),
+    [
+        ([10, 20, 40, 40, 40, 40, 40], 40),
+        ([10, 20, 30, 40, 40, 40, 40], None),  # four may be as long by chance
+        ([10, 20, 30, 40, 50, 60, 70], None),
+        ([math.nan] * 7, None),
+        ([math.nan, math.nan, *[40] * 5], 40),
+    ],
+)
+def test_prompts_of_other_lengths_and_equal_tokens_were_cut(tokens, most):
+    letters = [100, 200, 300, 400, 500, 600, 700]
+    assert cut_at(letters, tokens) == most
+    # of one length they are as they should be; one prompt in several settings is one prompt
+    assert cut_at([100] * 7, tokens) is None
+    assert cut_at([letters[2]] * 10, [40] * 10) is None
+    assert cut_at([], []) is None
+
+
+def test_a_server_that_cuts_prompts_is_named():
+    """Of six questions it reads the same number of tokens, though one is eleven times as long."""
+    rows = [
+        {"id": f"q{i}", "question": "why " * (10 * i) + f"{i}?", "answers": [str(i)]}
+        for i in range(1, 7)
+    ]
+    pl.DataFrame(rows).write_ndjson("q.jsonl")
+
+    def script(body):
+        yield "yes"
+        yield {"usage": {**USAGE, "prompt_tokens": 32}}
+
+    with ScriptedChats(script) as server:
+        launch(words(server))
+    remarks = [
+        line for line in read_json("out/profile.json")["remarks"] if "without a word" in line
+    ]
+    assert len(remarks) == 1
+    assert "have 32 tokens for the server" in remarks[0]
 
 
 def test_a_text_of_no_tokens_has_no_price(capsys):
