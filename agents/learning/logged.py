@@ -6,13 +6,8 @@ counted by reason.
 
 from __future__ import annotations
 
-import contextlib
-import functools
-import gzip
 import heapq
-import json
 import math
-import re
 import sys
 import zlib
 from collections import Counter
@@ -20,7 +15,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from operator import itemgetter
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from tensordict import TensorClass, TensorDict
@@ -28,7 +23,8 @@ from torch import Tensor
 
 from knobwise.agents.deployed.arrays import MIN_MS
 from knobwise.agents.deployed.controller import NumpyController
-from knobwise.agents.learning.request_log import FORMAT, LABELS, REQUESTS, unpack_floats
+from knobwise.agents.learning.log_files import count_lines, files_of, rows_in
+from knobwise.agents.learning.request_log import LABELS, REQUESTS, unpack_floats
 from knobwise.common.errors import InputError
 from knobwise.common.words import setting
 
@@ -45,10 +41,6 @@ MAX_ROWS = 1 << 18
 MAX_CELLS = 1 << 25
 """And at most so many requests × configurations."""
 OF_ANOTHER = "of another controller"
-ROTATED = re.compile(r".*\.jsonl([.-]\d+)?(\.gz)?")
-"""Names of files that are read: also those that logrotate numbers or dates, and compresses."""
-DAMAGED = (EOFError, gzip.BadGzipFile, zlib.error)
-"""What is raised where compressed data is cut off or damaged."""
 COLUMNS = {
     "choice": "i8",
     "limit_ms": "f8",
@@ -140,7 +132,7 @@ def read_log(
         InputError: there is no such folder, or no log in it.
     """
     folder = Path(folder)
-    files = {kind: _files(folder, kind) for kind in (REQUESTS, LABELS)}
+    files = {kind: files_of(folder, kind) for kind in (REQUESTS, LABELS)}
     if not files[REQUESTS][0]:
         problem = f"no {REQUESTS}-….jsonl in it" if folder.is_dir() else "no such folder"
         if unreadable := files[REQUESTS][1]:
@@ -152,14 +144,14 @@ def read_log(
     most = MAX_ROWS
     if controller is not None:
         most = min(most, max(MAX_CELLS // len(controller.configurations), 1))
-    every = math.ceil(_count_lines(folder) / most)
+    every = math.ceil(count_lines(folder) / most)
     aside = Counter[str]()
     for path in (*files[REQUESTS][1], *files[LABELS][1]):
         aside[f"the file {path.name}, which is neither .jsonl nor .jsonl.gz"] += 1
     attempts: dict[str, Counter[bool]] = {}
     rows, labels, unused = _requests(folder, controller, versions, every, aside, attempts)
     # a label comes after its request; of several the one sent last counts
-    of_read = (line for line in _lines(folder, LABELS, aside) if _is_read(line[1], every))
+    of_read = (line for line in rows_in(folder, LABELS, aside) if _is_read(line[1], every))
     labels += _as_sent(of_read)
     # of labels from 0 to 100, only those of wrong answers would count
     if any(_is_number(label.get("accuracy")) and label["accuracy"] > 1 for label in labels):
@@ -188,7 +180,7 @@ def _requests(
     rows: dict[str, dict[str, Any]] = {}
     labels = []
     unused: set[str] = set()
-    for _, row in _lines(folder, REQUESTS, aside):
+    for _, row in rows_in(folder, REQUESTS, aside):
         if not _is_read(row, every):
             aside[f"the log is large: one request in {every} is read, chosen by its id"] += 1
             continue
@@ -268,63 +260,6 @@ def logged_of(rows: Sequence[Mapping[str, Any]], controller: NumpyController) ->
     # if the controller has no feature blocks, no request lacks any
     columns["seen"] = np.array([row["features"] is not None or not features for row in rows], bool)
     return Logged(TensorDict(features, [n]), **columns, batch_size=[n])
-
-
-def _lines(folder: Path, kind: str, aside: Counter[str]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the rows of all files of a kind, each with the name of its file. Count in `aside` the
-    lines that are no rows."""
-    for path in _files(folder, kind)[0]:
-        for line in _lines_of(path, aside):
-            if not line.endswith(b"\n"):
-                aside["the truncated last line of a file"] += 1
-                continue
-            try:
-                row = json.loads(line)
-                if row["format"] != FORMAT:
-                    raise ValueError(line)
-            except (LookupError, RecursionError, TypeError, ValueError):
-                aside["no row of a log"] += 1
-            else:
-                yield path.name, row
-
-
-def _lines_of(path: Path, aside: Counter[str]) -> Iterator[bytes]:
-    """Yield the lines of a file as far as it can be unpacked; count the rest in `aside`."""
-    with _opened(path) as file:
-        try:
-            yield from file
-        except DAMAGED:
-            aside[f"the rest of {path.name}, which is damaged"] += 1
-
-
-def _files(folder: Path, kind: str) -> tuple[list[Path], list[Path]]:
-    """Return the files of a kind that can be read, in the order of their names, and the others."""
-    readable = []
-    others = []
-    for path in sorted(folder.glob(f"{kind}-*")):
-        if not ROTATED.fullmatch(path.name):
-            others.append(path)
-        # a file that is being compressed is there twice
-        elif path.suffix != ".gz" or not path.with_suffix("").exists():
-            readable.append(path)
-    return readable, others
-
-
-def _opened(path: Path) -> IO[bytes]:
-    """Open a file of a log, which is unpacked as it is read."""
-    return gzip.open(path) if path.suffix == ".gz" else path.open("rb")  # type: ignore[return-value]
-
-
-def _count_lines(folder: Path) -> int:
-    """Return how many lines the requests of a log have."""
-    count = 0
-    for path in _files(folder, REQUESTS)[0]:
-        with _opened(path) as file, contextlib.suppress(*DAMAGED):
-            parts = iter(functools.partial(file.read, 1 << 20), b"")
-            # what comes before the damage counts
-            for part in parts:
-                count += part.count(b"\n")
-    return count
 
 
 def _is_read(row: Mapping[str, Any], every: int) -> bool:

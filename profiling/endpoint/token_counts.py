@@ -14,9 +14,9 @@ WRITTEN = ("completion_tokens", "output_tokens")
 DETAILS = ("prompt_tokens_details", "input_tokens_details")
 CACHED = ("cached_tokens",)
 CUT = 5
-"""So many prompts of the most tokens of all show that a server cuts prompts there, if"""
+"""Where so many prompts all have the largest number of tokens, a server cuts prompts there, …"""
 LONGER = 1.5
-"""the longest of them has more letters by this factor than the shortest."""
+"""… if the longest of them has more letters than the shortest by this factor."""
 
 
 class TokenCounts(NamedTuple):
@@ -76,9 +76,9 @@ def cut_at(letters: Sequence[int], tokens: Sequence[float]) -> int | None:
 def cut_line(most: int) -> str:
     """Return what to say of a server that seems to cut prompts at so many tokens."""
     return (
-        f"prompts of very different lengths all have {most} tokens for the server and none has "
-        "more: it seems to cut the others without a word; let it read longer ones (num_ctx of "
-        "Ollama, the context length of others), and measure into another folder"
+        f"the longest prompts differ in length, but all have {most} tokens for the server: it "
+        "seems to cut them there without a word; let it read longer ones (num_ctx of Ollama, the "
+        "context length of others), and measure into another folder"
     )
 
 
