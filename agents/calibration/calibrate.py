@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from knobwise.agents.calibration.deployed_controller import Calibration, DeployedController
-from knobwise.agents.calibration.guard import Decide, GuardRow, calibrate
+from knobwise.agents.calibration.guard import GuardRow, calibrate, pools_budgets
 from knobwise.agents.calibration.latencies import fit_latency_model
 from knobwise.agents.calibration.ways import WAYS
 from knobwise.agents.deployed.calibrated import Static
@@ -90,26 +90,18 @@ def calibrated_again(controller: DeployedController, problem: Problem) -> Deploy
         problem: of the profile in which they have been measured.
     """
     judged = controller.calibration.judged
-    rows = torch.from_numpy(judged["rows"])
 
     def calibrated(cost_ms: float) -> list[GuardRow]:
-        guard = []
-        for number, row in enumerate(controller.calibration.guard):
-            chosen = torch.from_numpy(judged["chosen"][:, number])
-            guard += calibrate(
-                problem,
-                rows,
-                budgets_ms=torch.tensor([row["budget_ms"]]),
-                static_choice=torch.from_numpy(judged["static"][:, [number]]),
-                decide=_always(chosen),
-                cost_ms=cost_ms,
-            )
-        return guard
+        return calibrate(
+            problem,
+            torch.from_numpy(judged["rows"]),
+            budgets_ms=torch.tensor([row["budget_ms"] for row in controller.calibration.guard]),
+            static_choice=torch.from_numpy(judged["static"]),
+            chosen=torch.from_numpy(judged["chosen"]),
+            cost_ms=cost_ms,
+            pooled=pools_budgets(problem, imitated=controller.teacher is not None),
+        )
 
     guard = calibrated(float(judged["cost_ms"]))
     calibration = replace(controller.calibration, guard=guard, guard_if_free=calibrated(0.0))
     return DeployedController(controller.controller, controller.teacher, calibration).eval()
-
-
-def _always(chosen: Tensor) -> Decide:
-    return lambda limit_ms: chosen

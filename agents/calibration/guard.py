@@ -1,13 +1,15 @@
 """The guard of a deployed policy: whether it decides at a budget, or budget-aware static does.
 
 It is calibrated on samples that the policy was not fitted on, and falls back to static where the
-policy was not better by more than chance. It says nothing about how often requests are on time; a
+policy was not better by more than chance. Where most cells of a profile were not measured, a single
+budget says little: a policy that is better over all budgets then decides wherever it is not worse
+(docs/results.md, GRPO on sparse profiles). It says nothing about how often requests are on time; a
 share that holds is promised by `knobwise.agents.calibration.promise`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NotRequired, TypedDict
 
 import numpy as np
@@ -16,16 +18,12 @@ from torch import Tensor
 
 from knobwise.agents.problem import Problem
 from knobwise.common.paired import is_better, standard_error
-from knobwise.envs.bandit.budgets import MIN_LATENCY_MS
 from knobwise.envs.bandit.outcomes import DeadlineOutcomes, Decisions
 from knobwise.envs.tables.beliefs import effective_cells
 from knobwise.envs.tables.splits import cluster_numbers
 
 CONFIDENCE = 0.8
 """One-sided confidence that it requires for the policy to be better than static."""
-Decide = Callable[[float], Tensor]
-"""A limit in ms → the configurations int64 [n] that the policy chooses for samples that it was not
-fitted on."""
 
 
 class GuardRow(TypedDict):
@@ -56,9 +54,10 @@ def calibrate(
     rows: Tensor,
     budgets_ms: Tensor,
     static_choice: Tensor,
-    decide: Decide,
+    chosen: Tensor,
     *,
     cost_ms: float = 0.0,
+    pooled: bool = False,
 ) -> list[GuardRow]:
     """Compare the policy with static on n held-out samples, for B budgets.
 
@@ -66,17 +65,16 @@ def calibrate(
         rows: int64 [n], the samples.
         budgets_ms: float [B].
         static_choice: int64 [n, B], what budget-aware static chooses. It pays for no first look.
-        decide: what the policy chooses.
+        chosen: int64 [n, B], what the policy chooses with what its decision leaves of each budget.
         cost_ms: what a decision of the policy takes from each budget. Static costs nothing.
+        pooled: see `deployed_at`.
 
     Returns:
         A row for each budget.
     """
     clusters = cluster_numbers(problem.facts, rows)
     beliefs = problem.beliefs
-    lefts = [max(budget - cost_ms, MIN_LATENCY_MS) for budget in budgets_ms.tolist()]
-    # [n, B, 2]: the policy, then static
-    choices = torch.stack([torch.stack(list(map(decide, lefts)), 1), static_choice], 2)
+    choices = torch.stack([chosen, static_choice], 2)  # [n, B, 2]
     # the policy pays for its decision, static not for the first look
     decisions = Decisions(
         rows,
@@ -89,26 +87,35 @@ def calibrate(
     assert isinstance(outcomes, DeadlineOutcomes)
     shares = outcomes.on_time.double().unflatten(1, (-1, 2))
     utility = outcomes.utility.double().unflatten(1, (-1, 2))
+    gains = utility[..., 0] - utility[..., 1]
+    deployed_by_itself = deployed_at(gains, clusters)
+    deployed = deployed_at(gains, clusters, pooled=pooled)
+    overall = gains.mean(1)
     rulings = []
     for column, budget in enumerate(budgets_ms.tolist()):
-        chosen, on_time, utilities = choices[:, column], shares[:, column], utility[:, column]
-        gain = utilities[:, 0] - utilities[:, 1]
-        deployed = is_better(gain, CONFIDENCE, clusters)
+        gain = gains[:, column]
         row: GuardRow = {
             "budget_ms": budget,
-            "deployed": deployed,
+            "deployed": deployed[column],
             "reason": "",
             "gain": float(gain.mean()),
             "gain_se": standard_error(gain, clusters),
             # an estimate may lie outside
-            "on_time": float(on_time[:, 0 if deployed else 1].mean().clamp(0, 1)),
-            "utility_static": float(utilities[:, 1].mean()),
+            "on_time": float(shares[:, column, 0 if deployed[column] else 1].mean().clamp(0, 1)),
+            "utility_static": float(utility[:, column, 1].mean()),
         }
         row["reason"] = reason_for(row, "static", "utility")
+        if deployed[column] and not deployed_by_itself[column]:
+            of_all = _in_words(float(overall.mean()), standard_error(overall, clusters))
+            row["reason"] = (
+                "policy deployed: it beats static over all budgets on held-out samples "
+                f"({of_all} utility, SE), and is not measurably worse here "
+                f"({_in_words(row['gain'], row['gain_se'])})"
+            )
         if beliefs is not None:
-            row["effective_cells"] = effective_cells(beliefs.weight[rows, chosen[:, 0]])
+            row["effective_cells"] = effective_cells(beliefs.weight[rows, chosen[:, column]])
             row["reason"] += f"; estimated from {row['effective_cells']:.0f} measured choices"
-            missing = _unmeasured(problem, rows, chosen)
+            missing = _unmeasured(problem, rows, choices[:, column])
             if missing and not row["deployed"]:
                 row["reason"] += (
                     f"; {missing:,} missing cells of validation samples decide once measured, by "
@@ -116,6 +123,28 @@ def calibrate(
                 )
         rulings.append(row)
     return rulings
+
+
+def pools_budgets(problem: Problem, *, imitated: bool) -> bool:
+    """Return whether the guard pools budgets: for what imitated a teacher, where cells were not
+    measured. Pooling gained measurably there, and nothing after GRPO alone (docs/results.md)."""
+    return problem.beliefs is not None and imitated
+
+
+def deployed_at(gains: Tensor, clusters: Tensor | None, *, pooled: bool = False) -> list[bool]:
+    """Return at which of B budgets the policy decides.
+
+    Args:
+        gains: float64 [n, B], of each held-out sample over static.
+        clusters: int64 [n], those of the samples; None: each is one.
+        pooled: it decides where it is not worse, if its mean gain over the budgets is better; else,
+            and without, where it is better. All with `CONFIDENCE`.
+    """
+    better = [is_better(gain, CONFIDENCE, clusters) for gain in gains.T]
+    if not (pooled and is_better(gains.mean(1), CONFIDENCE, clusters)):
+        return better
+    worse = (is_better(-gain, CONFIDENCE, clusters) for gain in gains.T)
+    return [not each for each in worse]
 
 
 def _unmeasured(problem: Problem, rows: Tensor, chosen: Tensor) -> int:
@@ -138,8 +167,12 @@ def arrays_of(rows: Sequence[GuardRow]) -> dict[str, np.ndarray]:
 def reason_for(row: GuardRow, rival: str, score: str) -> str:
     """Say in words which policy is deployed at a budget, with the policy's held-out gain over its
     rival (in this score, ± SE)."""
-    gain = f"{row['gain']:+z.3f} ± {row['gain_se']:.3f} {score}, SE"
+    gain = f"{_in_words(row['gain'], row['gain_se'])} {score}, SE"
     if row["deployed"]:
         return f"policy deployed: it beats {rival} on held-out samples ({gain})"
     confidence = f"{CONFIDENCE:.0%} confidence on held-out samples"
     return f"{rival} deployed: no gain with {confidence} ({gain})"
+
+
+def _in_words(gain: float, se: float) -> str:
+    return f"{gain:+z.3f} ± {se:.3f}"

@@ -16,7 +16,7 @@ from knobwise.agents.calibration.deployed_controller import (
     Calibration,
     DeployedController,
 )
-from knobwise.agents.calibration.guard import calibrate
+from knobwise.agents.calibration.guard import calibrate, pools_budgets
 from knobwise.agents.calibration.latencies import fit_latency_model
 from knobwise.agents.calibration.mean_policies import (
     StaticMix,
@@ -56,11 +56,9 @@ def plan_for_deadlines(
     statics = [fit_static(cells, rows, rule) for rows in setup.folds[0]]
     static_choice = _choices(setup, statics, budgets_ms)
 
-    def decide(limit_ms: float) -> Tensor:
-        return setup.held_out_log_probs(torch.tensor(limit_ms)).argmax(-1).cpu()
-
-    def teacher_decides(limit_ms: float) -> Tensor:
-        return _choices(setup, setup.distiller.fitted.of_folds, torch.tensor([limit_ms]))[:, 0]
+    def decide(limits_ms: Tensor) -> Tensor:
+        log_probs = map(setup.held_out_log_probs, limits_ms)
+        return torch.stack([each.argmax(-1).cpu() for each in log_probs], 1)
 
     calibrated = functools.partial(
         calibrate,
@@ -68,14 +66,14 @@ def plan_for_deadlines(
         rows=setup.held_out.rows,
         budgets_ms=budgets_ms,
         static_choice=static_choice,
+        pooled=pools_budgets(setup.problem, imitated=setup.distiller is not None),
     )
     # once with the cost of a decision charged, once as if it were free
-    calibration.guard = calibrated(decide=decide, cost_ms=setup.cost_ms)
-    calibration.guard_if_free = calibrated(decide=decide)
+    chosen = decide((budgets_ms - setup.cost_ms).clamp_min(MIN_LATENCY_MS))
+    calibration.guard = calibrated(chosen=chosen, cost_ms=setup.cost_ms)
+    calibration.guard_if_free = calibrated(chosen=decide(budgets_ms))
     if setup.problem.beliefs is not None:
         validation = torch.isin(setup.held_out.rows, setup.split.validation)
-        left_ms = (budgets_ms - setup.cost_ms).clamp_min(MIN_LATENCY_MS)
-        chosen = torch.stack([decide(float(limit)) for limit in left_ms], 1)
         calibration.judged = {
             "rows": setup.held_out.rows[validation].numpy(),
             "chosen": chosen[validation].numpy(),
@@ -83,7 +81,8 @@ def plan_for_deadlines(
             "cost_ms": np.array(setup.cost_ms),
         }
     if setup.distiller:
-        calibration.guard_of_teacher = calibrated(decide=teacher_decides)
+        by_teacher = _choices(setup, setup.distiller.fitted.of_folds, budgets_ms)
+        calibration.guard_of_teacher = calibrated(chosen=by_teacher)
     calibration.static = fit_static(cells, setup.fitted, rule).arrays()
 
 

@@ -228,31 +228,19 @@ class Unit:
     ) -> dict[str, Array]:
         """Return what choices come to: a limit in ms → configurations [n], of held-out and of test
         samples."""
-        guard = calibrate(
-            self.problem, self.fitted, self.budgets_ms, self.static_held_out, held_out
-        )
+        budgets_ms = self.budgets_ms.tolist()
         rows = self.problem.split.test
-        fallback = self._chosen(self.static, rows, self.budgets_ms)
-        free, guarded, kept = [], [], []
-        for number, row in enumerate(guard):
-            budget = row["budget_ms"]
-            free.append(test(budget))
-            kept.append(held_out(budget))
-            guarded.append(fallback[:, number])
-            if row["deployed"]:
-                guarded[-1] = test(budget)
-        held_back = [
-            held_out(row["budget_ms"]) if row["deployed"] else by_static
-            for row, by_static in zip(guard, self.static_held_out.T, strict=True)
-        ]
+        kept, free = (torch.stack([*map(way, budgets_ms)], 1) for way in (held_out, test))
+        guard = calibrate(self.problem, self.fitted, self.budgets_ms, self.static_held_out, kept)
         # where the guard lets static decide, no features are waited for
         reads = torch.tensor([row["deployed"] for row in guard])
-        held_out_guarded = self._utility(self.fitted, torch.stack(held_back, 1), reads)
+        held_back = kept.where(reads, self.static_held_out)
+        guarded = free.where(reads, self._chosen(self.static, rows, self.budgets_ms))
         return {
-            f"{name}/held out": self._utility(self.fitted, torch.stack(kept, 1)),
-            f"{name}/held out, guarded": held_out_guarded,
-            f"{name}/free": self._utility(rows, torch.stack(free, 1)),
-            f"{name}/guarded": self._utility(rows, torch.stack(guarded, 1), reads),
+            f"{name}/held out": self._utility(self.fitted, kept),
+            f"{name}/held out, guarded": self._utility(self.fitted, held_back, reads),
+            f"{name}/free": self._utility(rows, free),
+            f"{name}/guarded": self._utility(rows, guarded, reads),
         }
 
     def _teacher(self, setup: ControllerSetup) -> dict[str, Array]:

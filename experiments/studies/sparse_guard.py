@@ -21,6 +21,9 @@ How they are compared was fixed before the runs:
 - GRPO alone learns from measured cells in place of beliefs if its gain over beliefs, the mean over
   all profiles and shares, both free, has an interval above 0.
 
+The first came out, and `knobwise.agents.calibration.guard.pools_budgets` follows it; the second did
+not.
+
     python experiments/studies/sparse_guard.py run FOLDER [PROFILE …]
     python experiments/studies/sparse_guard.py table FOLDER
 """
@@ -41,12 +44,11 @@ from torch import Tensor
 
 from knobwise.agents.calibration.calibrate import calibrate_controller
 from knobwise.agents.calibration.deployed_controller import DeployedController
-from knobwise.agents.calibration.guard import CONFIDENCE, GuardRow
+from knobwise.agents.calibration.guard import GuardRow, deployed_at
 from knobwise.agents.evaluation.baselines import fit_static
 from knobwise.agents.evaluation.policy import Array, Policy, choices_of, inputs_of_rows
 from knobwise.agents.problem import Problem
 from knobwise.agents.training.controllers import ControllerSetup, controller_trainer
-from knobwise.common.paired import is_better
 from knobwise.envs.bandit.budgets import default_budgets
 from knobwise.envs.bandit.outcomes import Decisions
 from knobwise.envs.tables.splits import cluster_numbers
@@ -86,19 +88,20 @@ def grpo_alone(problem: Problem, budgets_ms: Tensor, measured_only: bool) -> Con
 
 def guarded(setup: ControllerSetup, budgets_ms: Tensor) -> dict[str, DeployedController]:
     """Return what is deployed by each guard."""
-    separate = calibrate_controller(setup, budgets_ms)
-    guard = separate.calibration.guard
+    calibrated = calibrate_controller(setup, budgets_ms)
     gains = held_out_gains(setup, budgets_ms)
     clusters = cluster_numbers(setup.facts, setup.held_out.rows)
-    rows: list[GuardRow] = guard
-    if is_better(gains.mean(1), CONFIDENCE, clusters):
-        rows = [
-            {**row, "deployed": row["deployed"] or not is_better(-gain, CONFIDENCE, clusters)}
-            for row, gain in zip(guard, gains.T, strict=True)
+
+    def deployed(pooled: bool) -> DeployedController:
+        decides = deployed_at(gains, clusters, pooled=pooled)
+        rows: list[GuardRow] = [
+            {**row, "deployed": each}
+            for row, each in zip(calibrated.calibration.guard, decides, strict=True)
         ]
-    calibration = replace(separate.calibration, guard=rows)
-    pooled = DeployedController(separate.controller, separate.teacher, calibration).eval()
-    return {"apart": separate, "pooled": pooled}
+        calibration = replace(calibrated.calibration, guard=rows)
+        return DeployedController(calibrated.controller, calibrated.teacher, calibration).eval()
+
+    return {"apart": deployed(pooled=False), "pooled": deployed(pooled=True)}
 
 
 def held_out_gains(setup: ControllerSetup, budgets_ms: Tensor) -> Tensor:

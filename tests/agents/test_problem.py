@@ -141,9 +141,8 @@ def test_what_a_decision_costs_is_added_to_the_latency_in_rewards_too():
 )
 def test_a_guard_counts_answers_above_a_limit_as_late_by_hand(limit, holes, on_time):
     problem = problem_under(Deadline({"usd": limit} if limit else {}), holes)
-    second = torch.ones(3, dtype=torch.int64)
-    budgets_ms = torch.tensor([7.0])
-    (row,) = calibrate(problem, ROWS, budgets_ms, second.unsqueeze(1), lambda _: second)
+    second = torch.ones(3, 1, dtype=torch.int64)
+    (row,) = calibrate(problem, ROWS, torch.tensor([7.0]), second, second)
     assert row["on_time"] == pytest.approx(on_time)
 
 

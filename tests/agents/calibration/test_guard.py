@@ -12,7 +12,12 @@ from helpers import table_of
 from replayed import untrained
 
 from knobwise.agents.calibration import guard
-from knobwise.agents.calibration.guard import arrays_of, calibrate
+from knobwise.agents.calibration.guard import (
+    arrays_of,
+    calibrate,
+    deployed_at,
+    pools_budgets,
+)
 from knobwise.agents.deployed.calibrated import Guard
 from knobwise.agents.deployed.controller import NumpyController
 from knobwise.agents.evaluation.baselines import fit_static
@@ -27,14 +32,14 @@ BUDGET = 10.0
 
 def calibrated(policy, accuracy, latency_ms, static=0, cost_ms=0.0, **options):
     """The row of one budget of 10 ms; static takes one configuration for every request, the policy
-    that of each request, or it is a function."""
+    that of each request."""
     n = len(accuracy)
     table = table_of(torch.tensor(accuracy).float(), torch.tensor(latency_ms).float())
     about = Problem.from_table(table), torch.arange(n)
     judged = *about, torch.tensor([BUDGET]), torch.full((n, 1), static)
-    decide = policy if callable(policy) else lambda limit_ms: torch.tensor(policy)
+    chosen = torch.tensor(policy).unsqueeze(1)
     with mock.patch.multiple(guard, **{"CONFIDENCE": 0.8} | options):
-        (row,) = calibrate(*judged, decide, cost_ms=cost_ms)
+        (row,) = calibrate(*judged, chosen, cost_ms=cost_ms)
     return row
 
 
@@ -72,7 +77,7 @@ def test_estimates_are_of_no_more_than_every_request_on_time():
     known = replace(Problem.from_table(table), beliefs=beliefs)
     static = torch.zeros(3, 1, dtype=torch.int64)
     about = known, torch.arange(3), torch.tensor([BUDGET]), static
-    (row,) = calibrate(*about, lambda limit_ms: torch.ones(3, dtype=torch.int64))
+    (row,) = calibrate(*about, torch.ones_like(static))
     assert row["on_time"] == 1
 
 
@@ -90,7 +95,7 @@ def test_what_would_have_to_be_measured_is_counted():
     about = known, torch.arange(4), torch.tensor([BUDGET]), static
 
     def reason_in(problem):
-        (row,) = calibrate(problem, *about[1:], lambda limit_ms: torch.ones_like(static)[:, 0])
+        (row,) = calibrate(problem, *about[1:], torch.ones_like(static))
         assert not row["deployed"]  # all gain nothing
         return row["reason"]
 
@@ -132,14 +137,14 @@ def test_samples_of_one_cluster_or_image_are_no_more_than_one(belongs, se, deplo
     by_static = torch.zeros(30, 1, dtype=torch.int64)
     judged = Problem.from_table(table), torch.arange(30), torch.tensor([BUDGET]), by_static
     with mock.patch.multiple(guard, CONFIDENCE=0.95):
-        (row,) = calibrate(*judged, lambda limit_ms: torch.ones_like(by_static)[:, 0])
+        (row,) = calibrate(*judged, torch.ones_like(by_static))
     assert row["gain"] == pytest.approx(0.7 / 6)
     assert row["gain_se"] == pytest.approx(se, abs=1e-4)
     assert row["deployed"] == deployed
     # two samples of one cluster show nothing
     rows = torch.tensor([0, 1])
     about = Problem.from_table(table), rows, torch.tensor([BUDGET]), by_static[:2]
-    (row,) = calibrate(*about, lambda limit_ms: torch.ones(2, dtype=torch.int64))
+    (row,) = calibrate(*about, torch.ones(2, 1, dtype=torch.int64))
     assert row["deployed"] == (not belongs)
 
 
@@ -147,12 +152,56 @@ def test_samples_of_one_cluster_or_image_are_no_more_than_one(belongs, se, deplo
 def test_the_policy_is_charged_what_it_costs_and_static_is_not(cost_ms, gain):
     # the policy takes the second, right for all; two requests have 1 ms left, two have 5; static is
     # right for half
-    decide = mock.Mock(return_value=torch.tensor([1, 1, 1, 1]))
     latency_ms = [[10, 9], [10, 9], [10, 5], [10, 5]]
-    row = calibrated(decide, [[0.5, 1.0]] * 4, latency_ms, cost_ms=cost_ms)
+    row = calibrated([1, 1, 1, 1], [[0.5, 1.0]] * 4, latency_ms, cost_ms=cost_ms)
     assert (row["gain"], row["deployed"], row["utility_static"]) == (gain, gain > 0, 0.5)
-    # and it plans with what its own cost leaves
-    assert [call.args[0] for call in decide.call_args_list] == [BUDGET - cost_ms]
+
+
+@pytest.mark.parametrize(
+    ("means", "pooled", "deployed"),
+    [
+        # ± 1 by turns: SE 1.054 / √10 = 1/3, of the mean as well, since all budgets turn together;
+        # 80 % confidence takes .842 SE = .281
+        ([0.4, 0.2, -0.2, -0.3], False, [True, False, False, False]),
+        # the mean of .025 is no gain
+        ([0.4, 0.2, -0.2, -0.3], True, [True, False, False, False]),
+        # that of .325 is one; −.2 is not measurably worse, −.3 is
+        ([1.6, 0.2, -0.2, -0.3], False, [True, False, False, False]),
+        ([1.6, 0.2, -0.2, -0.3], True, [True, True, True, False]),
+    ],
+)
+def test_pooled_it_decides_where_it_is_not_worse_if_it_is_better_over_all(means, pooled, deployed):
+    turns = torch.tensor([1.0, -1.0] * 5).double()
+    gains = torch.tensor(means).double() + turns.unsqueeze(1)
+    assert deployed_at(gains, torch.arange(10), pooled=pooled) == deployed
+    # of twice as many samples in ten clusters no more is known
+    twice = torch.arange(10).repeat_interleave(2)
+    assert deployed_at(gains[twice], twice, pooled=pooled) == deployed
+
+
+def test_the_reason_of_a_budget_that_others_carry_by_hand():
+    """Right for all within 10 ms, where static is right for none; within 20 ms for half as it is."""
+    right = torch.tensor([[0.0, 1.0, 1.0, 0.0], [0.0, 1.0, 0.0, 1.0]] * 5)
+    table = table_of(right, torch.full((10, 4), 5.0))
+    rows, budgets_ms = torch.arange(10), torch.tensor([10.0, 20.0])
+    static, chosen = (torch.tensor([pair]).repeat(10, 1) for pair in ([0, 2], [1, 3]))
+    about = Problem.from_table(table), rows, budgets_ms, static, chosen
+    apart, pooled = (calibrate(*about, pooled=each) for each in (False, True))
+    assert [row["deployed"] for row in apart] == [True, False]
+    assert [row["deployed"] for row in pooled] == [True, True]
+    assert apart[0] == pooled[0]
+    # gains of 1 and of ± 1 by turns: 1 or 0 on average
+    assert "(+0.500 ± 0.167 utility, SE)" in pooled[1]["reason"]
+    assert "(+0.000 ± 0.333)" in pooled[1]["reason"]
+
+
+def test_budgets_are_pooled_after_imitation_where_cells_are_missing():
+    table = table_of(torch.ones(3, 2), torch.full((3, 2), 5.0))
+    whole = Problem.from_table(table)
+    weight = torch.ones(3, 2)
+    part = replace(whole, beliefs=Beliefs(table, table, table, weight))
+    assert [pools_budgets(each, imitated=True) for each in (part, whole)] == [True, False]
+    assert not pools_budgets(part, imitated=False)
 
 
 def test_what_is_judged_is_what_the_guard_says_of_whole_budgets():

@@ -376,9 +376,7 @@ def test_a_guard_counts_the_look_and_falls_back_without_it():
     first, second = (
         [
             row["utility_static"]
-            for row in calibrate(
-                Problem.from_table(each), rows, budgets, choices, lambda _: choices[:, 0]
-            )
+            for row in calibrate(Problem.from_table(each), rows, budgets, choices, choices)
         ]
         for each in (paid, table)
     )
