@@ -22,7 +22,6 @@ from knobwise.agents.calibration.plans import plan_for_deadlines, plan_for_mean_
 from knobwise.agents.evaluation.baselines import (
     LookupTable,
     Oracle,
-    StaticPerDataset,
     fit_static,
     make_baselines,
 )
@@ -32,7 +31,6 @@ from knobwise.agents.teacher.experts import Experts
 from knobwise.agents.training.controllers import ControllerSetup
 from knobwise.common.errors import InputError
 from knobwise.envs.bandit.rules import Deadline, MeanBudget
-from knobwise.envs.readers.joint import rows_by_dataset
 from knobwise.envs.tables.cells import averages
 
 Wanted = Sequence[float] | None
@@ -68,17 +66,6 @@ def accept(*_: Any) -> None:
 def deadline_references(problem: Problem, budgets_ms: Tensor) -> list[Baseline]:
     """Make budget-aware static, fitted on all but the test samples, and the oracle."""
     return [static_of(problem), Oracle(problem.cells, problem.split.test, problem.rule)]
-
-
-def deadline_baselines(
-    problem: Problem, budgets_ms: Tensor, experts: Experts, seed: int
-) -> list[Baseline]:
-    """Make the baselines between these, see `make_baselines`, and static for each of several data
-    sets."""
-    baselines = make_baselines(problem, seed, budgets_ms, experts)[1:-1]
-    if len(rows_by_dataset(problem.facts, problem.split.test)) > 1:
-        return [StaticPerDataset(problem), *baselines]
-    return baselines
 
 
 def static_of(problem: Problem) -> Any:
@@ -119,7 +106,7 @@ WAYS = {
         check_trained=accept,
         budgets_for=lambda controller, problem, wanted: problem.budgets(wanted),
         references=deadline_references,
-        baselines=deadline_baselines,
+        baselines=make_baselines,
         static=static_of,
         prices=lambda controller: None,
         deployed=lambda controller: controller,

@@ -166,14 +166,12 @@ class StaticUnderPromise:
 
 
 class BestStatic:
-    """Takes the configuration with the best mean utility over the rows and budgets [b] in ms."""
+    """Takes the configuration with the best mean utility over budgets [b] in ms, of those that
+    budget-aware static takes."""
 
     name = "best_static"
 
-    def __init__(
-        self, cells: Cells, rows: Tensor, budgets_ms: Tensor, rule: Rule = DEADLINES
-    ) -> None:
-        static = fit_static(cells, rows, rule)
+    def __init__(self, static: Static, budgets_ms: Tensor) -> None:
         self._scores = static.mean_utility(budgets_ms.numpy()).mean(0)
         self._latency_ms = static.latency_ms
 
@@ -317,12 +315,13 @@ class Oracle:
 
 
 def make_baselines(
-    problem: Problem, seed: int, budgets_ms: Tensor, experts: Experts | None = None
+    problem: Problem, budgets_ms: Tensor, experts: Experts | None = None, seed: int = 0
 ) -> list[Baseline]:
-    """Return the baselines for deadlines, fitted on all but the test rows; the oracle knows these.
+    """Return the baselines for deadlines beside budget-aware static and the oracle, fitted on all
+    but the test rows.
 
-    The learned ones choose their settings out of fold, so they need no validation rows. The caller
-    adds `StaticPerDataset` where there are several data sets.
+    The learned ones choose their settings out of fold, so they need no validation rows. Where there
+    are several data sets, static of each is the first.
 
     A new baseline is listed here; one that predicts is listed in `FAMILIES` of
     `knobwise.agents.teacher.regressors` instead. CONTRIBUTING says what else either needs. Mean
@@ -332,6 +331,7 @@ def make_baselines(
     Args:
         budgets_ms: float [b], the budgets that they will be judged on.
         experts: of all families, fitted on the same rows for the same budgets; None fits them.
+        seed: of `Random`, and of the experts that are fitted here.
     """
     rows = problem.split.fitted
     cells = problem.cells
@@ -342,14 +342,15 @@ def make_baselines(
     # the experts were fitted once, for the baselines and for teachers
     named = {family.expert.name: family.expert for family in fitted}
     mean_accuracy = averages(cells, rows)[0].float()
+    several = len(rows_by_dataset(problem.facts, problem.split.test)) > 1
+    by_dataset: list[Baseline] = [StaticPerDataset(problem)] if several else []
     return [
-        fit_static(cells, rows, rule),
-        BestStatic(cells, rows, budgets_ms, rule),
+        *by_dataset,
+        BestStatic(fit_static(cells, rows, rule), budgets_ms),
         LookupTable(cells, rows),
         PredictThenChoose("latency_only", named["ridge"], normaliser, mean_accuracy, rule),
         *(PredictThenChoose(name, expert, normaliser, rule=rule) for name, expert in named.items()),
         Random(seed),
-        Oracle(cells, problem.split.test, rule),
     ]
 
 

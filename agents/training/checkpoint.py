@@ -15,6 +15,7 @@ from knobwise.common.errors import Damaged, InputError
 from knobwise.common.files import is_damaged, written_whole
 from knobwise.common.progress import say
 from knobwise.envs.bandit.rule_choice import refuse_other_rule
+from knobwise.envs.tables.profile_table import Split
 
 if TYPE_CHECKING:
     from knobwise.agents.calibration.deployed_controller import DeployedController
@@ -82,6 +83,15 @@ class Loaded(NamedTuple):
         if self.kind == "Controller":
             return self.agent
         return self.agent.controller
+
+    @property
+    def split(self) -> Split | None:
+        """The samples that a controller was trained, chosen and judged on, as rows of its profile;
+        None where that was not noted."""
+        if not {"train_rows", "validation_rows", "test_rows"} <= self.extra.keys():
+            return None
+        extra = self.extra
+        return Split(extra["train_rows"], extra["validation_rows"], extra["test_rows"])
 
     def _refuse_selector(self) -> None:
         if self.kind == "Selector":

@@ -147,15 +147,12 @@ def refuse_known_samples(
 def _rows_before(start: Loaded, table: ProfileTable) -> Split | None:
     """Return the rows that a checkpoint was fitted and chosen on; None where they may mean other
     samples in this table."""
-    extra = start.extra
-    if not {"train_rows", "validation_rows", "test_rows"} <= extra.keys():
-        return None
-    before = Split(extra["train_rows"], extra["validation_rows"], extra["test_rows"])
-    if not len(before.fitted) or int(before.fitted.max()) >= table.num_samples:
+    before = start.split
+    if before is None or not len(before.fitted) or int(before.fitted.max()) >= table.num_samples:
         return None
     # it notes the samples in the order of their rows, equal ones once
     prints = list(dict.fromkeys(table.fingerprints(before.fitted)))
-    return before if prints == extra.get("seen", [])[: len(prints)] else None
+    return before if prints == start.extra.get("seen", [])[: len(prints)] else None
 
 
 def divide_into_folds(

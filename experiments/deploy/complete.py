@@ -53,25 +53,22 @@ def complete(
     path = checkpoint_at(run)
     loaded = load_checkpoint(path, config.rule)
     agent = loaded.controller
-    if not agent.calibration.judged:
+    if not agent.calibration.judged or loaded.split is None:
         raise InputError(
             f"complete={run}: nothing to measure; only a controller for deadlines with a guard, "
             "trained on a profile of part of the cells, has choices that were not measured"
         )
 
+    split = loaded.split
+
     def needed() -> tuple[ProfileTable, Tensor]:
         table = _profile(Path(config.out), run, loaded)
-        _check_samples(run, loaded, table)
-        return table, cells_to_judge(agent, table, loaded.extra["test_rows"])
+        _check_samples(run, loaded, split, table)
+        return table, cells_to_judge(agent, table, split.test)
 
     # as the profile was measured
     folder = measure(replace(config, knobs=_settings_of(Path(config.out))), needed)
     table = _profile(folder, run, loaded)
-    split = Split(
-        train=loaded.extra["train_rows"],
-        validation=loaded.extra["validation_rows"],
-        test=loaded.extra["test_rows"],
-    )
     budget = budget_with(agent.rule, agent.calibration.limits)
     again = calibrated_again(agent, problem_of(table, split, budget))
     Loaded(again, loaded.profile_name, table.digest, loaded.extra).save(path)
@@ -83,20 +80,15 @@ def complete(
     print(f"next:    knobwise evaluate {shell_word('checkpoint', run)}")
 
 
-def _check_samples(run: str, loaded: Loaded, table: ProfileTable) -> None:
+def _check_samples(run: str, loaded: Loaded, split: Split, table: ProfileTable) -> None:
     """Refuse a profile of other samples or configurations than those that the run was trained on.
 
     Rows of the two then mean different samples.
     """
-    extra = loaded.extra
-    fitted = [*extra["train_rows"].tolist(), *extra["validation_rows"].tolist()]
-    count = len(fitted) + len(extra["test_rows"])
+    count = len(split.fitted) + len(split.test)
     knobs = [[knob.spelled for knob in each.knobs] for each in (loaded.controller, table)]
     same = count == table.num_samples and knobs[0] == knobs[1]
-    if same:
-        known = Split(extra["train_rows"], extra["validation_rows"], extra["test_rows"])
-        same = {*table.fingerprints(known.fitted)} <= {*extra["seen"]}
-    if not same:
+    if not same or not {*table.fingerprints(split.fitted)} <= {*loaded.extra["seen"]}:
         raise InputError(
             f"complete={run}: was trained on other samples or configurations than profile "
             f"{table.name!r}; give the out folder of its profile"

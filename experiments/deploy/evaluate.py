@@ -198,9 +198,8 @@ def _split_for(loaded: Loaded, table: ProfileTable, config: EvaluateRun) -> Spli
         )
     # the split of the training, if this is its profile
     split = divide(table, **asdict(config.split))
-    if loaded.profile_digest == table.digest:
-        extra = loaded.extra
-        return Split(extra["train_rows"], extra["validation_rows"], extra["test_rows"])
+    if loaded.profile_digest == table.digest and loaded.split is not None:
+        return loaded.split
     # samples are recognised by their features, or by their ids where there are none
     seen = set(loaded.extra["seen"])
     new = torch.tensor([fingerprint not in seen for fingerprint in table.fingerprints(split.test)])

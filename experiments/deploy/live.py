@@ -38,7 +38,7 @@ from knobwise.common.imports import in_a_line
 from knobwise.common.progress import progress, say
 from knobwise.envs.bandit.budgets import MIN_LATENCY_MS, judged_budgets
 from knobwise.envs.tables.cells import Cells, averages
-from knobwise.envs.tables.profile_table import ProfileTable, Split
+from knobwise.envs.tables.profile_table import ProfileTable
 from knobwise.experiments.deploy.live_promises import Slowed, kept_live
 from knobwise.experiments.deploy.live_results import (
     Record,
@@ -101,7 +101,8 @@ def run_live(
             before is printed and written first.
     """
     _refuse_unsuited(checkpoint, loaded, table)
-    split = _split_of(loaded)
+    split = loaded.split
+    assert split is not None
     settings = config.stream
     if isinstance(requests, ElasticRequests):
         requests.soft = bool(((table.accuracy > 0) & (table.accuracy < 1)).any())
@@ -164,7 +165,7 @@ def run_live(
 
 def _refuse_unsuited(checkpoint: str | Path, loaded: Loaded, table: ProfileTable) -> None:
     """Raise InputError if a controller was not trained on this profile, or not for times alone."""
-    if loaded.profile_digest != table.digest or "test_rows" not in loaded.extra:
+    if loaded.profile_digest != table.digest or loaded.split is None:
         raise InputError(
             f"{checkpoint}: live needs a run that was trained on profile {table.name!r}"
         )
@@ -178,12 +179,6 @@ def _refuse_unsuited(checkpoint: str | Path, loaded: Loaded, table: ProfileTable
             f"{checkpoint}: was trained with budget.limits, but a live run knows only times; leave "
             "out live=true, which replays the measured costs"
         )
-
-
-def _split_of(loaded: Loaded) -> Split:
-    """Return the split that a controller was trained on."""
-    extra = loaded.extra
-    return Split(extra["train_rows"], extra["validation_rows"], extra["test_rows"])
 
 
 def _show_and_write(results: RunResults, decisions: pl.DataFrame, config: EvaluateRun) -> None:
@@ -204,7 +199,7 @@ def fixed_configurations(cells: Cells, fitted: Tensor, budgets_ms: Tensor) -> di
     """
     accuracy, latency = averages(cells, fitted)
     # any budget will do, since best static takes the same for all
-    best = BestStatic(cells, fitted, budgets_ms).choose({}, np.ones(1))[0]
+    best = BestStatic(fit_static(cells, fitted), budgets_ms).choose({}, np.ones(1))[0]
     return {
         "best_static": int(best),
         "cheapest": int(latency.argmin()),

@@ -4,7 +4,6 @@ or do not help."""
 import itertools
 import math
 from dataclasses import replace
-from functools import partial
 
 import numpy as np
 import pytest
@@ -24,6 +23,7 @@ from helpers import (
 )
 
 from knobwise.agents.calibration.guard import calibrate
+from knobwise.agents.calibration.ways import deadline_references
 from knobwise.agents.controller.settings import PolicyConfig
 from knobwise.agents.deployed import arrays as arrays_of
 from knobwise.agents.deployed.arrays import pick
@@ -74,9 +74,11 @@ def asked(policy, table, rows, budget_ms):
     return policy.choose(features, np.full(len(rows), budget_ms), mask)
 
 
-def fitted_to(table, split=None):
-    budgets = default_budgets(table)
-    baselines = make_baselines(Problem(table, split or table.split()), 0, budgets)
+def fitted_to(table, split=None, budgets=None):
+    budgets = default_budgets(table) if budgets is None else budgets
+    problem = Problem(table, split or table.split())
+    static, oracle = deadline_references(problem, budgets)
+    baselines = static, *make_baselines(problem, budgets), oracle
     return {baseline.name: baseline for baseline in baselines}
 
 
@@ -104,10 +106,11 @@ def test_budget_aware_static_averages_profiled_cells_of_the_given_rows_only():
 
 def test_best_static_is_one_configuration_for_all_budgets():
     # mean utility over budgets 10 and 30: .25, .5, .25
-    best = BestStatic(BY_HAND, ALL, torch.tensor([10.0, 30.0]))
+    static = fit_static(BY_HAND, ALL)
+    best = BestStatic(static, torch.tensor([10.0, 30.0]))
     assert chosen(best, [1.0, 50.0]) == [1, 1]
     assert chosen(best, [1.0, 50.0], allowed=(0, 2)) == [0, 0]  # equal: the faster
-    assert chosen(BestStatic(BY_HAND, ALL, torch.tensor([50.0])), [1.0]) == [2]
+    assert chosen(BestStatic(static, torch.tensor([50.0])), [1.0]) == [2]
 
 
 def test_lookup_table_has_a_tolerance_and_falls_back_to_the_nearest_latency():
@@ -172,8 +175,9 @@ def test_the_test_rows_are_not_looked_at():
     split = table.split()
     budgets = default_budgets(table)
     tables = table, otherwise(table, split.test)
-    first, second = (make_baselines(Problem(each, split), 0, budgets)[:-1] for each in tables)
-    for policy, other in zip(first, second, strict=True):  # all but the oracle
+    first, second = (fitted_to(each, split, budgets) for each in tables)
+    for name in first.keys() - {"oracle"}:
+        policy, other = first[name], second[name]
         about = table, split.test, float(budgets[2])
         assert (asked(policy, *about) == asked(other, *about)).all(), policy.name
 
@@ -334,7 +338,11 @@ def test_decisions_without_features_do_not_pay_for_it():
     static, same = fit_static(paid, rows), fit_static(table, rows)
     limits = budgets.numpy()
     np.testing.assert_allclose(static.mean_utility(limits), same.mean_utility(limits))
-    for make in (partial(BestStatic, budgets_ms=budgets), LookupTable, Oracle):
+
+    def best_static(table, rows):
+        return BestStatic(fit_static(table, rows), budgets)
+
+    for make in (best_static, LookupTable, Oracle):
         choices = (
             choices_of(make(each, rows), {}, limits, table.mask.numpy()) for each in (paid, table)
         )
