@@ -320,7 +320,8 @@ import sys
 import knobwise, knobwise.__main__
 print(knobwise.__file__)
 knobwise.__main__.main(["--help"])
-knobwise.__main__.main(["inspect"])  # the built-in profile is in it
+from knobwise.testbeds.profiles import builtin_profile
+print(builtin_profile().num_samples, "samples")
 sys.exit(knobwise.__main__.main(["train", *sys.argv[1:]]))
 """
 
