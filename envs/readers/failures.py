@@ -8,6 +8,7 @@ is missing then counts as a failure if the user says so.
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import replace
 from typing import Any
@@ -19,7 +20,7 @@ import torch
 from knobwise.common.errors import InputError
 from knobwise.envs.readers.column_names import ERRORS, named_like
 from knobwise.envs.readers.column_values import glimpse, holds_no_text
-from knobwise.envs.tables.profile_table import ProfileTable
+from knobwise.envs.tables.profile_table import ProfileTable, median_of
 from knobwise.envs.tables.time_outs import time_outs
 
 ENDED = re.compile(r"ok|success(ful)?|succeeded|completed?|finished|done|terminated|passed")
@@ -42,6 +43,10 @@ MOST_ANSWERED = 0.5
 """Such a value is none of a failure if a larger share of its rows took time and are right."""
 MISSING_CELLS = ("unmeasured", "failed")
 """What cells without a measurement may be."""
+REPEATED = 0.05
+"""Measurements are repeated if so many samples have several of a cell."""
+MOST_NAMED = 3
+"""A note names so many settings."""
 
 
 def states_among(frame: pl.DataFrame) -> list[str]:
@@ -193,10 +198,11 @@ def rows_as_failed(measured: pl.DataFrame, notes: list[str]) -> pl.DataFrame:
 
 
 def cells_as_failed(table: ProfileTable) -> ProfileTable:
-    """Return the table with accuracy 0, and the largest latency that it has, in each cell that is
-    missing, unless its configuration was measured for no sample of that data set.
+    """Return the table with each measurement that has no row as a failure: wrong, and as late as
+    the latest. A cell that lacks some of its repeats keeps the others.
 
-    Further costs of these cells stay unknown.
+    A configuration that was measured for no sample of a data set stays unmeasured there. Further
+    costs of what failed stay unknown.
 
     Raises:
         InputError: cells are missing because others were drawn to be measured.
@@ -206,26 +212,69 @@ def cells_as_failed(table: ProfileTable) -> ProfileTable:
             "missing=failed: the cells of this table were drawn to be measured, so those that are "
             "missing did not fail; leave it out"
         )
-    failed = ~table.mask & ran(table)
-    if not failed.any():
+    count, lacking = _counts_of_rows(table)
+    if not lacking.any():
         return table
-    late = float(table.latency_ms[table.mask].max())
+    times_ms = table.measurements_ms
+    place = torch.arange(times_ms.shape[-1])
+    due = (count + lacking).unsqueeze(-1)
+    failed = (place >= count.unsqueeze(-1)) & (place < due)
+    times_ms = times_ms.masked_fill(failed, float(times_ms.nan_to_num().max()))
+    right = table.accuracy.nan_to_num() * count / (count + lacking)
     changes: dict[str, Any] = {
-        "accuracy": table.accuracy.masked_fill(failed, 0.0),
-        "latency_ms": table.latency_ms.masked_fill(failed, late),
-        "mask": table.mask | failed,
+        "accuracy": right.where(lacking > 0, table.accuracy),
+        "latency_ms": median_of(times_ms).where(lacking > 0, table.latency_ms),
+        "mask": table.mask | (lacking > 0),
     }
     if table.repeats_ms is not None:
-        repeats_ms = table.repeats_ms.clone()
-        repeats_ms[..., 0].masked_fill_(failed, late)
-        changes["repeats_ms"] = repeats_ms
-    counts = failed.sum(0)
-    most = counts.argsort(descending=True)[: min(3, int((counts > 0).sum()))].tolist()
-    settings = ", ".join(f"{counts[c]} of {table.label(c)}" for c in most)
+        changes["repeats_ms"] = times_ms
+    what = "cells" if table.repeats_ms is None else "measurements"
     note = (
-        f"missing=failed: {failed.sum()} cells without a row count as late and wrong ({settings})"
+        f"missing=failed: {lacking.sum()} {what} without a row count as late and wrong "
+        f"({_named_settings(table, count, lacking)})"
     )
     return replace(table, notes=(*table.notes, note), **changes)
+
+
+def note_lost_repeats(table: ProfileTable) -> ProfileTable:
+    """Return the table with a note if cells lack rows that other cells of their data set have, as
+    where a tool writes none for a request that failed."""
+    # what was drawn to be measured, or is left out whole, need not have failed
+    count, lacking = _counts_of_rows(table)
+    if table.sampling_weight is not None or not ((lacking > 0) & (count > 0)).any():
+        return table
+    note = (
+        f"repeats that lack a row: {_named_settings(table, count, lacking)}. If these requests "
+        "failed, missing=failed (on the command line profile.missing=failed) counts them as late "
+        "and wrong; without it, what fails most looks best"
+    )
+    return replace(table, notes=(*table.notes, note))
+
+
+def _counts_of_rows(table: ProfileTable) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return how many measurements each cell has, and how many more it should have, int64 [N, C]
+    each.
+
+    It should have as many as any cell of at least `REPEATED` of the samples of its data set, since
+    more are of ids that occur twice. Where its configuration never ran, it lacks none.
+    """
+    count = (~table.measurements_ms.isnan()).sum(-1)
+    due = torch.zeros(table.num_samples, dtype=torch.long)
+    datasets = np.array(table.dataset_names)
+    for dataset in np.unique(datasets):
+        rows = torch.from_numpy(datasets == dataset)
+        most = count[rows].amax(1).sort(descending=True).values
+        due[rows] = most[math.ceil(REPEATED * len(most)) - 1]
+    return count, (due.unsqueeze(1) - count).clamp_min(0) * ran(table)
+
+
+def _named_settings(table: ProfileTable, count: torch.Tensor, lacking: torch.Tensor) -> str:
+    """Say how many rows are lacking of the configurations that lack most, see `_counts_of_rows`."""
+    lost = lacking.sum(0)
+    whole = lost + count.sum(0)
+    most = lost.argsort(descending=True, stable=True)[: int((lost > 0).sum())].tolist()
+    settings = [f"{table.label(c)}: {lost[c]} of {whole[c]}" for c in most[:MOST_NAMED]]
+    return "; ".join(settings) + "; …" * (len(most) > MOST_NAMED)
 
 
 def ran(table: ProfileTable) -> torch.Tensor:

@@ -22,7 +22,7 @@ from knobwise.envs.readers.column_roles import knobs_and_features
 from knobwise.envs.readers.column_values import keys_of, spelled_truths
 from knobwise.envs.readers.dense_table import WEIGHT, WORD_COLUMNS, dense_fields
 from knobwise.envs.readers.design import count_distinct
-from knobwise.envs.readers.failures import MISSING_CELLS, cells_as_failed
+from knobwise.envs.readers.failures import MISSING_CELLS, cells_as_failed, note_lost_repeats
 from knobwise.envs.readers.feature_files import Features, attach_features, features_from
 from knobwise.envs.readers.folders import has_no_types
 from knobwise.envs.readers.frames import with_chats
@@ -170,8 +170,8 @@ def table_from_frame(
         time: the column of when a row was measured; samples are then sorted by their first time.
         some_cells: the rows are a few cells of a profile that is known, measured anew, so one for
             each sample is enough.
-        missing: `failed` if cells without a row failed, as in files of tools that write no row for
-            a request that failed: they count as late and wrong, see `cells_as_failed`.
+        missing: `failed` if cells and repeats without a row failed, as in files of tools that write
+            no row for a request that failed: they count as late and wrong, see `cells_as_failed`.
         untyped: the frame is of a file in which all is text, such as CSV: knobs that are `true` or
             `false` in every row are True and False, which in other frames stay text.
         source: the name of the frame in error messages, such as a file name.
@@ -243,9 +243,9 @@ def table_from_frame(
             frame = frame.select(c for c in frame.columns if c in (*knobs, *words))
         fields = dense_fields(frame, rows, knobs, group, notes)
     table = ProfileTable(name=name, unit=kept, notes=tuple(notes), **fields)
-    if missing == "failed" and not some_cells:
+    if not some_cells:
         with naming(source or name):
-            table = cells_as_failed(table)
+            table = cells_as_failed(table) if missing == "failed" else note_lost_repeats(table)
     if blocks is None:
         return table
     return attach_features(table, blocks, columns, described)

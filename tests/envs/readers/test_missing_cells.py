@@ -1,4 +1,4 @@
-"""Cells without a row, and rows that crashed at once, which count as failures."""
+"""Cells and repeats without a row, and rows that crashed at once, which count as failures."""
 
 import numpy as np
 import polars as pl
@@ -6,6 +6,7 @@ import pytest
 import torch
 from helpers import input_error, small_table
 
+from knobwise.envs.bandit.reward import expected_utility
 from knobwise.envs.readers.failures import cells_as_failed
 from knobwise.envs.readers.long_table import long_frame, table_from_frame
 from knobwise.experiments.inspection.checks import findings_by_check
@@ -37,7 +38,7 @@ def test_cells_without_a_row_are_late_and_wrong_where_the_setting_ran():
     assert table.latency_ms[:3, 0].tolist() == [40.0, 90.0, 90.0]
     assert torch.equal(table.accuracy[plain.mask], plain.accuracy[plain.mask])
     (note,) = [note for note in table.notes if "without a row" in note]
-    assert "1 of model=large" in note
+    assert "model=large: 1 of 3" in note
 
 
 def test_a_sample_that_no_setting_answered_counts_if_it_has_rows():
@@ -83,6 +84,87 @@ def test_the_setting_reaches_every_kind_of_file(tmp_path, suffix):
 def test_tables_without_gaps_stay_as_they_are():
     table = small_table(20)
     assert cells_as_failed(table) is table
+
+
+# -- repeats without a row -------------------------------------------------------------------------
+
+
+def flaky_rows(samples=40):
+    """Three repeats of each cell. Of `flaky`, always right, those of even samples lack one, and
+    those of every fourth all; `steady` is right in half of the samples, and always answers."""
+    rows = []
+    for n in range(samples):
+        kept = 0 if n % 4 == 0 else 2 if n % 2 == 0 else 3
+        rows += [(n, "flaky", repeat, 1.0, 30.0 + repeat) for repeat in range(kept)]
+        rows += [(n, "steady", repeat, float(n % 2), 50.0 + repeat) for repeat in range(3)]
+    return pl.DataFrame(
+        rows, ["sample_id", "model", "repeat", "accuracy", "latency_ms"], orient="row"
+    )
+
+
+def test_repeats_without_a_row_are_late_and_wrong():
+    plain = table_from_frame(flaky_rows(), name="t")
+    table = table_from_frame(flaky_rows(), name="t", missing="failed")
+    # of four samples 0, 3, 2 and 3 of 3 repeats came
+    assert plain.accuracy.nanmean(0).tolist() == [1.0, 0.5]
+    assert table.accuracy.mean(0).tolist() == pytest.approx([8 / 12, 0.5])
+    assert table.measurements_ms[0, 0].tolist() == [52.0] * 3
+    assert table.measurements_ms[2, 0].tolist() == [30.0, 31.0, 52.0]
+    assert table.latency_ms[2].tolist() == [31.0, 51.0]
+    assert torch.equal(table.measurements_ms[1], plain.measurements_ms[1])
+    late, right = expected_utility(table.accuracy, table.measurements_ms, torch.tensor(49.0)).T
+    assert (late[1::2] == 1).all()
+    assert (right == 0).all()
+    # 10 samples lack three and 10 lack one
+    for made, words in ((plain, "failed, missing=failed"), (table, "missing=failed: 40 measurem")):
+        (note,) = [note for note in made.notes if words in note]
+        assert "model=flaky: 40 of 120" in note
+        assert "steady" not in note
+
+
+def test_a_table_with_the_rows_of_what_failed_is_the_same():
+    """As if the tool had written a row for each failure, wrong and as late as the slowest."""
+    frame = flaky_rows()
+    asked = pl.DataFrame(
+        [(n, m, r) for n in range(40) for m in ("flaky", "steady") for r in range(3)],
+        ["sample_id", "model", "repeat"],
+        orient="row",
+    )
+    whole = asked.join(frame, on=asked.columns, how="left").with_columns(
+        pl.col("accuracy").fill_null(0.0), pl.col("latency_ms").fill_null(52.0)
+    )
+    expected = table_from_frame(whole, name="t")
+    table = table_from_frame(frame, name="t", missing="failed")
+    assert torch.allclose(table.accuracy, expected.accuracy)
+    assert torch.equal(table.measurements_ms, expected.measurements_ms)
+    assert torch.equal(table.latency_ms, expected.latency_ms)
+    assert not any("lack a row" in note for note in expected.notes)
+
+
+def test_repeats_of_another_data_set_or_of_an_id_that_occurs_twice_are_not_lacking():
+    once = flaky_rows().filter(repeat=0).with_columns(dataset=pl.lit("once"))
+    frame = pl.concat([once, flaky_rows().filter(model="steady").with_columns(dataset=pl.lit("b"))])
+    assert not any("lack a row" in note for note in table_from_frame(frame, name="t").notes)
+    table = table_from_frame(frame, name="t", missing="failed")
+    (note,) = [note for note in table.notes if "missing=failed" in note]
+    assert "10 measurements" in note
+    # of 40 samples one has its steady answers twice
+    twice = pl.concat([once.drop("dataset"), flaky_rows().filter(sample_id=1, model="steady")[1:2]])
+    table = table_from_frame(twice, name="t", missing="failed")
+    assert table.num_repeats == 2
+    assert (table.accuracy[1::2] == 1).all()
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+def test_cells_that_nobody_meant_to_measure_raise_no_note(weighted):
+    """As knobwise measures a part of the cells, each equally often."""
+    drawn = (pl.col("sample_id") + pl.col("model").str.len_chars()) % 3 > 0
+    frame = flaky_rows().filter(drawn, pl.col("sample_id") % 2 == 1)
+    if weighted:
+        frame = frame.with_columns(sampling_weight=1.5)
+    table = table_from_frame(frame, name="t")
+    assert not table.mask.all()
+    assert not any("lack a row" in note for note in table.notes)
 
 
 # -- rows that crashed at once ---------------------------------------------------------------------
