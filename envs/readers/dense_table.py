@@ -56,8 +56,9 @@ def dense_fields(
     columns: Sequence[str],
     group: str | None,
     notes: list[str],
-) -> dict[str, Any]:
-    """Return the fields of a `ProfileTable`, all but its name, unit, notes and features.
+) -> tuple[dict[str, Any], torch.Tensor | None]:
+    """Return the fields of a `ProfileTable`, all but its name, unit, notes and features; and the
+    accuracy of each measurement, float32 [N, C, R], None where every cell has one.
 
     Args:
         frame: all columns of the measurements, as they were read.
@@ -77,15 +78,18 @@ def dense_fields(
     # each row belongs to one cell of the dense table
     shape = len(samples), len(configurations)
     cells = _Cells(shape, _cells_of(keys_of(rows), samples, chosen, configurations))
+    accuracies = None
     if not cells.are_single:
         rows = repeated_rows(frame, rows.with_columns(cell=cells.of_row), columns, notes)
         cells = _Cells(shape, rows["cell"].to_numpy())
-    return {
+        accuracies = cells.repeated(rows["accuracy"].clip(0, 1))
+    fields = {
         "knobs": knobs,
         "configurations": torch.from_numpy(configurations.to_numpy().astype(np.int64)),
         **_measured_fields(rows, cells),
         **_names(samples, notes),
     }
+    return fields, accuracies
 
 
 @dataclass(frozen=True)

@@ -42,6 +42,7 @@ from knobwise.envs.readers.quantities import (
     note_unit,
     unit_of_wide,
 )
+from knobwise.envs.readers.repeats import note_late_and_wrong
 from knobwise.envs.readers.tool_files import BUDGET, read_files
 from knobwise.envs.tables.cells import unread
 from knobwise.envs.tables.columns import Column
@@ -241,11 +242,13 @@ def table_from_frame(
             # of rows that are alone in their cells nothing else is needed
             words = [*WORD_COLUMNS.values(), group]
             frame = frame.select(c for c in frame.columns if c in (*knobs, *words))
-        fields = dense_fields(frame, rows, knobs, group, notes)
+        fields, accuracies = dense_fields(frame, rows, knobs, group, notes)
     table = ProfileTable(name=name, unit=kept, notes=tuple(notes), **fields)
     if not some_cells:
         with naming(source or name):
             table = cells_as_failed(table) if missing == "failed" else note_lost_repeats(table)
+        if accuracies is not None:
+            table = note_late_and_wrong(table, accuracies)
     if blocks is None:
         return table
     return attach_features(table, blocks, columns, described)

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import polars as pl
+import torch
 
 from knobwise.common.errors import InputError
+from knobwise.envs.bandit.budgets import default_budgets
+from knobwise.envs.bandit.reward import expected_utility
 from knobwise.envs.readers.column_names import REPEATS, list_columns, named_like
 from knobwise.envs.readers.column_values import holds_no_text, number_repeats
+from knobwise.envs.tables.profile_table import ProfileTable
 
 RESTART = "do they restart in every batch or on every rank?"
 """What to ask of ids where different samples look like repeats."""
@@ -18,6 +23,10 @@ FEWEST_SAMPLES = 20
 """In fewer samples whose accuracy differs, that may be chance."""
 BY_CHANCE = 1e-5
 """Accuracies that differ so much by chance are noted."""
+WORTH = 0.01
+"""Utilities that differ by more are noted."""
+SURE = 4
+"""They differ by more than so many standard errors, too."""
 
 
 def repeated_rows(
@@ -155,6 +164,44 @@ def _check_repeated(rows: pl.DataFrame, cells: pl.DataFrame, notes: list[str]) -
             f"{same_time['cell'].n_unique()} of them have two accuracies at the same latency, such "
             f"as {_cells_of(same_time)}: one may be a mistake"
         )
+
+
+def note_late_and_wrong(table: ProfileTable, accuracies: torch.Tensor) -> ProfileTable:
+    """Return the table with a note if the measurements that are late are mostly those that are
+    wrong, or right: the utility, mean accuracy × share in time, is then not that of a measurement.
+
+    Args:
+        table: as it was read.
+        accuracies: float32 [N, C, R], of each measurement; those that have none are wrong.
+    """
+    times_ms = table.measurements_ms
+    accuracies = accuracies.nan_to_num()
+    differ = (accuracies - table.accuracy.unsqueeze(-1)).abs() > WORTH
+    if not (differ & ~times_ms.isnan()).any():
+        return table
+    most = WORTH
+    note = ""
+    known = table.mask.sum(0)
+    count = (~times_ms.isnan()).sum(-1).clamp_min(1)
+    for budget_ms in default_budgets(table):
+        singly = (accuracies * (times_ms <= budget_ms)).sum(-1) / count
+        usual = expected_utility(table.accuracy, times_ms, budget_ms)
+        beyond = (singly - usual).sum(0) / known
+        deviations = (singly - usual - beyond).masked_fill(~table.mask, 0.0)
+        by_chance = SURE * deviations.square().sum(0).sqrt() / known
+        size = beyond.abs().where(beyond.abs() > by_chance, 0.0)
+        if size.max() > most:
+            most = float(size.max())
+            place = int(size.argmax())
+            note = (
+                f"{float(singly.sum(0)[place] / known[place]):.1%} of the measurements of "
+                f"{table.label(place)} are right and within {budget_ms:.6g} {table.unit}, but it "
+                f"counts as {float(usual.sum(0)[place] / known[place]):.1%}: mean accuracy × share "
+                "in time, as if late ones were right as often. Give each measurement an id of its "
+                "own and the old id to group=COLUMN (on the command line profile.group=COLUMN) to "
+                "count them one by one"
+            )
+    return replace(table, notes=(*table.notes, note)) if note else table
 
 
 def _parting(cells: pl.DataFrame) -> str:

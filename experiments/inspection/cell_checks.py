@@ -230,7 +230,7 @@ def capped(measured: Measured) -> Findings:
     late = measured.timed_out
     if not late.any():
         return
-    scored = int((measured.accuracy[late] > 0).sum())
+    scored = int(measured.scored.sum())
     advice = "They look like time-outs"
     if not scored:
         advice += ", with accuracy 0 as they should"
@@ -276,8 +276,9 @@ def equal_times(measured: Measured) -> Findings:
 
 def later_repeats(measured: Measured) -> Findings:
     """Repeats of one number are slower or faster than the others."""
-    # a time of 0 is that of `costs_of_zero`
-    logs = np.log(np.where(measured.repeats_ms > 0, measured.repeats_ms, np.nan))
+    # a time of 0 is that of `costs_of_zero`, and the longest ones are those of `capped`
+    timed = (measured.repeats_ms > 0) & ~measured.late
+    logs = np.log(np.where(timed, measured.repeats_ms, np.nan))
     steps = np.diff(logs, axis=2)
     ordered = (steps[~np.isnan(steps)] < 0).mean() > 0.01
     # readers sort repeats without an order by size

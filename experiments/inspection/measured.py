@@ -47,6 +47,9 @@ class Measured:
         facts: see `inspect_table`; empty before training.
         accuracy, log_ms: float64 [n, C], NaN where not profiled; ln of the latencies.
         timed_out: bool [n, C], the cells that look like time-outs.
+        late: bool [n, C, R], the measurements that are as long as these.
+        scored: bool [n, C], the time-outs with an accuracy that measurements in time cannot have
+            given them.
         empty: bool [n, C], the cells that cost nothing, and are wrong.
         log_answered: float64 [n, C], `log_ms` without these.
         repeats_ms: float64 [n, C, R], as in the profile.
@@ -70,6 +73,11 @@ class Measured:
         times = table.latency_ms[rows].numpy()
         self.timed_out = time_outs(times, self.accuracy == 0)
         self.repeats_ms = table.measurements_ms[rows].double().numpy()
+        shortest = times[self.timed_out].min(initial=np.inf)
+        self.late = self.repeats_ms >= shortest
+        count = (~np.isnan(self.repeats_ms)).sum(2)
+        in_time = (self.repeats_ms < shortest).sum(2) / np.maximum(count, 1)
+        self.scored = self.timed_out & (self.accuracy > in_time + 1e-6)
         self.empty = (self.repeats_ms == 0).any(2) & (self.accuracy == 0)
         self.log_answered = np.where(self.timed_out | self.empty, np.nan, self.log_ms)
         self.ran = ran(table)[rows].numpy()

@@ -3,8 +3,10 @@
 import numpy as np
 import polars as pl
 import pytest
+import torch
 from helpers import identical, input_error
 
+from knobwise.envs.bandit.reward import expected_utility
 from knobwise.envs.readers.long_table import table_from_frame
 
 NUMBERS = "repetition_index, epoch, trial, attempt, sample_index, run, seed, rep, Trial ID"
@@ -117,3 +119,53 @@ def test_samples_that_change_with_a_run_are_not_repeated():
     # what an answer was differs with the setting, too
     frame = measured(run=lambda _, run: run).with_columns(words=pl.format("{} s", "seconds"))
     assert not notes_with(read(frame), "`dataset`")
+
+
+# -- late and wrong --------------------------------------------------------------------------------
+
+
+def timed_out(together, samples=60):
+    """Three repeats of each cell. One of `flaky` takes 900 ms for 300; it is the one that is wrong,
+    or each of the three is in a third of the samples."""
+    rows = []
+    for n in range(samples):
+        wrong = 2 if together else n % 3
+        for k in range(3):
+            rows.append((n, "flaky", k, float(k != wrong), 900.0 if k == 2 else 300.0 + k))
+            rows.append((n, "steady", k, float(n % 2), 500.0 + k))
+    names = ["sample_id", "model", "repeat", "accuracy", "latency_ms"]
+    return pl.DataFrame(rows, names, orient="row")
+
+
+def notes_of_single(table):
+    return [note for note in table.notes if "as if late ones were right as often" in note]
+
+
+def test_what_is_late_and_wrong_at_once_is_said_to_count_twice():
+    frame = timed_out(together=True)
+    table = table_from_frame(frame, name="t")
+    (note,) = notes_of_single(table)
+    # two of three are right, and the same two are in time: 2/3 for 2/3 × 2/3
+    assert note.startswith("66.7% of the measurements of model=flaky are right and within ")
+    assert "it counts as 44.4%" in note
+    # what it names to do
+    alone = frame.select(
+        pl.format("{}#{}", "sample_id", "repeat").alias("sample_id"),
+        pl.exclude("sample_id", "repeat"),
+        doc="sample_id",
+    )
+    table = table_from_frame(alone, name="t", group="doc")
+    assert len(set(table.clusters)) == 60
+    assert notes_of_single(table) == []
+    utility = expected_utility(table.accuracy, table.measurements_ms, torch.tensor(600.0))
+    assert utility.mean(0).tolist() == pytest.approx([2 / 3, 1 / 2])
+    # so is what has no row
+    lost = frame.filter((pl.col("latency_ms") < 900) | (pl.col("sample_id") % 2 == 0))
+    assert len(notes_of_single(table_from_frame(lost, name="t", missing="failed"))) == 1
+
+
+def test_what_is_late_and_wrong_by_chance_raises_no_note():
+    assert notes_of_single(table_from_frame(timed_out(together=False), name="t")) == []
+    for seed in range(30):
+        table = read(measured(samples=12 + seed, repeats=3, draw=seed))
+        assert notes_of_single(table) == [], seed

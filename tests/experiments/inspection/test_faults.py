@@ -603,6 +603,33 @@ def test_time_outs_that_count_as_wrong_need_no_advice_to_count_them_so():
         assert ("default budgets" in fault.advice) == default
 
 
+def with_time_outs(share, scored):
+    """100 samples × 2 configurations × 3 repeats, each right. In the first configuration the last
+    repeats of a share of the samples, 1 or 2 of them by turns, ended at 900 ms: wrong, or right if
+    they were scored."""
+    draws = np.random.default_rng(0)
+    times = draws.uniform(100, 200, (100, 2, 3))
+    accuracy = np.ones((100, 2))
+    for sample in range(round(share * 100)):
+        count = 1 + sample % 2
+        times[sample, 0, 3 - count :] = 900.0
+        if not scored:
+            accuracy[sample, 0] = 1 - count / 3
+    return table_of(torch.from_numpy(accuracy).float(), torch.from_numpy(times).float())
+
+
+def test_time_outs_among_repeats_need_no_advice_if_they_are_wrong():
+    for scored in (False, True):
+        (fault,) = findings_by_check(with_time_outs(0.4, scored))["capped"]
+        # two of three decide the median of 20 cells
+        assert fault.what.startswith("20 cells have the largest latency, 900")
+        assert ("Give accuracy 0 to the 20 " in fault.advice) == scored
+
+
+def test_time_outs_among_repeats_are_no_slower_machine():
+    assert findings_by_check(with_time_outs(0.8, scored=False))["later_repeats"] == []
+
+
 @pytest.mark.parametrize("torn", [True, False])
 def test_a_split_that_parts_samples_of_an_image_is_noticed(torn):
     parts = ("train", "test" if torn else "train", "train", "test") * 3
