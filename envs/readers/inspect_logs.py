@@ -24,11 +24,13 @@ from knobwise.common.json_text import decode_json
 from knobwise.common.zstd_frames import BLOCK, most_unpacked_from
 from knobwise.envs.readers.raw_files import beginning, json_in
 from knobwise.envs.readers.tool_rows import (
+    CACHED,
     FAILED,
     ToolRows,
     counted_by_setting,
     known_before,
     that_vary,
+    without_cached,
 )
 
 TOOL = "inspect-ai"
@@ -95,6 +97,13 @@ def read_inspect_logs(paths: Sequence[Path], notes: list[str]) -> ToolRows:
     for path, (header, samples), each in zip(files, logs, settings, strict=True):
         if header.get("status") != "success":
             notes.append(f"{path.name}: its status is {header.get('status')}, not success")
+        # a summary has no events
+        if _uses_cache(header) and not any("events" in sample for sample in samples):
+            notes.append(
+                f"{path.name}: run with inspect's cache. Its answers have not the times of the "
+                "model, and only whole samples say which these are: read the log as JSON (inspect "
+                "log convert --to json), or run it again without the cache"
+            )
         for sample in samples:
             # a log that was continued holds samples of the one before
             if sample.get("uuid") and sample["uuid"] in known:
@@ -118,6 +127,8 @@ def read_inspect_logs(paths: Sequence[Path], notes: list[str]) -> ToolRows:
             "JSON (inspect log convert --to json) to have them whole"
         )
     frame = pl.DataFrame(_columns(records), strict=False)
+    advice = "inspect eval without a cache asks the model each time"
+    frame = without_cached(frame, names, TOOL, advice, notes)
     return _tool_rows(frame, names, ["eval_id", "epoch"], notes)
 
 
@@ -246,6 +257,10 @@ def _record(about: dict[str, Any], sample: dict[str, Any]) -> dict[str, Any]:
         # a summary counts them, a whole sample lists them
         "retries": sample.get("retries") or len(sample.get("error_retries") or ()),
         FAILED: bool(error),
+        CACHED: any(
+            isinstance(event, dict) and event.get("cache") == "read"
+            for event in sample.get("events") or ()
+        ),
     }
     for name, value in (sample.get("metadata") or {}).items():
         record[f"{METADATA}{name}"] = _scalar(value)
@@ -291,6 +306,16 @@ def _settings(header: dict[str, Any]) -> dict[str, Any]:
     settings["solver"] = " ".join(steps).replace("({})", "")
     settings |= {name: about.get("config", {}).get(name) for name in LIMITS}
     return {name: UNSET if value is None else value for name, value in settings.items()}
+
+
+def _uses_cache(header: dict[str, Any]) -> bool:
+    """Return whether an evaluation may have read answers from inspect's cache: how text is
+    generated, or an argument of a solver, says so."""
+    plan = header.get("plan") or {}
+    groups = [header["eval"].get("model_generate_config"), plan.get("config")]
+    for step in plan.get("steps") or ():
+        groups += [step.get("params"), step.get("params_passed")]
+    return any(isinstance(group, dict) and group.get("cache") for group in groups)
 
 
 def _scalar(value: Any) -> Any:

@@ -16,11 +16,13 @@ import polars as pl
 from knobwise.common.errors import InputError
 from knobwise.envs.readers.raw_files import json_in, json_lines_in
 from knobwise.envs.readers.tool_rows import (
+    CACHED,
     FAILED,
     ToolRows,
     counted_by_setting,
     known_before,
     that_vary,
+    without_cached,
 )
 
 BEGINS = re.compile(
@@ -66,15 +68,16 @@ def read_promptfoo(paths: Sequence[Path], notes: list[str]) -> ToolRows:
                 "latencyMs": row.get("latencyMs"),
                 "cost": _price(row),
                 FAILED: row.get("failureReason") == ERROR,
-                "cached": bool(isinstance(response, dict) and response.get("cached")),
+                CACHED: bool(isinstance(response, dict) and response.get("cached")),
                 **{f"namedScores.{k}": v for k, v in (row.get("namedScores") or {}).items()},
                 **{f"vars.{k}": _plain(v) for k, v in (row.get("vars") or {}).items()},
             }
         )
     frame = pl.DataFrame(records, infer_schema_length=None, strict=False)
     frame = _with_names_of_settings(frame, notes)
-    frame = _without_cached(frame, notes)
     knobs = ["model", "prompt"]
+    advice = "promptfoo eval --no-cache asks the model each time"
+    frame = without_cached(frame, knobs, "promptfoo", advice, notes)
     _note_held(frame, that_vary(frame, knobs), notes)
     priced = frame["cost"].cast(pl.Float64).fill_null(0.0).sum() > 0
     if priced:
@@ -196,27 +199,6 @@ def _with_names_of_settings(frame: pl.DataFrame, notes: list[str]) -> pl.DataFra
     numbered = pl.format("{} (promptIdx {})", "model", "promptIdx")
     model = pl.when(pl.col("model").is_in(names)).then(numbered).otherwise("model")
     return frame.with_columns(model.alias("model"))
-
-
-def _without_cached(frame: pl.DataFrame, notes: list[str]) -> pl.DataFrame:
-    """Return rows without answers from promptfoo's cache: copies, whose times are not the model's.
-
-    Raises InputError if nothing else is there.
-    """
-    cached = frame["cached"].sum()
-    if not cached:
-        return frame
-    advice = "promptfoo eval --no-cache asks the model each time"
-    if cached == len(frame):
-        raise InputError(
-            f"all {cached} answers came from promptfoo's cache, so that their times are not those "
-            f"of the model; {advice}"
-        )
-    notes.append(
-        f"{cached} answers came from promptfoo's cache: copies, whose times are not those of the "
-        f"model, so they are left out; {advice}"
-    )
-    return frame.filter(~pl.col("cached"))
 
 
 def _note_held(frame: pl.DataFrame, knobs: Sequence[str], notes: list[str]) -> None:

@@ -17,6 +17,8 @@ ANSWER = re.compile(r"answers?")
 """One more name of the right answer, where it belongs to a sample."""
 FAILED = "answer failed"
 """The column, true or false, that says which answers failed."""
+CACHED = "cached"
+"""The column, true or false, that says which answers came from a cache of the tool."""
 LATER = 1.001
 """What failed takes so many times as long as the slowest answer, so that it meets no budget that
 only the answers meet."""
@@ -197,6 +199,30 @@ def _with_failures(
         changed.append(wrong_where(failed, frame[accuracy]))
     notes.append(note)
     return frame.with_columns(changed)
+
+
+def without_cached(
+    frame: pl.DataFrame, knobs: Sequence[str], tool: str, advice: str, notes: list[str]
+) -> pl.DataFrame:
+    """Return rows without answers from the cache of a tool: copies, whose times are not the
+    model's.
+
+    Raises InputError if nothing else is there.
+    """
+    cached = frame.filter(CACHED)
+    if cached.is_empty():
+        return frame
+    if len(cached) == len(frame):
+        raise InputError(
+            f"all {len(cached)} answers came from {tool}'s cache, so that their times are not "
+            f"those of the model; {advice}"
+        )
+    counts = counted_by_setting(cached, that_vary(frame, knobs))
+    notes.append(
+        f"{len(cached)} answers came from {tool}'s cache ({counts}): copies, whose times are not "
+        f"those of the model, so they are left out; {advice}"
+    )
+    return frame.filter(~pl.col(CACHED))
 
 
 def wrong_where(failed: pl.Series, accuracy: pl.Series) -> pl.Series:

@@ -328,6 +328,51 @@ def test_short_waits_are_not_noted(tmp_path):
 # -- what cannot be read ---------------------------------------------------------------------------
 
 
+def answer(number, read, time):
+    """A sample with its events; another model call was written to the cache."""
+    kinds = ["write", "read" if read else None]
+    events = [{"event": "model", "cache": kind} for kind in kinds]
+    return sample(number, time=time, events=[{"event": "state"}, *events])
+
+
+def test_samples_read_from_the_cache_are_left_out(tmp_path):
+    fresh = [answer(n, False, 2.0) for n in range(3)]
+    reread = [answer(n, n > 0, 0.01 if n else 1.0) for n in range(3)]
+    for name, samples in (("m/a", fresh), ("m/b", reread)):
+        (tmp_path / f"{name[-1]}.json").write_text(json.dumps(log(name, samples=samples)))
+    made = knobwise.read(tmp_path)
+    assert made.mask.tolist() == [[True, True], [True, False], [True, False]]
+    assert made.latency_ms[0].tolist() == [2000.0, 1000.0]
+    (note,) = [note for note in made.notes if "cache" in note]
+    assert note.startswith("2 answers came from inspect-ai's cache (model=m/b: 2): copies")
+    (tmp_path / "a.json").unlink()
+    (tmp_path / "b.json").write_text(json.dumps(log("m/b", samples=reread[1:])))
+    with input_error("all 2 answers came from inspect-ai's cache"):
+        knobwise.read(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("config", "step", "noted"),
+    [
+        ({"cache": True}, {}, True),
+        ({"cache": {"expiry": "1W"}}, {}, True),
+        ({}, {"cache": True}, True),
+        ({"cache": False}, {}, False),
+        ({}, {}, False),
+    ],
+)
+def test_summaries_of_a_run_with_a_cache_are_noted(tmp_path, config, step, noted):
+    for name in ("m/a", "m/b"):
+        header = log(name, samples=[sample(1), sample(2)])
+        samples = header.pop("samples")
+        steps = [{"solver": "generate", "params_passed": step}]
+        header["plan"] = {"steps": steps, "config": config}
+        archive(tmp_path / f"{name[-1]}.eval", {"header.json": header, "summaries.json": samples})
+    notes = [note for note in knobwise.read(tmp_path).notes if "cache" in note]
+    assert len(notes) == 2 * noted
+    assert all(note.startswith(f"{n}.eval: ") for n, note in zip("ab", notes, strict=False))
+
+
 def test_damaged_logs_are_refused(tmp_path):
     for name in LOG_NAMES:
         shutil.copy(LOGS / name, tmp_path)
