@@ -62,6 +62,7 @@ def read_configurations(
     ranks = _by_merge(settings)
     foreign = []
     short: list[str] = []
+    batched: list[str] = []
     frames: list[pl.DataFrame] = []
     summaries: list[Record] = []
     with progress(f"reading {folder.name or folder}", len(ranks), every_s=10, quiet_s=2) as tick:
@@ -76,6 +77,8 @@ def read_configurations(
                 if folder == root:
                     continue
             _check_merge(path, len(rows), [len(_load(part, setting, keys)[1]) for part in parts])
+            if "latency_ms" in columns and _batch_size(content) > 1:
+                batched.append(path.name)
             # each rank counts the samples of all
             if _counted(content) > len(rows) > 0 and not RANK.search(path.name):
                 short.append(path.name)
@@ -94,11 +97,21 @@ def read_configurations(
         f"files with fewer rows than num_samples in their summary ({_few(short)})": len(short),
     }
     notes += [f"{folder}: {count} {what}" for what, count in skipped.items() if count]
+    if batched:
+        notes.append(
+            f"{folder}: {len(batched)} files were measured in batches, as config.batch_size says "
+            f"({_few(batched)}): their times may be those of whole batches, not of a sample"
+        )
     return _checked(pl.concat(frames), folder, columns, accuracy_unit, notes), summaries
 
 
 def _few(names: Sequence[str], most: int = 3) -> str:
     return ", ".join([*names[:most], "…"][: len(names)])
+
+
+def _batch_size(content: Record) -> float:
+    size = content["config"].get("batch_size")
+    return size if isinstance(size, int | float) else 1
 
 
 def _counted(content: Record) -> int:

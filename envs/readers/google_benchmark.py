@@ -93,11 +93,14 @@ def _rows(path: Path) -> list[dict[str, Any]]:
         rows = document.get("benchmarks") or [] if isinstance(document, dict) else []
     if any(not isinstance(row, dict) or "name" not in row for row in rows):
         raise InputError(f"{path}: a row has no name; is it a file of {TOOL}?")
-    return [
-        row
-        for row in rows
-        if row.get("run_type", "iteration") == "iteration" and not AGGREGATE.fullmatch(row["name"])
-    ]
+    return [row for row in rows if _is_single(row)]
+
+
+def _is_single(row: dict[str, Any]) -> bool:
+    """Return whether a row is of a single run; names tell where no `run_type` does, as in a CSV."""
+    if "run_type" in row:
+        return bool(row["run_type"] == "iteration")
+    return not AGGREGATE.fullmatch(row["name"])
 
 
 def _is_true(value: Any) -> bool:

@@ -13,7 +13,7 @@ from knobwise.common.errors import InputError
 
 MS = "ms"
 TIMES = {
-    **dict.fromkeys(("ns", "nanosecond", "nanoseconds"), 1e-6),
+    **dict.fromkeys(("ns", "nsec", "nanos", "nanosecond", "nanoseconds"), 1e-6),
     # of the two letters for micro, `casefold` leaves the Greek one
     **dict.fromkeys(("us", "usec", "μs", "micros", "microsecond", "microseconds"), 1e-3),
     **dict.fromkeys((MS, "msec", "millis", "millisecond", "milliseconds"), 1.0),

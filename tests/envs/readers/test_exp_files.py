@@ -154,6 +154,16 @@ def test_files_that_name_another_data_set_or_lost_rows_are_counted(pair):
     )
 
 
+def test_times_of_batches_are_noted(pair):
+    for size, noted in ((1, 0), (8, 1), (None, 0)):
+        put_exp6(pair, LARGE, {0: 300.0, 1: 308.0}, config={"batch_size": size})
+        # scores may come in batches of any size
+        put_exp5(pair, SMALL, {0: 0.5, 1: 0.0}, config={"batch_size": 8})
+        notes = read(pair).notes
+        assert len(notes) == noted
+        assert all("1 files were measured in batches" in note for note in notes)
+
+
 def test_several_data_sets_keep_their_ids_and_images_apart(pair):
     put_exp5(pair, SMALL, [ROW | {"image_id": 3, "question_type": "a"}], dataset="doc-qa")
     put_exp6(pair, SMALL, {0: 30.0}, dataset="doc-qa")

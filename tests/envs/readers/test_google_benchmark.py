@@ -36,6 +36,25 @@ def test_nanoseconds_are_the_default(tmp_path):
     assert read_google_benchmark([path], []).frame["real_time"].to_list() == [2.0]
 
 
+@pytest.mark.parametrize("typed", [True, False])
+def test_run_type_goes_before_the_name(tmp_path, typed):
+    """A benchmark of one's own may be called like a statistic; a CSV has no run_type."""
+    rows = [
+        {"name": f"pack/mode:{mode}", "run_type": kind, "real_time": 2e6}
+        for mode, kind in (
+            ("fast", "iteration"),
+            ("rate_max", "iteration"),
+            ("x_mean", "aggregate"),
+        )
+    ]
+    if not typed:
+        rows = [{name: row[name] for name in ("name", "real_time")} for row in rows]
+    path = tmp_path / "b.json"
+    path.write_text(json.dumps({"context": {}, "benchmarks": rows}))
+    frame = read_google_benchmark([path], []).frame
+    assert frame["mode"].to_list() == ["fast", "rate_max"][: 1 + typed]
+
+
 def test_times_alone_are_no_profile():
     with input_error("times alone, and no accuracy.*profile.path="):
         knobwise.read(DATA / "google_benchmark.json")

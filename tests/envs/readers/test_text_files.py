@@ -199,6 +199,8 @@ def test_na_is_missing(tmp_path):
         ("seconds", True, 1e3),
         ("latency_s", True, 1e3),
         ("durationUs", True, 1e-3),
+        ("latency_nanos", True, 1e-6),
+        ("wall_nsec_p50", True, 1e-6),
         ("usd", True, 1),
         ("time_ms", False, 1),
         # before a statistic
