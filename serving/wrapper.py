@@ -9,7 +9,8 @@ computed or the callable runs. This file needs no torch.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +26,9 @@ if TYPE_CHECKING:
 
 CANCELLED = ("CancelledError", "Cancelled")
 """The errors by which asyncio and Trio cancel a coroutine."""
+UNFINISHED = (Iterator, AsyncIterator, Future)
+"""What stands for an answer that is still to come, beside awaitables: generators, the streams of
+clients such as openai's, and what a pool of threads returns."""
 
 
 class Wrapped(Runtime):
@@ -186,11 +190,11 @@ def _check_call(
 
 
 def _check_answer(answer: Any) -> None:
-    """Refuse what is no answer yet, so that its time is not known."""
-    unfinished = inspect.isgenerator(answer) or inspect.isasyncgen(answer)
+    """Refuse what is no answer yet, such as a stream, so that its time is not known."""
     if inspect.iscoroutine(answer):
         answer.close()
-    if unfinished or inspect.isawaitable(answer):
+    # a whole answer, such as a list, is iterable, but is no iterator itself
+    if inspect.isawaitable(answer) or isinstance(answer, UNFINISHED):
         raise InputError(
             f"wrap: call returned {type(answer).__name__}, which is no answer yet; give a function "
             "that returns the whole answer, or an `async def` that awaits it"

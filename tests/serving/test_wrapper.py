@@ -7,8 +7,9 @@ import math
 import os
 import signal
 import threading
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
+from pathlib import Path
 from unittest.mock import Mock
 
 import polars
@@ -318,13 +319,53 @@ async def later(row, **knobs):
     return row
 
 
-@pytest.mark.parametrize("answer", [later, lambda row: (row for _ in range(2))])
-def test_what_is_no_answer_yet_is_refused(wrapped, tmp_path, answer):
-    serve = wrapped(lambda row, **knobs: answer(row))
+class Stream:
+    """Tokens as they come, like those of a client of a language model."""
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        raise StopIteration
+
+
+class AsyncStream:
+    def __aiter__(self):
+        return self
+
+    async def __anext__(self):
+        raise StopAsyncIteration
+
+
+UNFINISHED = {
+    "coroutine": later,
+    "generator": lambda row: (row for _ in range(2)),
+    "stream": lambda row: Stream(),
+    "async stream": lambda row: AsyncStream(),
+    "future": lambda row: Future(),
+}
+
+
+@pytest.mark.parametrize("answer", UNFINISHED.values(), ids=UNFINISHED)
+@pytest.mark.parametrize("awaits", [False, True])
+def test_what_is_no_answer_yet_is_refused(wrapped, tmp_path, answer, awaits):
+    async def call(row, **knobs):
+        return answer(row)
+
+    serve = wrapped(call if awaits else lambda row, **knobs: answer(row))
     with input_error("no answer yet"):
-        serve(3, 30.0)
+        asyncio.run(serve(3, 30.0)) if awaits else serve(3, 30.0)
     assert not read_log(tmp_path).rows
     assert serve.tracker.answers == 0
+
+
+WHOLE = ["text", b"bytes", [1], (1,), {"a": 1}, {1}, range(2), None, 3, torch.ones(2), TABLE]
+WHOLE += [torch.ones(2).numpy(), polars.DataFrame({"a": [1]}), {"a": 1}.items(), Path()]
+
+
+@pytest.mark.parametrize("answer", WHOLE, ids=lambda answer: type(answer).__name__)
+def test_whole_answers_pass_although_they_can_be_iterated_over(wrapped, answer):
+    assert wrapped(lambda row, **knobs: answer)(3, 30.0) is answer
 
 
 def test_partials_of_coroutine_functions_are_awaited(wrapped):
