@@ -83,7 +83,8 @@ class AdaptiveModel(FirstStages):
         clock: wall, or cpu for the CPU time of the thread, on a machine that others use too; then
             there are no arrivals (waiting takes no CPU time), and the model must run on one thread
             and take its times from `clock_ms`.
-        log: a folder, or the log in it, that gets a row for each request once it is answered.
+        log: a folder, or the log in it, that gets a row for each request once it is answered, or
+            the model has raised an error instead.
         explore: the share of the requests that get a random configuration instead. It is expected
             to lose at most `explore_loss` utility, see `Exploration`. Without exploration a log
             shows the outcomes of the controller's choices only.
@@ -284,6 +285,8 @@ class AdaptiveModel(FirstStages):
             answers = self._answers([each.stage for each in group], configuration)
         except Exception as error:
             runtime.abandon("the model", error)
+            for each in group:
+                runtime.lose(each.decision, f"the model raised {type(error).__name__}")
             raise
         # the time that no answer holds and nothing has counted yet
         rest_ms = 0.0

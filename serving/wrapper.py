@@ -73,14 +73,17 @@ class Wrapped(Runtime):
         return self.finish(decision, answer)
 
     def _fails(self, decision: Decision, error: BaseException) -> None:
-        """Count a call that raised an error; one that ran out of time, or that was cancelled, would
-        have taken longer, and is logged as such."""
+        """Count and log a call that raised an error; one that ran out of time, or that was
+        cancelled, would have taken longer, and is logged as such."""
         # whoever cancels has imported what the error is of
         if isinstance(error, TimeoutError) or type(error).__name__ in CANCELLED:
             self.abandon("the call", error, decision)
             self.give_up(decision)
         else:
             self.abandon("the call", error)
+            # an interrupt says nothing about the setting
+            if isinstance(error, Exception):
+                self.lose(decision, f"the call raised {type(error).__name__}")
 
 
 class AsyncWrapped(Wrapped):
@@ -126,7 +129,8 @@ def wrap(
 
     The time of the features and of the decision is taken off the budget. The time of the answer
     teaches a `LatencyTracker` how fast this machine is. Errors of `features` and `call` pass
-    through. Threads and coroutines may share what is returned.
+    through; those of `call` are logged, by their names. Threads and coroutines may share what is
+    returned.
 
     Args:
         call: `call(request, **knobs)` answers a request; a function or a coroutine function.
@@ -136,7 +140,8 @@ def wrap(
             or one that reads texts alone: a request is then the text, or the texts by name.
             Where the guard falls back to static, it is not called.
         tracker: True for a new one, or one for this policy to go on with; False for none.
-        log: a folder, or the log in it, that gets a row for each request once it is answered.
+        log: a folder, or the log in it, that gets a row for each request once it is answered, or
+            `call` has raised an error.
         explore: the share of the requests that get a random configuration instead of the best.
         explore_loss: the utility that these are expected to lose at most, in units of accuracy.
         seed: of the draws.

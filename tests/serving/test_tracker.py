@@ -14,6 +14,8 @@ from hypothesis import strategies as st
 from replayed import Clock, ReplayedModel, serve_requests, small_stack, timed_by
 
 from knobwise.agents.deployed.arrays import configurations_of
+from knobwise.agents.learning.logged import read_log
+from knobwise.common.words import setting
 from knobwise.envs import default_budgets
 from knobwise.profiling.measuring.adaptive_model import Request
 from knobwise.serving import AdaptiveModel
@@ -259,18 +261,22 @@ def test_a_model_that_slows_down_is_followed_and_one_that_is_not_tracked_is_not(
         assert model.controller.decide_index(*seen) == result.choice
 
 
-def test_answers_that_fail_are_counted_and_the_stream_goes_on(caplog):
+def test_answers_that_fail_are_counted_and_the_stream_goes_on(caplog, tmp_path):
     """Those that take no time too, see `test_real_servers.py`."""
     agent, _ = small_stack()
     failing = Failing()
-    model = timed_by(Clock(), AdaptiveModel(failing, agent))
+    model = timed_by(Clock(), AdaptiveModel(failing, agent, log=tmp_path))
     asked = Request(0, ""), 600.0
     failing.factor = 0.0
     for _ in range(2):
         with pytest.raises(RuntimeError, match="memory"):
             model.answer(*asked)
     failing.factor = 1.0
-    assert model.answer(*asked).met
+    answered = model.answer(*asked)
+    assert answered.met
+    log = read_log(tmp_path, model.controller)
+    assert (len(log.rows), log.aside) == (1, {"without an answer": 2})
+    assert log.attempts == {setting(answered.configuration): {True: 2, False: 1}}
     assert [*model.tracker.ignored.values()] == [2]
     assert model.tracker.answers == 1
     assert len(caplog.records) == 1

@@ -7,7 +7,9 @@ import math
 import os
 import signal
 import threading
+from collections import Counter
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from unittest.mock import Mock
@@ -23,7 +25,9 @@ from knobwise.agents import DeployedController, NumpyController, PolicyConfig
 from knobwise.agents.deployed.arrays import configurations_of
 from knobwise.agents.learning.logged import logged_of, read_log
 from knobwise.agents.learning.request_log import RequestLog
+from knobwise.common.words import setting
 from knobwise.envs.tables.profile_table import Knob
+from knobwise.experiments.inspection.logs import inspect_log
 from knobwise.serving.wrapper import wrap
 
 BRIEF = {"teacher_iterations": 30, "pretrain_iterations": 30, "iterations": 0}
@@ -260,7 +264,7 @@ def test_the_tracker_follows_a_callable_that_becomes_twice_as_slow(wrapped, cloc
 # -- what goes wrong -------------------------------------------------------------------------------
 
 
-def test_errors_pass_through_and_write_no_row(wrapped, tmp_path):
+def test_errors_pass_through_and_only_those_of_the_call_are_logged(wrapped, tmp_path):
     def embed(row):
         return features_of(row) | {"image_features": [1.0]} if row == 2 else features_of(row)
 
@@ -275,11 +279,47 @@ def test_errors_pass_through_and_write_no_row(wrapped, tmp_path):
     for budget in (0, -1.0, 1e31, math.inf, math.nan):
         with input_error("budget_ms"):
             serve(3, budget)
-    assert not read_log(tmp_path).rows
+    log = read_log(tmp_path)
+    assert (log.rows, log.aside) == ([], {"without an answer": 1})
     assert serve.tracker.answers == 0
     assert sum(serve.tracker.ignored.values()) == 1
     assert serve(3, 30.0) == 3
     assert len(read_log(tmp_path).rows) == 1
+
+
+@pytest.mark.parametrize("awaits", [False, True])
+def test_settings_that_fail_are_counted_in_the_log(wrapped, clock, tmp_path, awaits):
+    """Those with the most crops fail; an interrupt is the fault of none."""
+    most = TABLE.knobs[0].values[-1]
+    raised = Counter()
+
+    def call(row, **knobs):
+        clock.go_on(0.001)
+        if row == 40:
+            raise KeyboardInterrupt
+        failed = knobs["max_crops"] == most
+        raised[setting(knobs), failed] += 1
+        if failed:
+            raise MemoryError("of the user's text")
+
+    async def later(row, **knobs):
+        call(row, **knobs)
+
+    serve = wrapped(later if awaits else call, explore=1.0, explore_loss=1.0, seed=0)
+    for row in range(41):
+        with suppress(MemoryError, KeyboardInterrupt):
+            asyncio.run(serve(row, 15.0)) if awaits else serve(row, 15.0)
+    attempts = read_log(tmp_path, serve.controller).attempts
+    counted = {(name, bad): n for name, by in attempts.items() for bad, n in by.items()}
+    assert counted == raised
+    failed = sum(n for (_, bad), n in raised.items() if bad)
+    assert 0 < failed < 40
+    assert serve.tracker.answers == 40 - failed
+    without = inspect_log(str(tmp_path))["without_answer"]
+    assert sum(each["faults"] for each in without) == failed
+    content = b"".join(path.read_bytes() for path in tmp_path.iterdir())
+    assert b"the call raised MemoryError" in content
+    assert b"text" not in content
 
 
 def test_of_a_request_that_is_cancelled_nothing_is_learned(wrapped, clock, tmp_path):
