@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 Numbers = Union[ArrayLike, "Tensor"]
 Blocks = Mapping[str, Numbers] | Numbers | None
 Configuration = dict[str, "KnobValue"]
+UNLIKE = "a text is unlike those of training, or a number is missing that all of these have"
+"""What is said of a request by whose features the policy is not asked."""
 EXACT = 1e-3
 """How exactly a change of the decision is located, in ln ms."""
 
@@ -344,7 +346,7 @@ class KnobPolicy:
                 if for_all:
                     words = "nothing can be promised here, so what is most often on time decides"
             elif decider.is_unlike(request):
-                words = "a text is unlike those of training, so nothing is promised"
+                words = f"{UNLIKE}, so nothing is promised"
             elif not decider.promise.shares_at(whole)[0]:
                 # the rule of a budget decides as soon as that is left which it plans with
                 words = (
@@ -355,7 +357,7 @@ class KnobPolicy:
                 return f"{words}; this configuration decides for all inputs"
             return f"{words}; it has the highest probability of those that are expected in time"
         if self.decider.is_unlike(request) and self.decider.static is not None:
-            return "a text is unlike those of training, so budget-aware static decides"
+            return f"{UNLIKE}, so budget-aware static decides"
         reason = "it has the highest probability"
         if row["probability"] < expected[0]["probability"]:
             reason = f"it was drawn from the policy, with probability {row['probability']:.1%}"

@@ -76,6 +76,7 @@ class Deployed(nn.Module):
         self.configurations = configurations_of(agent.decider)
         decider = agent.decider
         self.guard = decider.guard
+        self.whole = torch.from_numpy(decider.whole)
         if decider.guard is not None and decider.static is not None:
             self.logs = torch.from_numpy(np.log(decider.guard.budgets_ms))
             self.deploy = torch.from_numpy(decider.guard.deployed)
@@ -94,7 +95,11 @@ class Deployed(nn.Module):
             group = (logs.unsqueeze(1) - self.logs).abs().argmin(1)
             # as `Static` there has it: the last step that begins at or below the budget
             static = self.choices[(limits.double().unsqueeze(1) >= self.starts).sum(1)]
-            chosen = torch.where(self.deploy[group], chosen, static)
+            # what lacks a number that no training sample lacked gets what static chooses
+            deploys = self.deploy[group]
+            if len(self.whole):
+                deploys = deploys & ~torch.cat(blocks, 1)[:, self.whole].isnan().any(1)
+            chosen = torch.where(deploys, chosen, static)
         # nothing is true of NaN
         usable = (limits > 0) & (limits < MAX_MS)
         for block in blocks:

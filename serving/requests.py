@@ -101,9 +101,8 @@ class Decision(NamedTuple):
 
     @property
     def unlike(self) -> bool:
-        """True if a text is unlike those of training."""
-        controller = self.request.controller
-        return bool(controller.texts) and controller.is_unlike(self.features or {})
+        """True if it is unlike those of training, see `NumpyController.is_unlike`."""
+        return self.request.controller.is_unlike(self.features or {})
 
 
 class Result(NamedTuple):
@@ -194,7 +193,7 @@ class Result(NamedTuple):
 
     @property
     def unlike(self) -> bool:
-        """True if a text is unlike those of training, so that static decided, where there is
+        """True if the request is unlike those of training, so that static decided, where there is
         one."""
         return self.decision.unlike
 

@@ -75,7 +75,8 @@ class Runtime:
         configurations: the knob values of each configuration.
         now: the clock of all times, in s.
         decided, fallen_back: the `Overhead` of decisions with and without features.
-        unlike: how many requests were answered whose text is unlike those of training.
+        unlike: how many requests were answered that are unlike those of training: a text is, or a
+            block lacks what no training sample lacked.
         timed: True if budgets are deadlines, so that waiting and deciding use them up; False if
             they are means, or costs such as USD.
 

@@ -65,8 +65,10 @@ class NumpyController:
             (None for a number), and whether it may be missing.
         datasets: the columns of the block `dataset` if that is an input, else [].
         texts: what makes a feature block of a text, by the name of both. Such a block is NaN if the
-            text is unlike those of training; static then decides, where there is a guard.
+            text is unlike those of training; static then decides, where there is a guard, and so it
+            does where a block without names lacks a number that no training sample lacked.
         guard, promise, static, mean: what was calibrated, each None where there is none.
+        whole: int64, which of all columns of all blocks in a row no training sample lacked.
         budgets: what differs between kinds of budget.
         calibrated: `mean`, `promise` or `guard`, or None.
         latency: what answers are expected to take; the tracker compares it with what they take, and
@@ -98,9 +100,19 @@ class NumpyController:
         self._widths = tuple(self.feature_sizes.values())
         starts = itertools.accumulate((0, *self._widths))
         begin = dict(zip(self.feature_sizes, starts, strict=False))
-        self._of_texts = [begin[name] for name in self.texts]
         self._tiny = np.full(sum(self._widths), 1e-30, np.float32)  # no product is too large
         self._normaliser = Normaliser(below(arrays, "normaliser."), self.header["clip"])
+        whole = np.ones(len(self._tiny), bool)
+        whole[self._normaliser.gappy] = False
+        for name, width in self.feature_sizes.items():
+            columns = slice(begin[name], begin[name] + width)
+            if name in self.texts:
+                # all of it is NaN, or nothing
+                whole[columns] = np.arange(width) == 0
+            elif (name == "dataset" and self.datasets) or (name == "features" and self.columns):
+                # named values have a rule of their own, see `encode_request`
+                whole[columns] = False
+        self.whole = np.flatnonzero(whole)
         by_knobs = self.header["heads"] == "knobs"
         one_hot = one_hot_of(self.configurations) if by_knobs else None
         self._heads = Heads(below(arrays, "network."), self.header, self._normaliser, one_hot)
@@ -153,9 +165,14 @@ class NumpyController:
         drift = (np.zeros(len(self._named)), 1.0) if self.budgets.allows_drift else None
         for index in range(len(self._named)):
             self.latency.expected(index, np.zeros(self._heads.width))
-        # all features 0, then all missing (NaN), which takes another way through the heads
-        for value, budget in itertools.product((0.0, np.nan), budgets.tolist()):
-            request = {name: np.full(width, value) for name, width in self.feature_sizes.items()}
+        # all features 0; those missing (NaN) that may be, which takes another way through the
+        # heads; and all, which static may decide on
+        some = np.full(len(self._tiny), np.nan)
+        some[self.whole] = 0.0
+        borders = np.cumsum(self._widths)[:-1]
+        tried = np.zeros_like(some), some, np.full_like(some, np.nan)
+        for values, budget in itertools.product(tried, budgets.tolist()):
+            request = dict(zip(self.feature_sizes, np.split(values, borders), strict=False))
             self.decide_index(request, budget, drift)
             many = {name: block[None] for name, block in request.items()}
             self.choose(many, np.array([budget]), None, drift)
@@ -206,8 +223,9 @@ class NumpyController:
             features = self._blocks(features)
         if self.columns and "features" not in features:
             features = {**features, "features": encode_request(self.columns, features)}
-        fixed, limit = self._planned_for(features, budget_ms, drift)
-        return self._decided(features, fixed, limit, drift, self.limits.logs(limits))[0]
+        logs = self.limits.logs(limits)
+        fixed, limit, raw = self._planned_for(features, budget_ms, drift, logs)
+        return self._decided(raw, fixed, limit, drift, logs)[0]
 
     def decide_expected(
         self,
@@ -221,9 +239,9 @@ class NumpyController:
 
         `mask`, bool [C], is what may be chosen, at least one configuration; None for everything.
         Raises a ValueError as `decide`."""
-        fixed, limit = self._planned_for(features, budget_ms, drift, mask)
         logs = self.limits.logs(limits)
-        index, x = self._decided(features, fixed, limit, drift, logs, mask)
+        fixed, limit, raw = self._planned_for(features, budget_ms, drift, logs, mask)
+        index, x = self._decided(raw, fixed, limit, drift, logs, mask)
         return self.latency.expected(index, x) if fixed is None else self._by_static(index)
 
     def static_expected(
@@ -243,9 +261,10 @@ class NumpyController:
         if self.static is None:
             return self.decide_expected(features, budget_ms, drift, limits, mask)
         limit = budget_ms * self.factor(drift)
+        logs = self.limits.logs(limits)
         index = self._unseen(limit, mask)
-        index, _ = self._decided(features, index, limit, drift, self.limits.logs(limits), mask)
-        return self._by_static(index)
+        raw = self._read(features, index, logs)
+        return self._by_static(self._decided(raw, index, limit, drift, logs, mask)[0])
 
     def _unseen(self, limit: float, mask: Array | None = None) -> int:
         """Return what decides for a request that cannot be looked at, inside the mask bool [C]:
@@ -270,8 +289,8 @@ class NumpyController:
 
     def decides_by_static(self, features: Arrays, budget_ms: float, drift: Drift = None) -> bool:
         """Tell whether static or the static mix decides for the features of a request: where the
-        guard falls back, and where a text is unlike those of training."""
-        return self._planned_for(features, budget_ms, drift)[0] is not None
+        guard falls back, and where they are unlike those of training, see `is_unlike`."""
+        return self._planned_for(features, budget_ms, drift, None)[0] is not None
 
     def settled(self, budget_ms: float, drift: Drift = None) -> NumpyController:
         """Return the controller for a request with this budget: its guard has been asked, and says
@@ -311,7 +330,8 @@ class NumpyController:
         logs = self.limits.logs(limits)
         if logs is not None and self.limits.read_features:
             return None
-        return self._by_static(self._decided(None, fixed, limit, drift, logs, mask)[0])
+        raw = self._even[:0]
+        return self._by_static(self._decided(raw, fixed, limit, drift, logs, mask)[0])
 
     # -- limits on further costs -------------------------------------------------------------------
 
@@ -354,7 +374,7 @@ class NumpyController:
             notes.append(f"guard and static were calibrated at {nearest}, not at {words}")
         return "; ".join(notes)
 
-    # -- texts -------------------------------------------------------------------------------------
+    # -- what is unlike training -------------------------------------------------------------------
 
     def with_blocks(self, features: Mapping[str, Any]) -> dict[str, Any]:
         """Return the features of a request with blocks in the place of texts. Raises a ValueError
@@ -369,28 +389,52 @@ class NumpyController:
         return blocks
 
     def is_unlike(self, features: Mapping[str, Any]) -> bool:
-        """Tell whether a text is unlike those of training, by the blocks [d] of a request that was
-        decided."""
-        return any(math.isnan(features[name][0]) for name in self.texts if name in features)
+        """Tell whether a request that was decided is unlike those of training, by its blocks [d]: a
+        text is, or a block without names lacks a number that no training sample lacked."""
+        return bool(features) and self._lacks(self._joined(features))
+
+    def unlike(self, features: Arrays, n: int) -> NDArray[np.bool_]:
+        """Return which of n requests are unlike those of training, by blocks [n, d], bool [n]; see
+        `is_unlike`."""
+        return self._lacking(self._checked(self._blocks(features), np.ones(n), None, None)[0])
+
+    def _lacks(self, raw: Array) -> bool:
+        """Tell whether features float32 [d] lack what all training samples have."""
+        # hardly any request lacks a number, and a product shows it quickly
+        return math.isnan(raw.dot(self._tiny)) and bool(self._lacking(raw))
+
+    def _lacking(self, raw: Array) -> Any:
+        return np.isnan(raw[..., self.whole]).any(-1)
 
     def _planned_for(
-        self, features: Arrays, budget_ms: float, drift: Drift, mask: Array | None = None
-    ) -> tuple[int | None, float]:
-        """Return what `_planned` does; for a text unlike those of training what static chooses,
-        where there is static."""
+        self,
+        features: Arrays,
+        budget_ms: float,
+        drift: Drift,
+        log_limits: Array | None,
+        mask: Array | None = None,
+    ) -> tuple[int | None, float, Array]:
+        """Return what `_planned` does, for a request unlike those of training what static chooses,
+        where there is static; and what `_read` does."""
         fixed, limit = self._planned(budget_ms, drift, mask)
-        if fixed is not None or not (self._of_texts and features) or self.static is None:
-            return fixed, limit
-        if np.isnan(self._joined(features)[self._of_texts]).any():
+        raw = self._read(features, fixed, log_limits)
+        if fixed is None and self.static is not None and self._lacks(raw):
             limit = as_limit(budget_ms) * self.factor(drift)
             fixed = self._unseen(limit, mask)
-        return fixed, limit
+        return fixed, limit, raw
+
+    def _read(self, features: Arrays, fixed: int | None, log_limits: Array | None) -> Array:
+        """Return the features of a request, float32 [d], if the choice depends on them; else none.
+        `fixed` and `log_limits` are those of `_decided`."""
+        if fixed is None or (log_limits is not None and self.limits.read_features):
+            return self._joined(features)
+        return self._even[:0]
 
     # -- what decides ------------------------------------------------------------------------------
 
     def _decided(
         self,
-        features: Any,
+        raw: Array,
         fixed: int | None,
         limit: float,
         drift: Drift,
@@ -400,8 +444,8 @@ class NumpyController:
         """Decide for one request inside the mask, bool [C], within limits on further costs and
         within what a promise allows.
 
-        Arguments are features, which may be None where nothing depends on them; what `_planned`
-        returned; the drift; and the limits, see `Limits.logs`. Returns the index of a
+        Arguments are what `_read` and `_planned` returned; the drift; and the limits, see
+        `Limits.logs`. Returns the index of a
         configuration, and the normalised features if they were read."""
         if fixed is not None and log_limits is None:
             # it is inside the mask, and a promise restricts the policy alone
@@ -410,11 +454,11 @@ class NumpyController:
         by_value = self._by_value(drift)
         index = fixed
         if index is None:
-            index = self._heads.single(self._joined(features), limit, by_value, x)
+            index = self._heads.single(raw, limit, by_value, x)
         allowed = mask
         if log_limits is not None:
             if fixed is not None and self.limits.read_features:
-                x = self._normaliser(self._joined(features)[None])[0]
+                x = self._normaliser(raw[None])[0]
             allowed = self.limits.bounds.allowed_single(x, log_limits, mask)
         if fixed is None and self.promise is not None:
             needed = self.promise.needed_single(limit)
@@ -525,8 +569,8 @@ class NumpyController:
             best = scores.argmax(1)
             if self.calibrated is not None:
                 best = self.calibrated.with_fallback(best, limits[part], allowed)
-            if self._of_texts and self.calibrated is not None and self.static is not None:
-                unlike = np.isnan(raw[part][:, self._of_texts]).any(1)
+            if self.whole.size and self.calibrated is not None and self.static is not None:
+                unlike = self._lacking(raw[part])
                 # a configuration for all requests is that for these, too
                 unlike &= self.calibrated.reads_features(limits[part])
                 for row in np.flatnonzero(unlike):

@@ -102,12 +102,12 @@ def decide_requests(config: DecideRun) -> int:
             "do not rely on the decisions there"
         )
     if unlike:
-        words = "without its text" if controller.static is None else "by budget-aware static"
+        words = "as if they lacked it" if controller.static is None else "by budget-aware static"
         if controller.promise is not None:
             words = "without features, and promised nothing"
         say(
-            f"{format_count(unlike, 'request')} with a text unlike those of training: decided "
-            f"{words}"
+            f"{format_count(unlike, 'request')} with a text unlike those of training, or without a "
+            f"number that all of these have: decided {words}"
         )
     if dear:
         say(
@@ -136,8 +136,8 @@ def _decided(
 
     Returns:
         The budget of each row, the configurations of those that are not refused, for each row why
-        it is refused, null for nothing; and of those that are not refused, which have a text unlike
-        those of training, and for which no configuration is expected to keep the limits, bool each.
+        it is refused, null for nothing; and of those that are not refused, which are unlike those
+        of training, and for which no configuration is expected to keep the limits, bool each.
 
     Raises:
         InputError: a column is missing.
@@ -157,9 +157,7 @@ def _decided(
     good = fault.is_null().to_numpy()
     features = {name: block[good] for name, block in blocks.items()}
     chosen = controller.choose(features, limits.to_numpy()[good])
-    odd = np.zeros(int(good.sum()), bool)
-    for name in controller.texts:
-        odd |= np.isnan(features[name][:, 0])
+    odd = controller.unlike(features, int(good.sum()))
     above = ~controller.allowed(features, len(odd))[1]
     return limits, chosen, fault, odd, above
 

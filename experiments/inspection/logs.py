@@ -52,7 +52,8 @@ def inspect_log(folder: str) -> dict[str, object]:
         `over_limit`: see `facts_of_limits`; what is above a limit counts as late.
         `abandoned`: requests that nobody waited for until their deadline was over; they count as
         late. `configurations`: label → requests. `controllers`: digest → requests. `unlike`:
-        requests whose text is unlike those of training. `set_aside`: reason → rows.
+        requests unlike those of training, by a text or by what a block lacks. `set_aside`:
+        reason → rows.
 
     Raises:
         InputError: there is no log in the folder.

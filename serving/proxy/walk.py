@@ -47,7 +47,7 @@ class Choice(NamedTuple):
     """False if the answer is not made with exactly these knobs."""
     reason: str = "policy"
     """How it was decided, in a word: `policy`; `explored`, drawn at random; by static, since the
-    `guard` falls back, since `features` failed, or since a text is `unlike` those of training;
+    `guard` falls back, since `features` failed, or since they are `unlike` those of training;
     `retry`, the best other model after a fault; `shadow`, the setting that is always sent."""
     attempts: int = 1
     """How many settings were tried, this one included."""

@@ -103,6 +103,18 @@ def test_a_graph_refuses_what_a_controller_refuses(deploy, tmp_path):
     assert chosen[good].tolist() == wanted.tolist()
 
 
+def test_a_graph_leaves_to_static_what_a_block_lacks_but_no_training_sample(tmp_path):
+    table = gappy_table()
+    light = (agent := untrained(table, PolicyConfig(hidden=8), [True] * 5)).decider
+    write_onnx(Deployed(agent), tmp_path / "c.onnx")
+    blocks = {name: block.copy() for name, block in arrays(table).items()}
+    blocks["language_features"][:40, 1] = np.nan
+    chosen = OnnxController(tmp_path / "c.onnx").choose(blocks, budgets := np.full(90, 15.0))
+    assert chosen.tolist() == light.choose(blocks, budgets).tolist()
+    assert set(chosen[:40].tolist()) == {light.static.single(15.0)}
+    assert len(set(chosen[40:].tolist())) > 1
+
+
 def test_what_has_no_graph_is_refused(monkeypatch):
     table = small_table(60)
     agent = DeployedController(driven_apart(table, PolicyConfig(hidden=8), constraint="mean"))

@@ -80,6 +80,9 @@ class ByFeatures:
     def limits_note(self, features, limits):
         return ""
 
+    def is_unlike(self, features):
+        return False
+
     def fall_back(self, limit, drift, limits, mask):
         return None
 

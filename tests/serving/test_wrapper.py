@@ -186,6 +186,23 @@ def test_named_columns_and_no_features_at_all():
     assert serve(4, 50.0)[0] == 4
 
 
+def test_a_block_that_lacks_what_no_training_sample_lacked_goes_to_static_and_is_counted(tmp_path):
+    agent, _ = small_stack()
+    missing = {name: [math.nan] * block.shape[1] for name, block in TABLE.features.items()}
+
+    def embed(row):
+        return missing if row % 2 else features_of(row)
+
+    serve = wrap(Model(), agent, features=embed, log=tmp_path, tracker=False)
+    for row in range(6):
+        result = serve.result(row, 300.0)
+        assert result.unlike == bool(row % 2)
+        if result.unlike:
+            assert result.choice == serve.controller.static.single(result.limit_ms)
+    assert serve.unlike == 3
+    assert inspect_log(str(tmp_path))["unlike"] == 3
+
+
 def test_explored_requests_are_drawn_among_what_is_nearly_as_good(wrapped, tmp_path):
     serve = wrapped(Mock(), explore=0.5, explore_loss=1.0, seed=0, tracker=False)
     choices = [serve.result(row, 15.0).choice for row in range(60)]

@@ -46,6 +46,8 @@ TABLES = {
     "portfolio": portfolio(90),
 }
 DEPLOY = [True, False, True, True, False]
+GAP = "image_features", 2
+COLUMNS = [*itertools.product(("image_features", "language_features"), range(4))]
 
 
 def budgets_of(table):
@@ -130,6 +132,36 @@ def test_it_decides_as_the_torch_modules_alone_and_as_one_of_many(name, config, 
 @functools.cache
 def guarded():
     return untrained(GAPPY, None, DEPLOY)
+
+
+def test_what_a_block_lacks_but_no_training_sample_is_left_to_static():
+    """Only the third number of the images was missing in some of them."""
+    light = guarded().decider
+    budgets = light.guard.budgets_ms.tolist()
+    others = {False: 0, True: 0}
+    for row, (name, column) in itertools.product(range(4), COLUMNS):
+        request = request_of(arrays(GAPPY), row)
+        block = request[name] = request[name].copy()
+        block[column] = np.nan
+        unlike = (name, column) != GAP
+        assert light.is_unlike(request) == unlike
+        many = {each: values[None] for each, values in request.items()}
+        assert light.unlike(many, 1).tolist() == [unlike]
+        for budget, deployed in zip(budgets, DEPLOY, strict=True):
+            chosen = light.decide_index(request, budget)
+            assert light.choose(many, np.array([budget])).tolist() == [chosen]
+            assert light.decides_by_static(request, budget) == (unlike or not deployed)
+            static = light.static.single(budget)
+            if unlike or not deployed:
+                assert light.decide_expected(request, budget) == light.static.expected(static)
+                assert chosen == static
+            others[unlike] += chosen != static
+    assert others[False] > 0 == others[True]
+    # without static a medium value stands for it, as before
+    alone = untrained(GAPPY, None).decider
+    assert alone.static is None
+    assert alone.is_unlike(request)
+    assert not alone.decides_by_static(request, budgets[0])
 
 
 def test_more_requests_than_are_decided_at_once(monkeypatch):
