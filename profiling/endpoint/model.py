@@ -30,6 +30,7 @@ from knobwise.profiling.endpoint.remarks import (
     changes,
     cut_prompts,
     ignored_knobs,
+    thoughts,
     uncounted,
 )
 from knobwise.profiling.endpoint.settings import LENGTHS, NAME, EndpointOptions
@@ -203,13 +204,14 @@ class EndpointModel:
 
     def remarks(self, plan: MeasurementPlan, log: pl.DataFrame) -> list[str]:
         """Return what the measurements say of the server: knobs that it may ignore, what changes of
-        the model cost, prompts that it had in its cache or cut, and tokens that it did not
-        count."""
+        the model cost, prompts that it had in its cache or cut, thoughts in its answers, and tokens
+        that it did not count."""
         return [
             *ignored_knobs(plan, log, self.knobs),
             *changes(plan.select(log)),
             *cached_prompts(plan, log),
             *cut_prompts(plan, log),
+            *thoughts(plan, log),
             *uncounted(plan, log),
         ]
 

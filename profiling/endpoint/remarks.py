@@ -1,6 +1,6 @@
 """What the measurements of a profile say about the server: knobs that it may ignore, changes of the
-model that are in the times, prompts that it had in its cache or cut, and tokens that it did not
-count.
+model that are in the times, prompts that it had in its cache or cut, thoughts in its answers, and
+tokens that it did not count.
 Hints, for people."""
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from knobwise.profiling.endpoint.model_changes import costs_something, say_costs
 from knobwise.profiling.endpoint.settings import LENGTHS
 from knobwise.profiling.endpoint.token_counts import cut_at, cut_line
 from knobwise.profiling.measuring.adaptive_model import KnobSupport
+from knobwise.profiling.measuring.answer_metrics import END_OF_THOUGHT, THOUGHT, holds_thoughts
 from knobwise.profiling.measuring.measuring import EXTRA, MeasurementPlan
 from knobwise.profiling.measuring.outputs import values_in_order
 
@@ -184,6 +185,20 @@ def cut_prompts(plan: MeasurementPlan, log: pl.DataFrame) -> list[str]:
             where = f" (with model={part['model'][0]})" if "model" in plan.knobs else ""
             lines.append(cut_line(most) + where)
     return lines
+
+
+def thoughts(plan: MeasurementPlan, log: pl.DataFrame) -> list[str]:
+    """Return a line on answers whose text holds the model's thoughts; none if none does."""
+    texts = plan.select(log)["text"].to_list()
+    count = sum(map(holds_thoughts, texts))
+    if not count:
+        return []
+    ended = sum(END_OF_THOUGHT in text for text in texts)
+    never = f"; {count - ended} of them never end, so these have no answer" * (ended < count)
+    return [
+        f"{count} of {len(texts)} answers begin with thoughts ({THOUGHT}), and only what follows "
+        f"these was scored{never}"
+    ]
 
 
 def uncounted(plan: MeasurementPlan, log: pl.DataFrame) -> list[str]:

@@ -12,6 +12,23 @@ from knobwise.common.errors import InputError
 
 ANLS_THRESHOLD = 0.5
 RELAXED_TOLERANCE = 0.05
+THOUGHT, END_OF_THOUGHT = "<think>", "</think>"
+"""The tags around thoughts. Where a chat template opens them, an answer has the second alone."""
+
+
+def holds_thoughts(text: str) -> bool:
+    """Tell whether a text holds a model's thoughts, as where a server does not part them from its
+    answers."""
+    return END_OF_THOUGHT in text or text.lstrip().startswith(THOUGHT)
+
+
+def without_thoughts(text: str) -> str:
+    """Return the answer in a text: what follows the last thought, "" if that never ends, and the
+    text as it is if it holds none."""
+    if not holds_thoughts(text):
+        return text
+    _, ended, answer = text.rpartition(END_OF_THOUGHT)
+    return answer.strip() if ended else ""
 
 
 def answer_accuracy(

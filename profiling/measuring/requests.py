@@ -14,7 +14,7 @@ from knobwise.common.checks import share
 from knobwise.common.errors import InputError
 from knobwise.common.imports import import_callable, in_a_line
 from knobwise.profiling.measuring.adaptive_model import Request
-from knobwise.profiling.measuring.answer_metrics import answer_accuracy
+from knobwise.profiling.measuring.answer_metrics import answer_accuracy, without_thoughts
 from knobwise.profiling.measuring.questions import VQAItem
 
 PROMPT = "{question}{choices}"
@@ -46,11 +46,11 @@ class Requests(ABC):
 
     def accuracy(self, sample_id: str, answer: str, failed: float | None = None) -> float:
         """Return the accuracy of an answer: its score, or 0 whatever its text if it `failed` (see
-        `Answer.extra`; None where the model does not say)."""
-        return 0.0 if (failed or 0.0) > 0 else self.score(sample_id, answer)
+        `Answer.extra`; None where the model does not say). Thoughts are no part of it."""
+        return 0.0 if (failed or 0.0) > 0 else self.score(sample_id, without_thoughts(answer))
 
     def score(self, sample_id: str, answer: str) -> float:
-        """Score the text of an answer in [0, 1]."""
+        """Score the text of an answer, without its thoughts, in [0, 1]."""
         item = self.item(sample_id)
         return answer_accuracy(metric_of(item), answer, item.answers, item.choices)
 

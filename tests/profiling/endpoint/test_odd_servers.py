@@ -114,6 +114,30 @@ def test_each_repeat_has_its_own_answer_and_tokens():
     assert accuracy == pytest.approx(1 / 3)
 
 
+def test_only_what_follows_thoughts_is_scored():
+    """Some templates open the thought in the prompt, so that the answer only ends it."""
+    told = {
+        "0": "<think>Or 7?</think>\n\n0",
+        "1": "Or 7?</think>1",
+        "2": "<think>It is 2",
+        "3": "3",
+    }
+    told |= {"4": "<think>4</think>7", "5": "5 <think>"}
+
+    def script(body):
+        text = told[body["messages"][-1]["content"].split()[-1].rstrip("?")]
+        yield from (text[i : i + 5] for i in range(0, len(text), 5))
+
+    with ScriptedChats(script) as server:
+        launch(words(server))
+    rows = pl.read_parquet("out/table.parquet").filter(max_tokens=8).sort("sample_id")
+    assert rows["accuracy"].to_list() == [1.0, 1.0, 0.0, 1.0, 0.0, 0.0]
+    assert rows["pred"].to_list() == [*told.values()]
+    (line,) = (line for line in read_json("out/profile.json")["remarks"] if "thoughts" in line)
+    assert line.startswith("8 of 12 answers begin with thoughts (<think>)")
+    assert line.endswith("; 2 of them never end, so these have no answer")
+
+
 # -- tokens and tiers ------------------------------------------------------------------------------
 
 

@@ -9,6 +9,20 @@ from knobwise.profiling.measuring import answer_metrics as metrics
 
 
 @pytest.mark.parametrize(
+    ("text", "answer"),
+    {
+        "yes ": "yes ", "": "", "1 < 2": "1 < 2", "say <think>": "say <think>",
+        "<think>no</think>\n\nyes\n": "yes", " <think>no": "", "<think></think>": "",
+        # the template opened it; and one that thinks twice
+        "no</think>yes": "yes", "<think>a</think>b<think>c</think>d": "d",
+    }.items(),
+)  # fmt: skip
+def test_an_answer_is_what_follows_the_last_thought(text, answer):
+    assert metrics.without_thoughts(text) == answer
+    assert metrics.holds_thoughts(text) == (text != answer)
+
+
+@pytest.mark.parametrize(
     ("text", "plain"),
     {
         "Yes": "yes", "  two \n dogs\t": "2 dogs", "None": "0", "eleven": "eleven",
