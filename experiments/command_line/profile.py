@@ -16,6 +16,7 @@ from knobwise.common.checks import a_device, at_least
 from knobwise.common.errors import InputError, Missing
 from knobwise.common.extras import install_command
 from knobwise.common.files import write_json
+from knobwise.common.imports import source_file
 from knobwise.experiments.settings.measured_with import workers_of
 from knobwise.experiments.settings.measuring_options import InspectRun, ProfileRun
 from knobwise.experiments.settings.profiles import TableProfile, read_profile
@@ -105,7 +106,9 @@ def measure_profile(
         usual = config.data or getattr(model, "dataset", model.name)
         name = config.knobs.name or Path(str(usual)).name.split(".")[0]
         knobs = replace(config.knobs, name=name)
-        folder = profile_vlm(config.out, model, items, knobs, identity, needed, runner=runner)
+        source = source_file(config.model) if ":" in config.model else None
+        about = config.out, model, items, knobs, identity, needed
+        folder = profile_vlm(*about, runner=runner, source=source)
     if (folder / "state/workers.json").exists():
         from knobwise.profiling.workers.machines import note_workers
 

@@ -6,6 +6,8 @@ import importlib
 import sys
 import traceback
 from collections.abc import Callable, Iterable
+from contextlib import suppress
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +30,7 @@ def import_callable(key: str, name: str, kind: str, example: str) -> Any:
     module, _, attribute = name.partition(":")
     if not module or not attribute:
         raise InputError(f"{key}: must be module:name, such as {example}")
-    # as `python -m` does
-    if (folder := str(Path.cwd())) not in sys.path:
-        sys.path.insert(0, folder)
+    folder = _from_current_folder()
     try:
         code = importlib.import_module(module)
     except (Exception, SystemExit) as error:
@@ -68,6 +68,25 @@ def instance(
                 f"{key}: has no {member}; see {protocol.__module__}.{protocol.__name__}"
             )
     return value
+
+
+def source_file(name: str) -> Path | None:
+    """Return the file of the module in `module:name`, which need not be imported; None where there
+    is none."""
+    module = name.partition(":")[0]
+    _from_current_folder()
+    file = getattr(sys.modules.get(module), "__file__", None)
+    if file is None:
+        with suppress(ImportError, ValueError):
+            file = getattr(find_spec(module), "origin", None)
+    return Path(file) if file and Path(file).is_file() else None
+
+
+def _from_current_folder() -> str:
+    """Have modules looked for in the current folder first, as `python -m` does; return it."""
+    if (folder := str(Path.cwd())) not in sys.path:
+        sys.path.insert(0, folder)
+    return folder
 
 
 def in_a_line(error: BaseException, code: Any = None) -> str:

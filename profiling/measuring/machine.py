@@ -18,19 +18,26 @@ from knobwise.common.json_text import decode_json
 from knobwise.common.memory import keep_freed_memory
 
 T = TypeVar("T")
+SOURCE = "source_sha256"
+"""What a note calls the SHA-256 of the file that a model is written in."""
 KEPT = 1 << 30
 """Bytes of freed memory that a process that measures keeps."""
 
 
-def claim_machine(path: Path, identity: Mapping[str, Any]) -> None:
-    """Note in ``path`` what is being measured. Raises InputError if a run with other settings was
-    begun there."""
+def claim_machine(path: Path, identity: Mapping[str, Any], source: Path | None = None) -> bool:
+    """Note in ``path`` what is being measured; return whether a run was begun there with another
+    content of the file `source`, which an older note does not tell.
+
+    Raises InputError if a run with other settings was begun there."""
     # as it will be read back: tuples become lists
     wanted = json.loads(json.dumps(identity))
-    if not path.exists() or is_cut_short(path.read_bytes(), _json(wanted)):
-        write_readable_json(path, wanted)
-        return
+    digest = source and hashlib.sha256(source.read_bytes()).hexdigest()
+    note = wanted | ({SOURCE: digest} if digest else {})
+    if not path.exists() or is_cut_short(path.read_bytes(), _json(note)):
+        write_readable_json(path, note)
+        return False
     noted = read_note(path, dict)
+    before = noted.pop(SOURCE, digest)
     # what differs, by name, in the order of the note
     differences = [
         f"{key}: {noted.get(key)} → {wanted.get(key)}"
@@ -42,6 +49,7 @@ def claim_machine(path: Path, identity: Mapping[str, Any]) -> None:
             f"{path.parent} holds a run with other settings ({'; '.join(differences)}); choose "
             "another out folder"
         )
+    return before != digest
 
 
 def read_note(path: Path, kind: Callable[[Any], T]) -> T:

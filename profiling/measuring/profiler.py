@@ -23,6 +23,7 @@ from torch import Tensor
 
 from knobwise.common.checks import folder_name
 from knobwise.common.errors import InputError
+from knobwise.common.progress import say
 from knobwise.envs.tables.profile_table import ProfileTable
 from knobwise.envs.tables.splits import split_groups
 from knobwise.profiling.design.cell_design import cells_to_measure, part_of
@@ -73,6 +74,7 @@ def profile_vlm(
     needed: Callable[[], tuple[ProfileTable, Tensor]] | None = None,
     clock_s: Callable[[], float] = time.monotonic,
     runner: Callable[[AdaptiveVLM, MeasurementPlan, Path], Runner] | None = None,
+    source: Path | None = None,
 ) -> Path:
     """Measure the model on the items, write the profile, and return its folder.
 
@@ -87,6 +89,8 @@ def profile_vlm(
         clock_s: the clock of `knobs.max_hours`, in seconds.
         runner: makes what measures, from the model, the plan and the state folder; None measures in
             this process.
+        source: the file that the model is written in; it is said if it changes while measurements
+            go on.
 
     Raises:
         InputError: settings, metric or folder do not fit, the model fails on a sample, or time runs
@@ -102,7 +106,8 @@ def profile_vlm(
     drawn = _drawn_plan(model, draw_items(items, config), config)
     identity = _identity(model, identity or {})
     settings = {"max_new_tokens": config.max_new_tokens, "clock": config.clock}
-    claim_machine(state / "run.json", {"dataset": name, **identity, **settings})
+    noted = {"dataset": name, **identity, **settings}
+    has_changed = claim_machine(state / "run.json", noted, source)
     store = FeatureStore(state / "features")
     features = out / "features.safetensors"
     path = state / LOG
@@ -120,6 +125,11 @@ def profile_vlm(
 
     with open_log(path) as log:
         known = read_measurements(path)
+        if has_changed and len(known):
+            say(
+                f"{source}: has changed since the first of {len(known)} measurements in {out} was "
+                "made, which this run goes on from; another out folder measures anew"
+            )
         if hasattr(model, "continues"):
             model.continues(state, known)
         sure = _sure_cells(state / FILE, drawn, needed)

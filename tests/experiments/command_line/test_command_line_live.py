@@ -1,5 +1,6 @@
 """`knobwise profile`, `train` and `evaluate live=true` with models that are not built in."""
 
+import json
 from pathlib import Path
 
 import polars as pl
@@ -104,6 +105,29 @@ def test_a_first_look_goes_from_the_profile_into_what_is_served(folder):
     assert results["live"]["model"] == "echo"
     assert all(row["agrees"] for row in results["live"]["agreement"] if row["what"] == "accuracy")
     assert read_json("out/profile.json")["class"] == "models_of_a_test:Echo"
+
+
+def test_code_that_changed_while_measuring_is_said(home, capsys):
+    # no other test has imported it, from another folder
+    source = Path("models_that_change.py")
+    source.write_text(MODELS)
+    measured = "knobs.values={mode:[short,long]} knobs.metric=exact out=out"
+
+    def said(samples):
+        launch("profile", "model=models_that_change:Echo", measured, f"knobs.samples={samples}")
+        return [line for line in capsys.readouterr().err.splitlines() if "has changed" in line]
+
+    assert said(10) == said(11) == []
+    with source.open("a") as file:
+        file.write("# no change of what it does, as far as anybody knows\n")
+    (line,) = said(12)
+    assert "models_that_change.py: has changed since the first of 66 measurements in out" in line
+    assert len(said(12)) == 1
+    # a folder of an earlier version does not tell
+    note = read_json("out/state/run.json")
+    del note["source_sha256"]
+    Path("out/state/run.json").write_text(json.dumps(note))
+    assert not said(13)
 
 
 @pytest.mark.parametrize(
