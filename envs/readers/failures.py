@@ -239,14 +239,17 @@ def cells_as_failed(table: ProfileTable) -> ProfileTable:
 def note_lost_repeats(table: ProfileTable) -> ProfileTable:
     """Return the table with a note if cells lack rows that other cells of their data set have, as
     where a tool writes none for a request that failed."""
-    # what was drawn to be measured, or is left out whole, need not have failed
+    # what was drawn to be measured need not have failed
+    if table.repeats_ms is None or table.sampling_weight is not None:
+        return table
     count, lacking = _counts_of_rows(table)
-    if table.sampling_weight is not None or not ((lacking > 0) & (count > 0)).any():
+    # nor what was left out whole
+    if not ((lacking > 0) & (count > 0)).any():
         return table
     note = (
         f"repeats that lack a row: {_named_settings(table, count, lacking)}. If these requests "
-        "failed, missing=failed (on the command line profile.missing=failed) counts them as late "
-        "and wrong; without it, what fails most looks best"
+        "failed, they were late and wrong, and what fails most looks best: in a long table "
+        "missing=failed (on the command line profile.missing=failed) counts them so"
     )
     return replace(table, notes=(*table.notes, note))
 

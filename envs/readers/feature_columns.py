@@ -13,12 +13,13 @@ import numpy as np
 import polars as pl
 
 from knobwise.common.errors import InputError
+from knobwise.envs.readers.column_values import NO_NUMBER
 from knobwise.envs.tables.columns import Column
 
 AUTO = "auto"
 """The setting that makes features of all columns that are constant inside each sample."""
-MISSING = ("", "?", "nan", "na", "n/a", "null", "none")
-"""Spellings of a number that is missing, in lower case."""
+MISSING = (*NO_NUMBER, "nan")
+"""Spellings of a feature that is missing, in lower case."""
 MAX_VALUES = 50
 """The most values of a text that get a place."""
 WORDS = r"\S\s+\S+\s+\S|[^\x00-\x7f]{6}"

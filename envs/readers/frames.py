@@ -214,7 +214,7 @@ def _rows(text: str, by_line: bool, notes: list[str], lines: Lines | None) -> di
     Raises:
         ValueError: it is neither, or holds no list of rows, or several.
     """
-    readings: dict[bool, Callable[[str], Any]] = {True: _lines, False: decode_json}
+    readings: dict[bool, Callable[[str], Any]] = {True: decode_lines, False: decode_json}
     content: Any
     try:
         content = readings[by_line](text)
@@ -230,13 +230,13 @@ def _rows(text: str, by_line: bool, notes: list[str], lines: Lines | None) -> di
             if by_line or lines is None:
                 raise error from None
             by_line = True
-            content = _lines(text, lines.refused)
+            content = decode_lines(text, lines.refused)
             if not any(isinstance(row, dict) for row in content.values()):
                 raise error from None
     return content if by_line else dict(enumerate(_rows_in(content, notes), 1))
 
 
-def _lines(text: str, refused: dict[int, str] | None = None) -> dict[int, Any]:
+def decode_lines(text: str, refused: dict[int, str] | None = None) -> dict[int, Any]:
     """Decode JSON lines, by their numbers.
 
     Raises:

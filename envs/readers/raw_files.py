@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import gzip
-import io
 import zlib
 from pathlib import Path
 from typing import Any
 
 from knobwise.common.errors import InputError
 from knobwise.common.json_text import decode_json, decode_text
-from knobwise.envs.readers.frames import unpack_gzip
+from knobwise.envs.readers.frames import decode_lines, unpack_gzip
 
 BEGIN = 65_536
 """So many bytes show which tool wrote a file."""
@@ -49,17 +48,10 @@ def json_lines_in(path: Path) -> list[Any]:
     Raises:
         InputError: it cannot be read, or a line is not JSON.
     """
-    rows = []
     try:
-        for number, line in enumerate(io.StringIO(text_in(path), newline="\n"), 1):
-            if line.strip():
-                try:
-                    rows.append(decode_json(line))
-                except ValueError as error:
-                    raise ValueError(f"line {number}: {error}") from None
+        return [*decode_lines(text_in(path)).values()]
     except ValueError as error:
         raise InputError(f"{path}: not JSON lines ({error})") from error
-    return rows
 
 
 def text_in(path: Path) -> str:

@@ -155,9 +155,10 @@ def test_what_cannot_be_a_feature_is_named(frame, options, named):
         read(frame, **options)
 
 
-def test_a_missing_number_is_nan_and_a_missing_text_is_a_value():
+@pytest.mark.parametrize("gap", ["n/a", "#N/A", "NaN", "?", "null"])
+def test_a_missing_number_is_nan_and_a_missing_text_is_a_value(gap):
     kinds = ["ocr", "", "ocr", "form", "form", None]
-    table = read(wide(kinds, ["33", "", "n/a", "1e1", "-.5", " 7 "]), features="auto")
+    table = read(wide(kinds, ["33", "", gap, "1e1", "-.5", " 7 "]), features="auto")
     kind = Column("kind", ("form", "ocr", ""), True)
     assert table.columns == (kind, Column("tokens", None, True))
     block = table.features["features"]

@@ -116,7 +116,7 @@ def test_repeats_without_a_row_are_late_and_wrong():
     assert (late[1::2] == 1).all()
     assert (right == 0).all()
     # 10 samples lack three and 10 lack one
-    for made, words in ((plain, "failed, missing=failed"), (table, "missing=failed: 40 measurem")):
+    for made, words in ((plain, "repeats that lack a row"), (table, "missing=failed: 40 measurem")):
         (note,) = [note for note in made.notes if words in note]
         assert "model=flaky: 40 of 120" in note
         assert "steady" not in note
