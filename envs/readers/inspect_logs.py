@@ -100,9 +100,9 @@ def read_inspect_logs(paths: Sequence[Path], notes: list[str]) -> ToolRows:
         # a summary has no events
         if _uses_cache(header) and not any("events" in sample for sample in samples):
             notes.append(
-                f"{path.name}: run with inspect's cache. Its answers have not the times of the "
-                "model, and only whole samples say which these are: read the log as JSON (inspect "
-                "log convert --to json), or run it again without the cache"
+                f"{path.name}: run with inspect's cache. Answers that came from it have not the "
+                "model's times, and only whole samples say which these are: read the log as JSON "
+                "(inspect log convert --to json), or run it again without the cache"
             )
         for sample in samples:
             # a log that was continued holds samples of the one before
