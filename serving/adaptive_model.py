@@ -285,8 +285,10 @@ class AdaptiveModel(FirstStages):
             answers = self._answers([each.stage for each in group], configuration)
         except Exception as error:
             runtime.abandon("the model", error)
-            for each in group:
-                runtime.lose(each.decision, f"the model raised {type(error).__name__}")
+            # answers that cannot be read say nothing about the setting
+            if not isinstance(error, InputError):
+                for each in group:
+                    runtime.lose(each.decision, f"the model raised {type(error).__name__}")
             raise
         # the time that no answer holds and nothing has counted yet
         rest_ms = 0.0

@@ -31,6 +31,7 @@ from knobwise.agents.calibration import ways
 from knobwise.agents.evaluation import baselines
 from knobwise.agents.teacher import regressors
 from knobwise.agents.training.checkpoint import load_checkpoint
+from knobwise.envs.bandit.rules import Deadline
 from knobwise.envs.readers.long_table import long_frame, read_long_table
 from knobwise.experiments.evidence.decisions import read_decisions
 from knobwise.experiments.inspection.attainable import QUICK
@@ -144,12 +145,13 @@ def test_an_interrupted_run_resumes_split_by_split():
 
 
 def test_every_split_divides_the_folds_of_its_baselines_anew(monkeypatch):
-    made = Mock(side_effect=ways.make_baselines)
-    monkeypatch.setattr(ways, "make_baselines", made)
+    made = Mock(side_effect=baselines.make_baselines)
+    of_deadlines = ways.WAYS[Deadline.name]._replace(baselines=made)
+    monkeypatch.setitem(ways.WAYS, Deadline.name, of_deadlines)
     for module in (baselines, regressors):  # without the slowest families
         monkeypatch.setattr(module, "FAMILIES", QUICK)
     launch(TRAIN, "baselines=true seeds=[4] split.repeats=2 name=baselines")
-    assert [call.args[1] for call in made.call_args_list] == [4, 5]
+    assert [call.args[3] for call in made.call_args_list] == [4, 5]
     rows = {row["policy"]: row for row in results_of("baselines")["rows"]}
     assert len(rows["ridge"]["utility_per_split"]) == 2
     assert len(rows["controller"]["utility_per_seed"]) == 1

@@ -221,6 +221,7 @@ def controller_of(names):
         fall_back=lambda limit, drift, limits, mask: None,
         limits=Limits({}, None),
         limits_note=lambda features, limits: "",
+        is_unlike=lambda features: False,
         budgets=RequestBudgets(),
         decide_expected=lambda blocks, limit, drift, limits, mask: (next(turns), 0.0, 0.1),
         settled=lambda limit, drift: controller,
