@@ -1,6 +1,7 @@
 """What a decision costs is charged: in the reward that is trained on, and where it is judged."""
 
 from dataclasses import replace
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from knobwise.agents.controller.settings import PolicyConfig
 from knobwise.agents.evaluation.baselines import fit_static
 from knobwise.agents.evaluation.evaluation import evaluate_policy
 from knobwise.agents.training.settings import OptimiserConfig
+from knobwise.envs.bandit.budgets import MIN_LATENCY_MS
 from knobwise.envs.bandit.settings import BudgetConfig
 from knobwise.envs.tables.profile_table import Knob
 
@@ -54,6 +56,15 @@ def test_a_cost_is_charged_once():
     budgets_ms = torch.tensor([10.0, 11.0])
     judged = evaluate_policy(policy, table, torch.arange(samples), budgets_ms, cost_ms=1.5)
     close(judged.utility.mean(0), torch.tensor([0.5, 1.0]))
+
+
+def test_a_guard_is_about_what_is_chosen_with_what_a_decision_leaves():
+    setup = trainer_on(small_table(60), cost_ms=2.0).setup
+    with patch.object(setup, "held_out_log_probs", wraps=setup.held_out_log_probs) as asked:
+        calibrate_controller(setup, setup.limits)
+    limits = torch.stack([call.args[0] for call in asked.call_args_list])
+    # with the cost charged, and as if it were free
+    close(limits, torch.cat([(setup.limits - 2).clamp_min(MIN_LATENCY_MS), setup.limits]))
 
 
 def test_a_policy_that_costs_more_than_every_budget_gives_way_to_static_and_its_teacher_does_not():
