@@ -57,7 +57,8 @@ DONE = b"data: [DONE]\n\n"
 class Reply:
     """An answer: a status, headers, and content; or the chunks of a stream.
 
-    A chunk that is a float is a wait in s; None breaks the connection, also as all there is.
+    A chunk that is a float is a wait in s; None breaks the connection, also as all there is; a text
+    is sent without the framing of chunks.
     """
 
     def __init__(self, content=b"", status=200, kind="application/json", **headers):
@@ -209,6 +210,8 @@ class _Handler(BaseHTTPRequestHandler):
                 return
             if isinstance(part, float):
                 self.server_state.pause.wait(part)
+            elif isinstance(part, str):
+                self.wfile.write(part.encode())
             else:
                 self.wfile.write(b"%x\r\n%s\r\n" % (len(part), part))
         self.wfile.write(b"0\r\n\r\n")

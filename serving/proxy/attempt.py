@@ -19,7 +19,7 @@ from knobwise.serving.proxy.answers import (
 )
 from knobwise.serving.proxy.responses import with_changes
 from knobwise.serving.proxy.responses_answer import ResponsesAnswer
-from knobwise.serving.proxy.upstream import Pairs, content_of, media_type, passed_back
+from knobwise.serving.proxy.upstream import Pairs, media_type, passed_back
 
 if TYPE_CHECKING:
     from starlette.types import Scope
@@ -165,10 +165,10 @@ class Attempt:
         self._response = await upstream.send("POST", path, scope["headers"], body, query)
         status = self.status
         if 200 <= status < 300 and media_type(self._response.headers) == EVENTS:
-            self._rest = self._response.content.iter_any()
+            self._rest = upstream.chunks_of(self._response)
             await self._hold(self._rest)
             return
-        self.content = await content_of(self._response)
+        self.content = await upstream.content_of(self._response)
         if 200 <= status < 300:
             self.reader.read_whole(self.content)
             if not self.fault and self._turned is not None:

@@ -21,7 +21,7 @@ from starlette.types import Send
 from knobwise.serving.proxy.answers import parsed
 from knobwise.serving.proxy.guards import JSON, Guards
 from knobwise.serving.proxy.metrics import ServerMetrics
-from knobwise.serving.proxy.upstream import FAULTS, Upstream, content_of, passed_back
+from knobwise.serving.proxy.upstream import FAULTS, Upstream, passed_back
 
 METHODS = ("GET", "POST", "PUT", "PATCH", "DELETE")
 FORM = "multipart/form-data"
@@ -111,7 +111,7 @@ class Passing:
             headers = request.scope["headers"]
             answer = await self._upstream.send("GET", path, headers, b"", query)
             async with answer:
-                content = await content_of(answer)
+                content = await self._upstream.content_of(answer)
         except FAULTS as error:
             raise no_answer(error) from error
         response = Response(content, answer.status)
@@ -146,7 +146,7 @@ class Passing:
             message = b""
             if missing:
                 async with answer:
-                    message = await content_of(answer)
+                    message = await self._upstream.content_of(answer)
         except FAULTS as error:
             self._metrics.passed.labels(route, "none").inc()
             raise no_answer(error) from error
@@ -157,9 +157,17 @@ class Passing:
                 f"POST /v1/{path}: the endpoint of this server answered with status "
                 f"{answer.status}: {message[:300].decode(errors='replace')}",
             )
-        response = PassedResponse(_chunks_of(answer), answer.status)
+        response = PassedResponse(self._chunks_of(answer), answer.status)
         response.raw_headers = passed_back(answer)
         return response
+
+    async def _chunks_of(self, answer: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
+        """Yield the chunks of an answer, and close it."""
+        try:
+            async for chunk in self._upstream.chunks_of(answer):
+                yield chunk
+        finally:
+            answer.close()
 
     def _opening(self, segments: Sequence[str]) -> str | None:
         """Return the opened path that a path is, or is below; None for none. Nothing leaves it."""
@@ -179,15 +187,6 @@ class PassedResponse(StreamingResponse):
         # without an end, the server closes the connection
         with suppress(*FAULTS):
             await super().stream_response(send)
-
-
-async def _chunks_of(answer: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
-    """Yield the chunks of an answer, and close it."""
-    try:
-        async for chunk in answer.content.iter_any():
-            yield chunk
-    finally:
-        answer.close()
 
 
 def no_answer(error: Exception) -> HTTPException:

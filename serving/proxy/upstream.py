@@ -25,6 +25,9 @@ FIRST_CONNECT_S = 5.0
 IDLE_S = 4.0
 """Seconds that a connection is kept for the next request. Uvicorn, and with it vLLM and others, and
 Node close theirs after 5: a request sent at that moment would look like a fault of the model."""
+WHOLE_ANSWER = 6.0
+"""A whole answer, of however many chunks, may take so many times the seconds that the endpoint may
+keep silent."""
 LONGEST_ANSWER = 256_000_000
 """Bytes of an answer that is no stream, from which on it counts as a fault."""
 HOP_BY_HOP = frozenset((
@@ -119,7 +122,42 @@ class Upstream:
         if response.status not in STATUSES:
             response.close()
             raise UnknownStatus(f"status {response.status}")
+        _end_with_connection(response)
         return response
+
+    async def chunks_of(self, response: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
+        """Yield the content of an answer as it comes.
+
+        Raises:
+            aiohttp.ClientError: it breaks off; a `SocketTimeoutError` where the endpoint keeps
+                silent, or the whole takes too long.
+        """
+        loop = asyncio.get_running_loop()
+        last = loop.time() + WHOLE_ANSWER * self._timeout_s
+        chunks = response.content.iter_any()
+        while True:
+            try:
+                async with asyncio.timeout_at(min(loop.time() + self._timeout_s, last)):
+                    chunk = await anext(chunks, None)
+            except TimeoutError as error:
+                raise aiohttp.SocketTimeoutError("no more of the answer came in time") from error
+            if chunk is None:
+                return
+            yield chunk
+
+    async def content_of(self, response: aiohttp.ClientResponse) -> bytes:
+        """Return the content of an answer that is no stream.
+
+        Raises:
+            aiohttp.ClientError, TimeoutError: it breaks off, see `chunks_of`.
+            ValueError: it is longer than any answer.
+        """
+        content = bytearray()
+        async for chunk in self.chunks_of(response):
+            content += chunk
+            if len(content) > LONGEST_ANSWER:
+                raise ValueError(f"an answer of more than {LONGEST_ANSWER:,} bytes")
+        return bytes(content)
 
     def _url(self, path: str, query: str = "") -> URL:
         query = "&".join(filter(None, (self._query, query)))
@@ -192,19 +230,26 @@ def passed_back(response: aiohttp.ClientResponse, rewritten: bool = False) -> Pa
     return pairs
 
 
-async def content_of(response: aiohttp.ClientResponse) -> bytes:
-    """Return the content of an answer that is no stream.
+def _end_with_connection(response: aiohttp.ClientResponse) -> None:
+    """Let whoever reads an answer learn that its connection is gone, however that came.
 
-    Raises:
-        aiohttp.ClientError, TimeoutError: it breaks off.
-        ValueError: it is longer than any answer.
+    aiohttp 3.14 says nothing to the reader, and stops its own timer, where what the endpoint sent
+    was no HTTP any more: it closes the connection, and the reader would wait for ever.
     """
-    content = bytearray()
-    async for chunk in response.content.iter_any():
-        content += chunk
-        if len(content) > LONGEST_ANSWER:
-            raise ValueError(f"an answer of more than {LONGEST_ANSWER:,} bytes")
-    return bytes(content)
+    connection = response.connection
+    content = response.content
+    # an answer that is whole has given its connection back
+    if connection is None or connection.protocol is None:
+        return
+
+    def end(_: object = None) -> None:
+        if not content.is_eof() and content.exception() is None:
+            content.set_exception(aiohttp.ClientPayloadError("the connection broke off"))
+
+    if (closed := connection.protocol.closed) is None:
+        end()
+    else:
+        closed.add_done_callback(end)
 
 
 def media_type(headers: Mapping[str, str]) -> str:

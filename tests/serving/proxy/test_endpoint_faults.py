@@ -8,6 +8,7 @@ import inspect
 import json
 import time
 
+import aiohttp
 import pytest
 from commands import wait_for
 from proxied import SAFE, knobs_of, serving
@@ -121,6 +122,8 @@ def test_an_error_about_the_request_is_the_clients(served, scripted):
         ([ROLE, WORD, DONE], "cut"),
         ([ROLE, WORD], "cut"),
         ([ROLE, WORD, None], "cut"),
+        # what is no chunk, such as the page of a gateway
+        ([ROLE, WORD, 0.3, "<html>gone</html>", None], "cut"),
         ([ROLE, WORD, event(ERROR), DONE], "endpoint_error"),
         ([ROLE, WORD, chunk({}, "error"), DONE], "endpoint_error"),
     ],
@@ -134,7 +137,8 @@ def test_a_stream_that_fails_after_its_beginning_is_no_answer(served, scripted, 
         # it breaks off for the client too
         with pytest.raises(http.client.IncompleteRead) as caught:
             answer.read()
-        assert caught.value.partial == b"".join(stream[:-1])
+        content = [part for part in stream if isinstance(part, bytes)]
+        assert caught.value.partial == b"".join(content)
     else:
         assert answer.read() == b"".join(stream)
     connection.close()
@@ -336,7 +340,24 @@ def test_no_request_goes_to_a_connection_that_was_idle_for_long(monkeypatch, idl
         async with server, asked.connected():
             for _ in range(2):
                 response = await asked.send("POST", "/chat/completions", [], b"{}")
-                assert await upstream.content_of(response) == b"{}"
+                assert await asked.content_of(response) == b"{}"
 
     asyncio.run(ask())
     assert len(opened) == connections
+
+
+@pytest.mark.parametrize(("parts", "whole"), [([0.02, WORD] * 40, 6.0), ([WORD, 60.0], 60.0)])
+def test_an_answer_that_trickles_or_stops_is_given_up(scripted, monkeypatch, parts, whole):
+    monkeypatch.setattr(upstream, "WHOLE_ANSWER", whole)
+    scripted.answer = lambda path, body: Reply(parts)
+
+    async def ask():
+        asked = upstream.Upstream(scripted.url, None, False, 0.1)
+        async with asked.connected():
+            response = await asked.send("POST", "/chat/completions", [], b"{}")
+            return await asked.content_of(response)
+
+    with pytest.raises(aiohttp.SocketTimeoutError):
+        asyncio.run(ask())
+    scripted.pause.set()
+    scripted.pause.clear()
