@@ -712,7 +712,7 @@ def test_k19_a_share_on_time_is_promised_per_budget_and_more_never_deploys_bolde
 
     write_table()
     passed = {}
-    for promise in (0.5, 0.9):
+    for promise in (0.5, 0.7):
         launch("train", TABLE, LEAN, f"policy.promise={promise} name=p{promise}")
         results = read_json(f"runs/controller/p{promise}/results.json")
         rows = [row for row in results["promises"] if row["policy"] == "controller"]
@@ -720,7 +720,7 @@ def test_k19_a_share_on_time_is_promised_per_budget_and_more_never_deploys_bolde
         for row in rows:
             assert row["kept"] == (row["held_out_bound"] >= promise)
         passed[promise] = [row["held_out"] for row in rows]
-    for bolder, safer in zip(passed[0.5], passed[0.9], strict=True):
+    for bolder, safer in zip(passed[0.5], passed[0.7], strict=True):
         assert safer >= bolder
 
 

@@ -108,6 +108,12 @@ def requests_needed(promise: float) -> int:
     return math.ceil(math.log(1 - CONFIDENCE) / math.log(promise) - 1e-9)
 
 
+def largest_promise(requests: int) -> float:
+    """Return the largest promise, in thousandths, that so many requests show if all of them are on
+    time."""
+    return math.floor(1000 * (1 - CONFIDENCE) ** (1 / requests) + 1e-6) / 1000
+
+
 def check_promise(problem: Problem) -> None:
     """Refuse a promise where times are not measured, or a request has no budget of its own; say how
     many cells have no time that could show anything.

@@ -175,14 +175,14 @@ def test_evaluating_on_another_profile_leaves_out_what_was_trained_on(folder, ca
 SAVED = words_of("profile=table profile.path=saved.safetensors", QUICK, "seeds=[0]")
 
 
-def save_noise(latency_range, latency_noise):
+def save_noise(latency_range, latency_noise, samples=200):
     """A table in which features tell nothing: more compute is as much better for one sample as for
     another."""
     generator = torch.Generator().manual_seed(0)
-    noise = torch.randn(2, 200, 6, generator=generator)
+    noise = torch.randn(2, samples, 6, generator=generator)
     accuracy = (torch.linspace(0.2, 0.8, 6) + 0.05 * noise[0]).clamp(0, 1)
     latency_ms = (torch.linspace(1, 1 + latency_range, 6) + latency_noise * noise[1]).exp()
-    features = torch.randn(200, 3, generator=generator)
+    features = torch.randn(samples, 3, generator=generator)
     table_of(accuracy, latency_ms, features).save("saved.safetensors")
 
 
@@ -202,7 +202,7 @@ def test_without_headroom_the_guard_falls_back_and_says_so(folder, capsys):
 
 
 def test_a_promise_that_nothing_keeps_is_not_made(folder, capsys):
-    save_noise(latency_range=0, latency_noise=0.8)
+    save_noise(latency_range=0, latency_noise=0.8, samples=400)
     promised = "policy.promise=0.95"
     for command in (["train", *SAVED, promised], ["evaluate", *SAVED[:2], "baselines=false"]):
         launch(command)
