@@ -8,14 +8,23 @@ was fitted on them or chosen by them.
 Candidates stand in a fixed order, from the safest to the boldest, by the fitted samples alone. They
 are single configurations, and the policy restricted to what a model of latencies expects in time
 with one of `PROBABILITIES`. The policy counts as safer than the safest single configuration only
-where that is clear, so that a promise which that one keeps is made; and a candidate that is not
-expected to be more accurate than all safer ones is left out. Then they are tested in this order,
+where that is clear; and a candidate that is not expected to be more accurate than all safer ones is
+left out. Then they are tested in this order,
 each by the exact bound on the share of a binomial (Clopper and Pearson 1934, "The Use of Confidence
 or Fiducial Limits", Biometrika) until the first one fails; the last one that passed is deployed.
 Since the order is fixed, many candidates cost no confidence (fixed sequence testing, as in
 Angelopoulos, Bates, Candès, Jordan and Lei 2025, "Learn then Test: Calibrating Predictive
 Algorithms to Achieve Risk Control", Annals of Applied Statistics, section 3); and a higher promise
 stops earlier, so it never deploys a bolder candidate.
+
+Where the policy stands first, nothing would be tested once it fails, though a single configuration
+may keep the promise. There the error is divided: one half for the whole order, one for the single
+configurations alone in theirs, and where all of these pass they hand theirs on. The most accurate
+rule that passed in either is deployed. (So does Wiens and Dmitrienko 2005, "The Fallback Procedure
+for Evaluating a Single Family of Hypotheses", Journal of Biopharmaceutical Statistics 15; that a
+share may be handed on is Bretz, Maurer, Brannath and Posch 2009, "A graphical approach to
+sequentially rejective multiple test procedures", Statistics in Medicine 28.) Where half of the
+error shows nothing, since there are too few requests, the single configurations get all of it.
 
 Where no candidate of a budget passes, the rule of the next smaller budget that has a promise goes
 on to decide: what it answers in time there is in time here, so if its promise holds there it does
@@ -63,6 +72,8 @@ from knobwise.envs.tables.units import MS
 
 CONFIDENCE = 0.95
 """One-sided, over the draw of the calibration samples."""
+ERROR = 1 - CONFIDENCE
+"""The chance that the rule which is tested at a budget is promised wrongly."""
 HELD_BACK = 0.2
 """The share of the fitted samples that a promise is calibrated on."""
 RESERVE = 0.02
@@ -93,25 +104,25 @@ class PromiseRow(TypedDict):
     on_time: float
     """The share on time of the calibration requests."""
     bound: float
-    """Its lower bound with `CONFIDENCE`."""
+    """Its lower bound with `CONFIDENCE`, or with half of the `ERROR` where that was tested."""
     requests: int
     """How many calibration requests there were."""
     expected_accuracy: float
     """The accuracy on fitted samples, which candidates were ordered by."""
     candidates: int
-    """How many there were, and how many passed."""
+    """How many there were, and how many passed; in both orders where there are two."""
     passed: int
 
 
-def requests_needed(promise: float) -> int:
+def requests_needed(promise: float, error: float = ERROR) -> int:
     """Return how many requests a promise needs if all of them are on time."""
-    return math.ceil(math.log(1 - CONFIDENCE) / math.log(promise) - 1e-9)
+    return math.ceil(math.log(error) / math.log(promise) - 1e-9)
 
 
 def largest_promise(requests: int) -> float:
     """Return the largest promise, in thousandths, that so many requests show if all of them are on
     time."""
-    return math.floor(1000 * (1 - CONFIDENCE) ** (1 / requests) + 1e-6) / 1000
+    return math.floor(1000 * ERROR ** (1 / requests) + 1e-6) / 1000
 
 
 def check_promise(problem: Problem) -> None:
@@ -190,12 +201,12 @@ def late(
     return too_late if over is None else too_late | over[cells]
 
 
-def least_share(on_time: int, count: int) -> float:
-    """Return the lower bound with `CONFIDENCE` of the share that `on_time` of `count` requests were
-    drawn from; 0 for none."""
+def least_share(on_time: int, count: int, error: float = ERROR) -> float:
+    """Return the lower bound of the share that `on_time` of `count` requests were drawn from, which
+    is too high with the chance `error` at most; 0 for none."""
     if not on_time:
         return 0.0
-    return float(beta.ppf(1 - CONFIDENCE, on_time, count - on_time + 1))
+    return float(beta.ppf(error, on_time, count - on_time + 1))
 
 
 def in_order(
@@ -228,10 +239,27 @@ class Trial(NamedTuple):
     hits: list[int]
     """How many requests were on time."""
     requests: int
+    alone: Trial | None = None
+    """The same of single configurations alone, where the policy stands first; else None."""
 
     def row(self, promise: float) -> PromiseRow:
         """Return what is deployed for a promise."""
-        bounds = [least_share(hits, self.requests) for hits in self.hits]
+        if self.alone is None:
+            return self.tested(promise, ERROR)
+        enough = self.requests >= requests_needed(promise, ERROR / 2)
+        single = self.alone.tested(promise, ERROR / 2 if enough else ERROR)
+        handed_on = single["passed"] == single["candidates"]
+        policy = self.tested(promise, ERROR if handed_on else ERROR / 2)
+        kept = [row for row in (policy, single) if row["kept"]]
+        # where nothing passed the policy is the safest
+        row = max(kept, key=lambda each: each["expected_accuracy"], default=policy)
+        row["candidates"] = policy["candidates"] + single["candidates"]
+        row["passed"] = policy["passed"] + single["passed"]
+        return row
+
+    def tested(self, promise: float, error: float) -> PromiseRow:
+        """Return what passes in this order alone, with a chance of error."""
+        bounds = [least_share(hits, self.requests, error) for hits in self.hits]
         passed = passing(bounds, promise)
         last = max(passed - 1, 0)
         configuration, probability = self.candidates[last]
@@ -298,7 +326,19 @@ def trials_of(
         kept = [candidates[i] for i in order]
         answers = _chosen(kept, left, allowed[requests.rows], static, deployed)
         hits = count - late(problem, requests, answers, left, reads[order]).sum(0)
-        result.append(Trial(budget, left, kept, accuracies, hits.tolist(), count))
+        trial = Trial(budget, left, kept, accuracies, hits.tolist(), count)
+        if kept[0].configuration == POLICY:
+            (alone,) = trials_of(
+                problem,
+                rows,
+                requests,
+                torch.tensor([budget]).double(),
+                static,
+                allowed=allowed,
+                cost_ms=cost_ms,
+            )
+            trial = trial._replace(alone=alone)
+        result.append(trial)
     return result
 
 
@@ -364,8 +404,8 @@ def _surely(on_time: Tensor, reads: Tensor, clusters: Tensor) -> NDArray[np.floa
     [K].
 
     The policy was chosen among many, by the samples that it is put in order by. So it stands before
-    a single configuration only where it is clearly safer: two standard errors of the difference
-    from the safest of them are taken off.
+    a single configuration only where it is clearly safer, not where both are as often on time: two
+    standard errors of the difference from the safest of them are taken off, and a trifle.
 
     Args:
         reads: bool [K], which candidates are the policy.
@@ -374,7 +414,7 @@ def _surely(on_time: Tensor, reads: Tensor, clusters: Tensor) -> NDArray[np.floa
     shares = on_time.mean(0)
     safest = on_time[:, ~reads][:, shares[~reads].argmax()]
     for index in reads.nonzero().flatten().tolist():
-        shares[index] -= 2 * standard_error(on_time[:, index] - safest, clusters)
+        shares[index] -= 2 * standard_error(on_time[:, index] - safest, clusters) + 1e-9
     return shares.numpy()
 
 

@@ -368,6 +368,104 @@ def test_a_promise_is_broken_no_more_often_than_its_confidence_allows(count, clu
     assert np.mean(broken) <= 0.05 + 2 * math.sqrt(0.05 * 0.95 / 200)
 
 
+def policy_first(fitted, held, late_held):
+    """Two single configurations and a policy, which has one of its own: of the fitted samples a
+    tenth is late with either single one, and none with the policy, which is more accurate than the
+    first and less than the second.
+
+    Args:
+        fitted, held: how many samples there are.
+        late_held: bool [held, 3], which are late of those that are held back.
+    """
+    latency = torch.full((fitted + held, 3), 5.0)
+    latency[: fitted // 10, :2] = 50.0
+    latency[fitted // 10 : fitted // 5, 1] = 50.0
+    latency[fitted:][torch.as_tensor(late_held)] = 50.0
+    accuracy = torch.tensor([0.3, 0.8, 0.5]).expand(fitted + held, 3).clone()
+    table = table_of(accuracy, latency)
+    return table, *torch.arange(fitted + held).split([fitted, held])
+
+
+def made_with_policy(table, fitted, held, promise):
+    """What is promised where the policy chooses the third configuration, which no single rule is
+    allowed to."""
+
+    def decide(rows):
+        return lambda limit_ms, quantile: torch.full((len(rows),), 2)
+
+    allowed = torch.ones(table.num_samples, 3, dtype=torch.bool)
+    allowed[:, 2] = False
+    problem = Problem.from_table(table)
+    static = fit_static(table, fitted)
+    requests = requests_of(problem, held)
+    about = problem, fitted, requests, torch.tensor([10.0]), static
+    rules = decide(fitted), decide(requests.rows)
+    (trial,) = trials_of(*about, *rules, allowed=allowed)
+    (alone,) = trials_of(*about, allowed=allowed)
+    return trial.row(promise), alone.row(promise)
+
+
+@pytest.mark.parametrize(("held", "misses"), [(60, 1), (75, 1), (200, 20)])
+def test_where_the_policy_stands_first_and_fails_static_under_the_promise_is_deployed(held, misses):
+    """Of those that are held back the policy is late for some, the first configuration for none,
+    and the second for half."""
+    late_held = np.zeros((held, 3), bool)
+    late_held[:misses, 2] = True
+    late_held[::2, 1] = True
+    table, *parts = policy_first(200, held, late_held)
+    row, alone = made_with_policy(table, *parts, 0.95)
+    assert (alone["configuration"], alone["kept"]) == (0, True)
+    assert (row["configuration"], row["kept"]) == (0, True)
+    assert row["on_time"] == 1
+    assert row["bound"] == pytest.approx((0.05 if held == 60 else 0.025) ** (1 / held))
+
+
+def test_where_the_policy_stands_first_and_passes_it_is_deployed_with_the_error_that_is_left():
+    """Of 100 requests none late is enough for half of the error, one only for all of it."""
+    for misses, wanted in ((0, POLICY), (1, 0)):
+        late_held = np.zeros((100, 3), bool)
+        late_held[:misses, 2] = True
+        late_held[::2, 1] = True
+        table, *parts = policy_first(200, 100, late_held)
+        row, _ = made_with_policy(table, *parts, 0.95)
+        assert (row["configuration"], row["kept"]) == (wanted, True)
+        # all single configurations pass, and hand on their half
+        late_held[:, 1] = False
+        table, *parts = policy_first(200, 100, late_held)
+        row, _ = made_with_policy(table, *parts, 0.95)
+        assert (row["configuration"], row["kept"]) == (1, True)
+        assert row["passed"] == row["candidates"]
+
+
+def test_half_of_the_error_for_the_policy_and_half_for_single_ones_is_no_more_than_all_of_it():
+    """All three are on time for a little less than promised, each by itself."""
+    draws = np.random.default_rng(0)
+    broken = []
+    for _ in range(400):
+        late_held = draws.random((150, 3)) >= 0.9499
+        table, *parts = policy_first(200, 150, late_held)
+        row, _ = made_with_policy(table, *parts, 0.95)
+        broken.append(row["kept"])
+    assert np.mean(broken) <= 0.05 + 2 * math.sqrt(0.05 * 0.95 / 400)
+
+
+def test_what_is_as_often_on_time_as_the_policy_stands_before_it():
+    """All fitted samples are on time either way. Of those that are held back the policy is late for
+    a tenth."""
+    latency = torch.full((200, 2), 5.0)
+    latency[100:110, 1] = 50.0
+    accuracy = torch.tensor([0.5, 0.9]).expand(200, 2).contiguous()
+    table = table_of(accuracy, latency)
+    fitted, held = torch.arange(200).split(100)
+    allowed = torch.tensor([[True, False]]).expand(200, 2).contiguous()
+
+    def decide(limit_ms, quantile):
+        return torch.ones(100, dtype=torch.int64)
+
+    (row,) = made(table, held, [10.0], 0.95, decide, decide, rows=fitted, allowed=allowed)
+    assert (row["configuration"], row["kept"], row["passed"]) == (0, True, 1)
+
+
 @pytest.mark.parametrize("promise", [0.95, 0.99])
 def test_forty_requests_promise_nothing(promise):
     table = table_of(torch.ones(40, 2), torch.full((40, 2), 5.0))
