@@ -24,7 +24,13 @@ from knobwise.agents.calibration.mean_policies import (
     compare_with_mix,
     outcomes_of,
 )
-from knobwise.agents.calibration.promise import requests_of, trials_of
+from knobwise.agents.calibration.promise import (
+    PromiseRow,
+    Trial,
+    requests_of,
+    trials_of,
+    with_smaller,
+)
 from knobwise.agents.controller.actor import make_actor
 from knobwise.agents.deployed.promise import LatencyModel
 from knobwise.agents.evaluation.baselines import fit_static
@@ -89,8 +95,9 @@ def plan_for_deadlines(
 def promise_for_deadlines(
     calibration: Calibration, setup: ControllerSetup, budgets_ms: Tensor, promise: float
 ) -> None:
-    """Find the rule for each budget that keeps a promise on the samples that were held back
-    for it, and keep what static knows of the times of configurations."""
+    """Find the rule for each budget, and the smaller ones that it brings, that keeps a promise on
+    the samples that were held back for it, and keep what static knows of the times of
+    configurations."""
     problem = setup.problem
     rows = setup.held_out.rows
     folds = setup.folds
@@ -116,24 +123,38 @@ def promise_for_deadlines(
     # for samples held out of a fold neither network nor model of latencies was fitted on them
     models = [LatencyModel(fit_latency_model(problem.facts, fit, normaliser)) for fit in folds[0]]
 
+    # at one limit the candidates differ in the quantile alone
+    @functools.lru_cache(maxsize=1)
+    def log_probs_of_rows(limit_ms: float) -> Array:
+        return setup.held_out.log_probs(actor, torch.tensor(limit_ms)).cpu().numpy()
+
+    @functools.lru_cache(maxsize=1)
+    def log_probs_of_requests(limit_ms: float) -> Array:
+        mask = allowed[requests.rows].numpy()
+        return decider.log_probs(features, np.full(len(mask), limit_ms), mask)
+
     def held_out(limit_ms: float, quantile: float) -> Tensor:
-        log_probs = setup.held_out.log_probs(actor, torch.tensor(limit_ms)).cpu().numpy()
+        log_probs = log_probs_of_rows(limit_ms)
         parts = zip(models, folds[1], strict=True)
         expected = [within(model, hold, limit_ms, quantile) for model, hold in parts]
         return torch.from_numpy(np.where(np.concatenate(expected), log_probs, -np.inf).argmax(1))
 
     def deployed(limit_ms: float, quantile: float) -> Tensor:
-        mask = allowed[requests.rows].numpy()
-        log_probs = decider.log_probs(features, np.full(len(mask), limit_ms), mask)
         expected = within(decider.latency, requests.rows, limit_ms, quantile)
+        log_probs = log_probs_of_requests(limit_ms)
         return torch.from_numpy(np.where(expected, log_probs, -np.inf).argmax(1))
 
+    budgets = with_smaller(problem, rows, budgets_ms, setup.cost_ms)
+
+    def promised(trials: Sequence[Trial]) -> list[PromiseRow]:
+        pairs = zip(trials, budgets.values(), strict=True)
+        return [trial._replace(asked=asked).row(promise) for trial, asked in pairs]
+
     static = fit_static(problem.cells, setup.fitted, setup.rule)
-    about = problem, rows, requests, budgets_ms, static
+    about = problem, rows, requests, torch.tensor([*budgets]).double(), static
     policy = trials_of(*about, held_out, deployed, allowed=allowed, cost_ms=setup.cost_ms)
-    calibration.promise = [each.row(promise) for each in policy]
-    single = trials_of(*about, allowed=allowed)
-    calibration.promise_of_static = [each.row(promise) for each in single]
+    calibration.promise = promised(policy)
+    calibration.promise_of_static = promised(trials_of(*about, allowed=allowed))
     calibration.static = static.arrays()
 
 

@@ -35,6 +35,11 @@ Below such a budget the safest candidate decides, and nothing is promised: where
 the fastest, and between its budget and the next one the configuration that is most often on time in
 what is left, if that is more often than the candidate's.
 
+Each budget that was asked for brings smaller ones below it (`SMALLER`), with rules of their own, so
+that what is left of it on a slower machine, or after a queue, finds the next rule a few per cent
+below. They are no budgets to be judged at. Tests cost one another no confidence, as at any other
+budgets; and what is said above of promises that go on holds for theirs.
+
 The rules are tested as they will decide. In service nothing is unmeasured, so that only limits on
 further costs forbid a choice. A choice that was not measured for a sample stays the choice, and
 counts as late: what it would have taken is not known, and it may be missing because it was slow.
@@ -81,6 +86,10 @@ RESERVE = 0.02
 beyond what was expected of it. Of a budget in another unit, such as USD, decisions take nothing."""
 PROBABILITIES = (0.0, 0.5, 0.6, 0.7, 0.8, 0.85, 0.9, 0.925, 0.95, 0.97, 0.98, 0.99, 0.995, 0.999)
 """With which what the policy chooses must be expected in time; 0 for anything."""
+SMALLER = (0.95, 0.9, 0.85, 0.8, 0.7, 0.6, 0.5)
+"""The smaller budgets that one brings, by it."""
+APART = 0.03
+"""By how much, as a share, a smaller budget is above the next one that was asked for."""
 
 Decide = Callable[[float, float], Tensor]
 """A limit in ms, and how far below it choices must be expected, in standard deviations → the
@@ -91,6 +100,9 @@ class PromiseRow(TypedDict):
     """What was promised at one budget."""
 
     budget_ms: float
+    asked: bool
+    """False for one of the smaller budgets that another brings. Missing in earlier versions, which
+    had none."""
     planned_ms: float
     """What is left of it for the answer, which was promised for."""
     promise: float
@@ -241,6 +253,8 @@ class Trial(NamedTuple):
     requests: int
     alone: Trial | None = None
     """The same of single configurations alone, where the policy stands first; else None."""
+    asked: bool = True
+    """See `PromiseRow`."""
 
     def row(self, promise: float) -> PromiseRow:
         """Return what is deployed for a promise."""
@@ -265,6 +279,7 @@ class Trial(NamedTuple):
         configuration, probability = self.candidates[last]
         return {
             "budget_ms": self.budget_ms,
+            "asked": self.asked,
             "planned_ms": self.planned_ms,
             "promise": promise,
             "kept": passed > 0,
@@ -277,6 +292,46 @@ class Trial(NamedTuple):
             "candidates": len(self.candidates),
             "passed": passed,
         }
+
+
+def with_smaller(
+    problem: Problem, rows: Tensor, budgets_ms: Tensor, cost_ms: float = 0.0
+) -> dict[float, bool]:
+    """Return all budgets that rules are sought for, in ascending order, and whether they were asked
+    for: B budgets, and below each the smaller ones that it brings, down to the next one and as far
+    as any answer is in time.
+
+    Args:
+        rows: int64 [n], the fitted samples.
+        budgets_ms: float [B].
+        cost_ms: the time of a decision.
+    """
+    everything = torch.arange(problem.values.num_configurations).expand(len(rows), -1)
+    unread = torch.zeros(everything.shape[1], dtype=torch.bool)
+    times = _times(problem, (rows.unsqueeze(1), everything), unread)
+    least_ms = float(times[~times.isnan()].min())
+    budgets = dict[float, bool]()
+    below = 0.0
+    for budget in sorted(budgets_ms.tolist()):
+        for factor in reversed(SMALLER):
+            smaller = factor * budget
+            in_time = _planned(problem, smaller, cost_ms) >= least_ms
+            if in_time and smaller > (1 + APART) * below:
+                budgets[smaller] = False
+        budgets[budget] = True
+        below = budget
+    return budgets
+
+
+def _planned(problem: Problem, budget_ms: float, cost_ms: float) -> float:
+    """Return what is left of a budget for the answer, ms."""
+    reserve = RESERVE if problem.facts.unit == MS else 0.0
+    return max((1 - reserve) * (budget_ms - cost_ms), MIN_LATENCY_MS)
+
+
+def asked_of(rows: Sequence[PromiseRow]) -> list[PromiseRow]:
+    """Return the rows of the budgets that were asked for."""
+    return [row for row in rows if row.get("asked", True)]
 
 
 def trials_of(
@@ -314,10 +369,9 @@ def trials_of(
     clusters = cluster_numbers(problem.facts, rows)
     if allowed is None:
         allowed = torch.ones_like(problem.facts.mask)
-    reserve = RESERVE if problem.facts.unit == MS else 0.0
     result = []
     for budget in sorted(budgets_ms.tolist()):
-        left = max((1 - reserve) * (budget - cost_ms), MIN_LATENCY_MS)
+        left = _planned(problem, budget, cost_ms)
         chosen = _chosen(candidates, left, allowed[rows], static, held_out)
         on_time, accuracy = _expected(problem, rows, chosen, left, reads)
         mean_ms = static.latency_ms[chosen.numpy()].mean(0)
@@ -375,10 +429,12 @@ def deciding(rows: Sequence[PromiseRow]) -> list[PromiseRow]:
 
 
 def arrays_of(rows: Sequence[PromiseRow]) -> dict[str, NDArray[Any]]:
-    """Collect what `agents.deployed.promise.Promise` reads: all budgets, and columns of those [B]
-    whose own rule decides."""
-    trained_ms = np.array([row["budget_ms"] for row in rows])
-    rows = [row for row, decides in zip(rows, deciding(rows), strict=True) if decides is row]
+    """Collect what `agents.deployed.promise.Promise` reads: all budgets that were asked for, and
+    columns of those [B] whose own rule decides. A smaller one without a promise has none."""
+    trained_ms = np.array([row["budget_ms"] for row in asked_of(rows)])
+    pairs = zip(rows, deciding(rows), strict=True)
+    own = [row for row, decides in pairs if decides is row]
+    rows = [row for row in own if row["kept"] or row.get("asked", True)]
     return {
         "trained_ms": trained_ms,
         "budgets_ms": np.array([row["budget_ms"] for row in rows]),

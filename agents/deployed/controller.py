@@ -153,8 +153,8 @@ class NumpyController:
 
     @property
     def trained_ms(self) -> Array | None:
-        """All budgets that it was calibrated for, also where a promise of a smaller one goes on;
-        None for a controller that was calibrated for none."""
+        """All budgets that it was asked to be calibrated for, also where a promise of a smaller one
+        goes on; None for a controller that was calibrated for none."""
         if self.promise is not None:
             return self.promise.trained_ms
         return self.calibrated.budgets_ms if self.calibrated else None

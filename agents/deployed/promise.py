@@ -107,12 +107,13 @@ class Promise:
     time. Budgets at which no rule passed, and that of a smaller one goes on, are not among them.
     Where none goes on, nothing is promised, and the rule was only the safest at its budget: with
     more than that left, a single configuration gives way to one that is more often on time.
+    Each budget that was asked for has brought smaller ones below it, with promises of their own.
 
     Attributes:
         static: knows how often each configuration was on time.
-        trained_ms: ascending, all budgets that rules were sought for; files of earlier versions
-            hold only `budgets_ms`.
-        budgets_ms: [B], ascending.
+        trained_ms: ascending, all budgets that were asked for; files of earlier versions hold only
+            `budgets_ms`.
+        budgets_ms: [B], ascending, those with a rule.
         planned_ms: [B], what is left of each budget for the answer. That much was promised for.
         fixed: int64 [B], the configuration that decides for all requests, or `POLICY`.
         quantiles: [B], how far below the limit the policy's choice must be expected, in standard

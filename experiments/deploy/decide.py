@@ -54,6 +54,9 @@ def decide_requests(config: DecideRun) -> int:
     # the budgets that the controller was tested at, where it has a guard or a promise
     trained_ms = controller.trained_ms
     tried = np.array([0, np.inf]) if trained_ms is None else trained_ms
+    if controller.promise is not None:
+        # a promise has rules at smaller budgets, too
+        tried = np.append(tried, controller.promise.budgets_ms)
     # they are kept in float32, and typed as they are printed
     least, most = (1 - ROUNDING) * tried.min(), (1 + ROUNDING) * tried.max()
     # the column of ids in training, too

@@ -16,6 +16,7 @@ from knobwise.agents.calibration.promise import (
     HELD_BACK,
     IndependentRequests,
     arrays_of,
+    asked_of,
     check_promise,
     deciding,
     in_order,
@@ -25,6 +26,7 @@ from knobwise.agents.calibration.promise import (
     requests_needed,
     requests_of,
     trials_of,
+    with_smaller,
 )
 from knobwise.agents.deployed.promise import POLICY, Promise
 from knobwise.agents.evaluation.baselines import fit_static
@@ -212,6 +214,45 @@ def test_a_budget_that_nothing_meets_does_not_decide_for_those_above_it():
     wanted = [1, 1, 2, 2, 2, 2, 2, 2]
     assert promise.with_fallback(np.zeros(8, np.int64), limits, mask).tolist() == wanted
     assert promise.shares_at(limits).tolist() == [0] * 7 + [0.9]
+
+
+def test_a_budget_brings_smaller_ones_down_to_the_next_and_as_far_as_any_answer_is_in_time():
+    table = table_of(torch.ones(3, 2), torch.tensor([[40.0, 49.0]] * 3))
+    problem = Problem.from_table(table)
+    rows = torch.arange(3)
+    # of 100 ms the smaller ones down to 50, of which 49 are planned with; 70 is near 69
+    budgets = with_smaller(problem, rows, torch.tensor([100.0]))
+    assert [*budgets] == pytest.approx([50, 60, 70, 80, 85, 90, 95, 100])
+    assert [*budgets.values()] == [False] * 7 + [True]
+    budgets = with_smaller(problem, rows, torch.tensor([100.0, 69.0]))
+    # 41.4 leaves 40.6, and 34.5 less than any answer takes
+    smaller = [f * 69 for f in (0.6, 0.7, 0.8, 0.85, 0.9, 0.95)]
+    assert [*budgets] == pytest.approx([*smaller, 69, 80, 85, 90, 95, 100])
+    assert [budget for budget, asked in budgets.items() if asked] == [69, 100]
+    # what a decision takes is no time for an answer
+    assert min(with_smaller(problem, rows, torch.tensor([100.0]), 25.0)) == pytest.approx(70)
+    assert [*with_smaller(problem, rows, torch.tensor([20.0]))] == [20.0]
+
+
+def test_smaller_budgets_have_rules_where_these_passed_and_are_no_trained_ones():
+    table = table_of(torch.tensor([[0.3, 0.9]] * 100), torch.tensor([[5.0, 9.0]] * 100))
+    problem = Problem.from_table(table)
+    rows = torch.arange(100)
+    static = fit_static(table, rows)
+    budgets = with_smaller(problem, rows, torch.tensor([10.0]))
+    requests = requests_of(problem, rows)
+    trials = trials_of(problem, rows, requests, torch.tensor([*budgets]).double(), static)
+    pairs = zip(trials, budgets.values(), strict=True)
+    for promise, kept in ((0.95, [6, 7, 8, 8.5, 9, 9.5, 10]), (0.99, [10])):
+        tried = [trial._replace(asked=asked).row(promise) for trial, asked in pairs]
+        assert [row["budget_ms"] for row in asked_of(tried)] == [10]
+        deployed = Promise(arrays_of(tried), static)
+        assert deployed.trained_ms.tolist() == [10]
+        assert deployed.budgets_ms.tolist() == pytest.approx(kept)
+        pairs = zip(trials, budgets.values(), strict=True)
+    # a row of an earlier version was asked for
+    del tried[-1]["asked"]
+    assert asked_of(tried) == tried[-1:]
 
 
 def test_the_policy_pays_for_its_decisions_and_for_the_first_look():
