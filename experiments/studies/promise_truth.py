@@ -5,8 +5,8 @@ say half of what there is to know, or nothing, or whose samples come in clusters
 alike. Then the samples that a promise is calibrated on are drawn from 20,000 others, 500 times, and
 the share on time of what would be deployed is that of all of these: the truth. A promise is
 *broken* if it was made and the truth is below it; for the rule that was tested at a budget that may
-be in 5 % of the draws. Where none passes, that of a smaller budget goes on with its promise, and
-what is said at a budget may be wrong more often: the column "said wrongly" counts that.
+be in 5 % of the draws. Where none passes, that of a smaller budget, also of one that another brings,
+goes on with its promise, and what is said at a budget may be wrong more often: the column "said wrongly" counts that.
 
     python experiments/studies/promise_truth.py [draws=500]
 """
@@ -31,6 +31,7 @@ from knobwise.agents.calibration.promise import (
     late,
     requests_of,
     trials_of,
+    with_smaller,
 )
 from knobwise.agents.controller.encoders import TableEncoder
 from knobwise.agents.deployed.promise import POLICY, LatencyModel
@@ -149,6 +150,7 @@ def broken_in(world: World, size: int, draws: int) -> dict[float, tuple[float, .
             truths[key] = 1 - float(answers.double().mean())
         return truths[key]
 
+    budgets = with_smaller(problem, fitted, world.budgets_ms)
     clusters = cluster_numbers(problem.facts, others)
     names = torch.arange(int(clusters.max()) + 1)
     per_cluster = len(others) / len(names)
@@ -157,13 +159,16 @@ def broken_in(world: World, size: int, draws: int) -> dict[float, tuple[float, .
         rows = others[torch.isin(clusters, torch.from_numpy(drawn))]
         requests = requests_of(problem, rows, draw)
 
-        about = problem, fitted, requests, world.budgets_ms, static
+        about = problem, fitted, requests, torch.tensor([*budgets]).double(), static
         rules = world.for_rows(fitted), world.for_rows(requests.rows)
         trials = trials_of(*about, *rules)
         for promise in PROMISES:
             rows_of_budgets = [each.row(promise) for each in trials]
             pairs = zip(rows_of_budgets, deciding(rows_of_budgets), strict=True)
-            for place, (row, decides) in enumerate(pairs):
+            asked = [
+                pair for pair, is_asked in zip(pairs, budgets.values(), strict=True) if is_asked
+            ]
+            for place, (row, decides) in enumerate(asked):
                 made[promise][draw, place] = row["kept"]
                 below = decides["kept"] and truth(decides, row["planned_ms"]) < promise
                 wrong[promise][draw, place] = below

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import struct
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -60,6 +61,8 @@ class ServerMetrics:
         self.over_limit = counter("over_limit", "Answers that cost more than a limit on usd")
         self.usd = counter("usd", "What answers cost in US dollars, with prices=…")
         self.unpriced = counter("unpriced", "Answers whose cost nobody knows, with prices=…")
+        self.promised = counter("promised", "Answered requests of a controller with a promise, by "
+                                "whether they had one", "promised")  # fmt: skip
         self.retries = counter("retries", "Further settings that were tried after a fault")
         self.broken = counter("broken", "Requests under way in processes that were killed")
         self.crowded = counter("crowded", "Requests that came while more were under way than when "
@@ -78,14 +81,16 @@ class ServerMetrics:
         )
         self._share = library.Gauge(
             "knobwise_promise_on_time",
-            f"Share on time of the last {WINDOW} promised answers of a process, by budget",
+            f"Share on time of the last {WINDOW} promised answers of a process, by the trained "
+            "budget that was asked for",
             ["budget"],
             registry=registry,
             multiprocess_mode="mostrecent",
         )
         self._broken = library.Gauge(
             "knobwise_promise_broken",
-            "1 while that share is below the promise by more than chance, by budget and cause",
+            "1 while that share is below the promise by more than chance and the newest answers "
+            "show nothing better, by budget and cause",
             ["budget", "cause"],
             registry=registry,
             multiprocess_mode="mostrecent",
@@ -100,7 +105,7 @@ class ServerMetrics:
         """Count an answer whose time was promised, and say whether the promise is kept.
 
         Args:
-            budget: the calibrated one whose rule decided.
+            budget: the trained one that was asked for.
             promise: the share that is to be on time.
             met: whether the answer was.
             slower: see `PromiseWindow.cause`.
@@ -111,6 +116,16 @@ class ServerMetrics:
         cause = window.cause(promise, slower)
         for name in CAUSES:
             self._broken.labels(budget, name).set(float(cause == name))
+
+    def promised_of(self) -> tuple[int, int]:
+        """Return of how many answered requests a share on time was promised, and how many there
+        were, over all processes."""
+        text = self.text().decode()
+        pairs = re.findall(
+            r'^knobwise_promised_total\{promised="(\w+)"\} (\S+)$', text, re.MULTILINE
+        )
+        counts = {word: round(float(count)) for word, count in pairs}
+        return counts.get("yes", 0), sum(counts.values())
 
     def text(self) -> bytes:
         """Return everything in Prometheus' text format."""

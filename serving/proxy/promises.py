@@ -10,6 +10,9 @@ WINDOW = 200
 """Number of answers under a budget that a share is taken over."""
 CHANCE = 0.05
 """A promise counts as broken where fewer answers on time than these are less likely than this."""
+AGAIN = 0.1
+"""It counts as kept again where as many answers in a row on time as the newest are less likely than
+this at a share below the promise: 45 for .95."""
 SLOWER = 1.1
 """From this factor on the latencies that the tracker follows, the machine is the cause."""
 CAUSES = ("slower_machine", "other_requests")
@@ -21,10 +24,12 @@ class PromiseWindow:
 
     def __init__(self) -> None:
         self._met: deque[bool] = deque(maxlen=WINDOW)
+        self._in_a_row = 0
 
     def add(self, met: bool) -> None:
         """Count an answer."""
         self._met.append(met)
+        self._in_a_row = self._in_a_row + 1 if met else 0
 
     @property
     def share(self) -> float:
@@ -38,6 +43,8 @@ class PromiseWindow:
             slower: latencies here by those of the profile, as the tracker follows them.
         """
         if sum(self._met) >= fewest_kept(len(self._met), promise):
+            return None
+        if promise**self._in_a_row <= AGAIN:
             return None
         return CAUSES[0] if slower >= SLOWER else CAUSES[1]
 

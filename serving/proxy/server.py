@@ -123,6 +123,12 @@ def serve(config: ServeRun, controller: NumpyController) -> None:
             if upstream is not None and (missing := features.only_from_requests):
                 say(f"requests must bring these features, or static decides: {missing}")
             serve_in_workers(worker, config.workers, config.drain_s, gone)
+            promised, answered = metrics.promised_of()
+            if answered:
+                say(
+                    f"a share on time was promised of {promised:,} of {answered:,} answered "
+                    f"requests ({promised / answered:.1%})"
+                )
 
 
 def _request_features(config: ServeRun, controller: NumpyController) -> RequestFeatures:

@@ -13,6 +13,7 @@ import numpy as np
 
 from knobwise.agents.deployed.arrays import Array
 from knobwise.agents.deployed.controller import NumpyController
+from knobwise.agents.deployed.promise import ROUNDING
 from knobwise.common.errors import InputError
 from knobwise.profiling.endpoint.prices import Price, answer_usd
 from knobwise.serving.inputs import limit_in_request
@@ -257,6 +258,8 @@ class Walk:
         if not (result.met or math.isnan(result.total_ms)):
             self._metrics.late.inc()
         self._metrics.level.set(math.exp(self.runtime.tracker.level))
+        if (promised := decision.promised) is not None:
+            self._metrics.promised.labels("yes" if promised.share else "no").inc()
         # other knobs than were decided, or a cost that is not known, say nothing of a promise
         if choice.learns and not math.isnan(result.total_ms):
             self._watch_promise(decision, result.met)
@@ -273,9 +276,8 @@ class Walk:
         """Count whether a request was on time, if that was promised."""
         promised = decision.promised
         if promised is not None and promised.share:
-            budget = f"{promised.budget_ms:.6g}"
             slower = math.exp(self.runtime.tracker.level)
-            self._metrics.watch_promise(budget, promised.share, met, slower)
+            self._metrics.watch_promise(_asked_for(decision), promised.share, met, slower)
 
     def abandon(self, choice: Choice | None, what: str, fault: str, overdue: bool) -> None:
         """Count a setting that gave no answer; see `Runtime.abandon`.
@@ -403,3 +405,18 @@ def checked_default(
     if runtime.controller.static is None:
         raise InputError("shadow=true: the controller has no static choice; give default={…}")
     return -1
+
+
+def _asked_for(decision: Decision) -> str:
+    """Return the trained budget whose promise a request asks for, for a label: the largest that its
+    own covers, whichever rule decides; below all of them that of the rule. So there are few labels,
+    whatever clients write."""
+    request = decision.request
+    trained_ms = request.controller.trained_ms
+    assert trained_ms is not None
+    covered = trained_ms[trained_ms <= (1 + ROUNDING) * request.budget_ms]
+    if len(covered):
+        return f"{covered.max():.6g}"
+    promised = decision.promised
+    assert promised is not None
+    return f"{promised.budget_ms:.6g}"

@@ -160,6 +160,15 @@ def test_a_promise_looks_broken_only_where_chance_is_less_than_five_per_cent():
     assert window.cause(0.95, 1.0) == "other_requests"
     assert window.cause(0.95, 1.3) == "slower_machine"
     assert {*CAUSES} == {"other_requests", "slower_machine"}
+    # 44 in a row at a share of .95 have 10.5 %, 45 have 9.9 %
+    window.add(False)
+    for _ in range(44):
+        window.add(True)
+    assert window.cause(0.95, 1.0) == "other_requests"
+    window.add(True)
+    assert (window.share, window.cause(0.95, 1.0)) == (62 / 70, None)
+    window.add(False)
+    assert window.cause(0.95, 1.0) == "other_requests"
     # what is long ago no longer counts
     for _ in range(200):
         window.add(True)

@@ -3,6 +3,7 @@
 import http.client
 import http.server
 import json
+import math
 import os
 import re
 import resource
@@ -15,6 +16,7 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from unittest.mock import Mock
 
 import numpy as np
 import polars as pl
@@ -30,8 +32,11 @@ from knobwise.experiments.deploy.serve import serve_controller as run_serve
 from knobwise.experiments.settings.config_file import to_yaml
 from knobwise.experiments.settings.measured_with import every_request
 from knobwise.serving.proxy import server
+from knobwise.serving.proxy.knob_fields import KnobFields
 from knobwise.serving.proxy.settings import ServeRun
 from knobwise.serving.proxy.under_way import place_of
+from knobwise.serving.proxy.walk import Choice, Walk
+from knobwise.serving.runtime import Runtime
 
 CHAT = "/v1/chat/completions"
 IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA", "detail": "low"}}
@@ -140,11 +145,18 @@ def test_what_a_client_sets_itself_is_kept(served, endpoint):
     assert len(rows_in(served.log)) == before
 
 
-def test_what_is_promised_stands_in_headers_and_metrics(endpoint, tmp_path):
-    path = tmp_path / "promised.npz"
-    controller = export(path, **{"policy.promise": 0.8})
+@pytest.fixture(scope="module")
+def promised(tmp_path_factory):
+    """The file of a controller with a promise."""
+    path = tmp_path_factory.mktemp("promised") / "controller.npz"
+    export(path, **{"policy.promise": 0.8})
+    return path
+
+
+def test_what_is_promised_stands_in_headers_and_metrics(promised, endpoint, tmp_path):
+    controller = NumpyController.load(promised)
     lowest, highest = controller.promise.budgets_ms[[0, -1]]
-    words = f"checkpoint={path}", f"endpoint={endpoint.url}", "tracker=false"
+    words = f"checkpoint={promised}", f"endpoint={endpoint.url}", "tracker=false"
     with serving(tmp_path, *words) as client:
         features = {"kind": "a", "prompt_words": 3}
         for budget_ms, share in ((highest + 100, "0.8"), (lowest / 2, "0")):
@@ -153,6 +165,8 @@ def test_what_is_promised_stands_in_headers_and_metrics(endpoint, tmp_path):
             group = controller.promise.groups(np.array([budget_ms]))[0]
             decides = group >= 0 and controller.promise.fixed[group] < 0
             assert answer.headers["x-knobwise-reason"] == ("policy" if decides else "promise")
+        assert client.metric('promised_total{promised="yes"}') == 1
+        assert client.metric('promised_total{promised="no"}') == 1
         # what was not promised is not counted
         label = f'{{budget="{highest:.6g}"}}'
         assert client.metric(f"promise_on_time{label}") == 1
@@ -172,6 +186,33 @@ def test_what_is_promised_stands_in_headers_and_metrics(endpoint, tmp_path):
         assert knobs_of(answer)["model"] == SAFE
         assert answer.headers["x-knobwise-promised"] == "0"
         assert client.metric(f"promise_on_time{label}") == 1 / 2
+        # between two trained budgets a rule of its own decides, and it counts at the smaller one
+        answer = client.chat(features=features, budget_ms=0.97 * highest)
+        assert answer.headers["x-knobwise-promised"] == "0.8"
+        text = client.ask("/metrics").content.decode()
+        labels = re.findall('^knobwise_promise_on_time{budget="(.*)"}', text, re.MULTILINE)
+        assert {*labels} <= {f"{budget:.6g}" for budget in controller.trained_ms}
+        assert len(labels) == 2
+    (line,) = (line for line in client.said() if "promised of" in line)
+    assert " 2 of 4 " in line
+
+
+def test_on_a_slower_machine_a_promise_counts_at_the_budget_that_was_asked_for(promised):
+    controller = NumpyController.load(promised)
+    runtime = Runtime(controller)
+    metrics = Mock()
+    highest = controller.trained_ms.max()
+    walk = Walk(runtime, KnobFields(runtime.configurations), None, metrics, budget=highest)
+    expected = controller.static.expected(0)
+    for _ in range(30):
+        runtime.tracker.update(*expected, 1.2 * math.exp(expected[1]))
+    for budget_ms in (highest, 1.05 * highest):
+        request = runtime.begin(budget_ms)
+        decision = runtime.decide(request, {"kind": "a", "prompt_words": 3})
+        assert 0 < decision.promised.budget_ms < highest
+        walk.finish(Choice(decision, decision.configuration, {}, allowed=None, learns=True))
+    asked = [call.args[:3] for call in metrics.watch_promise.call_args_list]
+    assert asked == [(f"{highest:.6g}", 0.8, True)] * 2
 
 
 def leave(client, waits_s, **fields):
