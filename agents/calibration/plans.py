@@ -148,7 +148,7 @@ def promise_for_deadlines(
 
     def promised(trials: Sequence[Trial]) -> list[PromiseRow]:
         pairs = zip(trials, budgets.values(), strict=True)
-        return [trial._replace(asked=asked).row(promise) for trial, asked in pairs]
+        return [trial._replace(is_wanted=wanted).row(promise) for trial, wanted in pairs]
 
     static = fit_static(problem.cells, setup.fitted, setup.rule)
     about = problem, rows, requests, torch.tensor([*budgets]).double(), static

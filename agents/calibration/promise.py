@@ -88,7 +88,7 @@ PROBABILITIES = (0.0, 0.5, 0.6, 0.7, 0.8, 0.85, 0.9, 0.925, 0.95, 0.97, 0.98, 0.
 """With which what the policy chooses must be expected in time; 0 for anything."""
 SMALLER = (0.95, 0.9, 0.85, 0.8, 0.7, 0.6, 0.5)
 """The smaller budgets that one brings, by it."""
-APART = 0.03
+LEAST_STEP = 0.03
 """By how much, as a share, a smaller budget is above the next one that was asked for."""
 
 Decide = Callable[[float, float], Tensor]
@@ -100,7 +100,7 @@ class PromiseRow(TypedDict):
     """What was promised at one budget."""
 
     budget_ms: float
-    asked: bool
+    is_wanted: bool
     """False for one of the smaller budgets that another brings. Missing in earlier versions, which
     had none."""
     planned_ms: float
@@ -253,7 +253,7 @@ class Trial(NamedTuple):
     requests: int
     alone: Trial | None = None
     """The same of single configurations alone, where the policy stands first; else None."""
-    asked: bool = True
+    is_wanted: bool = True
     """See `PromiseRow`."""
 
     def row(self, promise: float) -> PromiseRow:
@@ -279,7 +279,7 @@ class Trial(NamedTuple):
         configuration, probability = self.candidates[last]
         return {
             "budget_ms": self.budget_ms,
-            "asked": self.asked,
+            "is_wanted": self.is_wanted,
             "planned_ms": self.planned_ms,
             "promise": promise,
             "kept": passed > 0,
@@ -316,7 +316,7 @@ def with_smaller(
         for factor in reversed(SMALLER):
             smaller = factor * budget
             in_time = _planned(problem, smaller, cost_ms) >= least_ms
-            if in_time and smaller > (1 + APART) * below:
+            if in_time and smaller > (1 + LEAST_STEP) * below:
                 budgets[smaller] = False
         budgets[budget] = True
         below = budget
@@ -329,9 +329,9 @@ def _planned(problem: Problem, budget_ms: float, cost_ms: float) -> float:
     return max((1 - reserve) * (budget_ms - cost_ms), MIN_LATENCY_MS)
 
 
-def asked_of(rows: Sequence[PromiseRow]) -> list[PromiseRow]:
+def wanted_rows(rows: Sequence[PromiseRow]) -> list[PromiseRow]:
     """Return the rows of the budgets that were asked for."""
-    return [row for row in rows if row.get("asked", True)]
+    return [row for row in rows if row.get("is_wanted", True)]
 
 
 def trials_of(
@@ -431,10 +431,10 @@ def deciding(rows: Sequence[PromiseRow]) -> list[PromiseRow]:
 def arrays_of(rows: Sequence[PromiseRow]) -> dict[str, NDArray[Any]]:
     """Collect what `agents.deployed.promise.Promise` reads: all budgets that were asked for, and
     columns of those [B] whose own rule decides. A smaller one without a promise has none."""
-    trained_ms = np.array([row["budget_ms"] for row in asked_of(rows)])
+    trained_ms = np.array([row["budget_ms"] for row in wanted_rows(rows)])
     pairs = zip(rows, deciding(rows), strict=True)
-    own = [row for row, decides in pairs if decides is row]
-    rows = [row for row in own if row["kept"] or row.get("asked", True)]
+    rows = [row for row, decides in pairs if decides is row]
+    rows = [row for row in rows if row["kept"] or row.get("is_wanted", True)]
     return {
         "trained_ms": trained_ms,
         "budgets_ms": np.array([row["budget_ms"] for row in rows]),

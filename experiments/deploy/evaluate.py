@@ -12,7 +12,7 @@ import torch
 from rich.console import Console
 from threadpoolctl import threadpool_limits
 
-from knobwise.agents.calibration.promise import asked_of
+from knobwise.agents.calibration.promise import wanted_rows
 from knobwise.agents.calibration.ways import WAYS
 from knobwise.agents.evaluation.baselines import FittedStatic
 from knobwise.agents.evaluation.limits import budget_with
@@ -170,7 +170,7 @@ def wanted_budgets(config: EvaluateRun, loaded: Loaded, table: ProfileTable) -> 
     if config.budgets_ms is not None or loaded.profile_digest != table.digest:
         return config.budgets_ms
     calibration = loaded.controller.calibration
-    promised = [row["budget_ms"] for row in asked_of(calibration.promise)]
+    promised = [row["budget_ms"] for row in wanted_rows(calibration.promise)]
     calibrated = promised or [row["budget_ms"] for row in calibration.guard]
     return calibrated or of_run(config.checkpoint, "budgets_ms")
 

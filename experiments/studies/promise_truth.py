@@ -5,8 +5,9 @@ say half of what there is to know, or nothing, or whose samples come in clusters
 alike. Then the samples that a promise is calibrated on are drawn from 20,000 others, 500 times, and
 the share on time of what would be deployed is that of all of these: the truth. A promise is
 *broken* if it was made and the truth is below it; for the rule that was tested at a budget that may
-be in 5 % of the draws. Where none passes, that of a smaller budget, also of one that another brings,
-goes on with its promise, and what is said at a budget may be wrong more often: the column "said wrongly" counts that.
+be in 5 % of the draws. Where none passes, that of a smaller budget goes on with its promise, which
+may be one that another brings, and what is said at a budget may be wrong more often: the column
+"said wrongly" counts that.
 
     python experiments/studies/promise_truth.py [draws=500]
 """
@@ -165,10 +166,10 @@ def broken_in(world: World, size: int, draws: int) -> dict[float, tuple[float, .
         for promise in PROMISES:
             rows_of_budgets = [each.row(promise) for each in trials]
             pairs = zip(rows_of_budgets, deciding(rows_of_budgets), strict=True)
-            asked = [
-                pair for pair, is_asked in zip(pairs, budgets.values(), strict=True) if is_asked
+            wanted = [
+                pair for pair, is_wanted in zip(pairs, budgets.values(), strict=True) if is_wanted
             ]
-            for place, (row, decides) in enumerate(asked):
+            for place, (row, decides) in enumerate(wanted):
                 made[promise][draw, place] = row["kept"]
                 below = decides["kept"] and truth(decides, row["planned_ms"]) < promise
                 wrong[promise][draw, place] = below

@@ -277,7 +277,7 @@ class Walk:
         promised = decision.promised
         if promised is not None and promised.share:
             slower = math.exp(self.runtime.tracker.level)
-            self._metrics.watch_promise(_asked_for(decision), promised.share, met, slower)
+            self._metrics.watch_promise(_budget_asked_for(decision), promised.share, met, slower)
 
     def abandon(self, choice: Choice | None, what: str, fault: str, overdue: bool) -> None:
         """Count a setting that gave no answer; see `Runtime.abandon`.
@@ -407,7 +407,7 @@ def checked_default(
     return -1
 
 
-def _asked_for(decision: Decision) -> str:
+def _budget_asked_for(decision: Decision) -> str:
     """Return the trained budget whose promise a request asks for, for a label: the largest that its
     own covers, whichever rule decides; below all of them that of the rule. So there are few labels,
     whatever clients write."""

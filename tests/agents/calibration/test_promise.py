@@ -16,7 +16,6 @@ from knobwise.agents.calibration.promise import (
     HELD_BACK,
     IndependentRequests,
     arrays_of,
-    asked_of,
     check_promise,
     deciding,
     in_order,
@@ -26,6 +25,7 @@ from knobwise.agents.calibration.promise import (
     requests_needed,
     requests_of,
     trials_of,
+    wanted_rows,
     with_smaller,
 )
 from knobwise.agents.deployed.promise import POLICY, Promise
@@ -228,7 +228,7 @@ def test_a_budget_brings_smaller_ones_down_to_the_next_and_as_far_as_any_answer_
     # 41.4 leaves 40.6, and 34.5 less than any answer takes
     smaller = [f * 69 for f in (0.6, 0.7, 0.8, 0.85, 0.9, 0.95)]
     assert [*budgets] == pytest.approx([*smaller, 69, 80, 85, 90, 95, 100])
-    assert [budget for budget, asked in budgets.items() if asked] == [69, 100]
+    assert [budget for budget, wanted in budgets.items() if wanted] == [69, 100]
     # what a decision takes is no time for an answer
     assert min(with_smaller(problem, rows, torch.tensor([100.0]), 25.0)) == pytest.approx(70)
     assert [*with_smaller(problem, rows, torch.tensor([20.0]))] == [20.0]
@@ -244,15 +244,15 @@ def test_smaller_budgets_have_rules_where_these_passed_and_are_no_trained_ones()
     trials = trials_of(problem, rows, requests, torch.tensor([*budgets]).double(), static)
     pairs = zip(trials, budgets.values(), strict=True)
     for promise, kept in ((0.95, [6, 7, 8, 8.5, 9, 9.5, 10]), (0.99, [10])):
-        tried = [trial._replace(asked=asked).row(promise) for trial, asked in pairs]
-        assert [row["budget_ms"] for row in asked_of(tried)] == [10]
+        tried = [trial._replace(is_wanted=wanted).row(promise) for trial, wanted in pairs]
+        assert [row["budget_ms"] for row in wanted_rows(tried)] == [10]
         deployed = Promise(arrays_of(tried), static)
         assert deployed.trained_ms.tolist() == [10]
         assert deployed.budgets_ms.tolist() == pytest.approx(kept)
         pairs = zip(trials, budgets.values(), strict=True)
     # a row of an earlier version was asked for
-    del tried[-1]["asked"]
-    assert asked_of(tried) == tried[-1:]
+    del tried[-1]["is_wanted"]
+    assert wanted_rows(tried) == tried[-1:]
 
 
 def test_the_policy_pays_for_its_decisions_and_for_the_first_look():

@@ -211,8 +211,8 @@ def test_on_a_slower_machine_a_promise_counts_at_the_budget_that_was_asked_for(p
         decision = runtime.decide(request, {"kind": "a", "prompt_words": 3})
         assert 0 < decision.promised.budget_ms < highest
         walk.finish(Choice(decision, decision.configuration, {}, allowed=None, learns=True))
-    asked = [call.args[:3] for call in metrics.watch_promise.call_args_list]
-    assert asked == [(f"{highest:.6g}", 0.8, True)] * 2
+    counted = [call.args[:3] for call in metrics.watch_promise.call_args_list]
+    assert counted == [(f"{highest:.6g}", 0.8, True)] * 2
 
 
 def leave(client, waits_s, **fields):
