@@ -285,21 +285,27 @@ def _calibration(comparison: Comparison) -> Drawn:
 
 def _difficulty(comparison: Comparison) -> Drawn:
     """Draw the latency of the choice against difficulty: lines through the means of groups, of each
-    run with its intervals and of static, and of one run a dot for each sample."""
+    run with its intervals and of static, and of one run a dot for each sample.
+
+    A run whose choices never differ, or that was not explained, has no groups. Static is that of
+    the first run that has some."""
     groups = _frame(comparison, "explanation.difficulty.groups", "ci95")
     if not len(groups):
         return None
-    first = comparison.reference.results["explanation"]["difficulty"]
+    whys = [run.results.get("explanation") for run in comparison.drawn()]
+    drawn = [why["difficulty"] for why in whys if why and why["difficulty"]["groups"]]
     columns = ["policy", "difficulty_ms", "policy_ms", "low", "high"]
-    static = pl.DataFrame(first["groups"]).select(
+    static = pl.DataFrame(drawn[0]["groups"]).select(
         "difficulty_ms", policy_ms="static_ms", policy=pl.lit(policy_name(comparison.task.low))
     )
     # static has no interval
     rows = pl.concat([groups.select(columns), static], how="diagonal_relaxed")
-    points = first["points"] if comparison.single else []
+    points = drawn[0]["points"] if comparison.single else []
     samples = pl.DataFrame(points, schema=columns[1:3], orient="row")
     chart = charts.difficulty(rows, samples, comparison.unit)
-    return [chart], {"budget": quantity(first["budget_ms"], comparison.unit)}
+    # each run at the last budget at which its choices differ
+    budgets = {quantity(each["budget_ms"], comparison.unit): None for each in drawn}
+    return [chart], {"budget": join_words([*budgets])}
 
 
 def _datasets(comparison: Comparison) -> Drawn:
