@@ -131,6 +131,8 @@ class Attainable(TypedDict, total=False):
 
     gain: float
     gain_ci95: Interval
+    oracle: float
+    oracle_ci95: Interval
     samples: int
     learned: list[list[bool]]
     components: int

@@ -3,7 +3,9 @@
 Three quick predictors (ridge and kernel ridge regression, trees) are fitted in folds and stacked as
 a controller's teacher is. The policy that takes the best score of the stack is compared with
 budget-aware static, each on samples that it was not fitted on. Where static was better at a budget,
-static decides, as a controller's guard falls back to it.
+static decides, as a controller's guard falls back to it. An oracle is compared with the same static
+choices on the same samples, so that nothing can gain more. Where most settings were measured on one
+or two samples, as in a random search, nobody knows which one is best, and nothing is estimated.
 
 *What the estimate is about.* For each fold, the gain on new inputs of the policy that was fitted
 without it, over static that was fitted without it; and of these the mean over the folds. It is what
@@ -28,7 +30,7 @@ import torch
 from torch import Tensor
 
 from knobwise.agents.controller.features import FeatureNormaliser
-from knobwise.agents.evaluation.baselines import fit_static
+from knobwise.agents.evaluation.baselines import Oracle, fit_static
 from knobwise.agents.evaluation.policy import choices_of
 from knobwise.agents.problem import Problem
 from knobwise.agents.teacher.beliefs import fit_beliefs
@@ -48,6 +50,8 @@ from knobwise.experiments.evidence.schema import Attainable, CurvePoint, RunResu
 from knobwise.experiments.evidence.statistics import ends_of, resampled_means
 from knobwise.profiling.design.cell_design import balanced_cells, with_cells
 
+FEWEST_OF_SETTING = 3
+"""Of settings that were measured on fewer samples nobody can choose the best one."""
 MAX_ONCE = 0.5
 """Where more of the cells were measured once, most of the luck cannot be told."""
 QUICK = ("ridge", "kernel_ridge", "gradient_boosting")
@@ -75,12 +79,13 @@ COMPONENTS = 256
 
 def attainable(table: ProfileTable, budgets_ms: Tensor) -> Attainable | None:
     """Fit the quick predictors on a profile, and return what `attainable_by` does; None without
-    features, where nothing can be learned.
+    features, where nothing can be learned, and where settings were measured on too few samples.
 
     Args:
         budgets_ms: float [B].
     """
-    if not table.features:
+    # known before anything is fitted
+    if not table.features or is_scattered(table, torch.arange(table.num_samples)):
         return None
     experts = _quick_experts(table, table, budgets_ms)
     estimate = attainable_by(table, experts, budgets_ms)
@@ -109,7 +114,7 @@ def learning_curve(table: ProfileTable, budgets_ms: Tensor) -> list[CurvePoint]:
         quick policy, which falls back to it. `behind`: how much less that is than with all cells,
         paired.
     """
-    if not table.features:
+    if not table.features or is_scattered(table, torch.arange(table.num_samples)):
         return []
     points: list[CurvePoint] = []
     attained: list[np.ndarray] = []
@@ -203,16 +208,50 @@ def attainable_by(
 
     Returns:
         `gain`: in utility. `gain_ci95`: its 95 % bootstrap interval over samples (or images, or
-        clusters). `samples`: how many were used. `learned`: for each fold, at which budgets the
-        quick policy decided, not static. None if there are too few samples for two folds.
+        clusters). `oracle`, `oracle_ci95`: what an oracle gains over the same static choices.
+        `samples`: how many were used. `learned`: for each fold, at which budgets the quick policy
+        decided, not static. None if there are too few samples for two folds, or settings were
+        measured on too few of them.
     """
-    if len(experts.measured.folds) < 2:
-        return None
     problem = Problem.from_table(table)
+    folds = experts.measured.folds
+    if len(folds) < 2 or is_scattered(problem.facts, experts.measured.rows):
+        return None
     policy, static = utilities_out_of_fold(problem, experts, budgets_ms)
-    kept, learned = _guarded(policy - static, experts.measured.folds)
+    kept, learned = _guarded(policy - static, folds)
     mean, ci95 = _interval(kept, problem.facts, experts)
-    return {"gain": mean, "gain_ci95": ci95, "samples": len(kept), "learned": learned}
+    # on the resamples of the gain, so that each end of its interval is above that of the gain
+    most = (_utilities_of_oracle(problem, experts, budgets_ms) - static).mean(1)
+    oracle, oracle_ci95 = _interval(most, problem.facts, experts)
+    return {
+        "gain": mean,
+        "gain_ci95": ci95,
+        "oracle": oracle,
+        "oracle_ci95": oracle_ci95,
+        "samples": len(kept),
+        "learned": learned,
+    }
+
+
+def is_scattered(table: ProfileTable, rows: Tensor) -> bool:
+    """Return whether most cells of these samples are of settings that hardly any other sample has,
+    see `samples_of_setting`. A table of so few samples is small, not scattered."""
+    keys = np.array(table.split_keys)[rows.numpy()]
+    several = len(np.unique(keys, axis=0)) >= FEWEST_OF_SETTING
+    return several and samples_of_setting(table, rows) < FEWEST_OF_SETTING
+
+
+def samples_of_setting(table: ProfileTable, rows: Tensor) -> int:
+    """Return on how many of these samples (or images, or clusters) the setting of a cell was
+    measured, the median over the measured cells."""
+    keys = np.array(table.split_keys)[rows.numpy()]
+    # folds keep samples of one image or cluster together, so they count once
+    unit = np.unique(keys, axis=0, return_inverse=True)[1].reshape(-1)
+    measured = torch.zeros(int(unit.max()) + 1, table.num_configurations)
+    measured.index_add_(0, torch.from_numpy(unit), table.mask[rows].float())
+    counts = (measured > 0).sum(0).sort().values
+    middle = (counts.sum(0, keepdim=True) + 1) // 2
+    return int(counts[torch.searchsorted(counts.cumsum(0), middle)])
 
 
 def _guarded(gains: np.ndarray, folds: Sequence[Fold]) -> tuple[np.ndarray, list[list[bool]]]:
@@ -282,6 +321,16 @@ def utilities_out_of_fold(
     decisions = Decisions(rows, chosen, budgets_ms, features_ms)
     outcomes = problem.outcomes(decisions, checked=False)
     return outcomes.utility.double().numpy(), of_static.double().numpy()
+
+
+def _utilities_of_oracle(problem: Problem, experts: Experts, budgets_ms: Tensor) -> np.ndarray:
+    """Return the utilities of the oracle, which reads no features: float64 [n, B]."""
+    rows = experts.measured.rows
+    oracle = Oracle(problem.cells, rows, problem.rule)
+    chosen = oracle.choose_each({}, budgets_ms.numpy(), problem.mask[rows].numpy())
+    reads = torch.zeros(len(budgets_ms), dtype=torch.bool)
+    decisions = Decisions(rows, torch.from_numpy(chosen), budgets_ms, reads=reads)
+    return problem.outcomes(decisions, checked=False).utility.double().numpy()
 
 
 def quick_stack(

@@ -105,6 +105,7 @@ CHECKS = (
     Check(prospects.few_samples, WARNING),
     Check(prospects.few_groups, WARNING),
     Check(prospects.holes, WARNING),
+    Check(prospects.scattered_settings, WARNING),
     Check(prospects.same_accuracy, WARNING),
     Check(prospects.same_latency, WARNING),
     Check(prospects.little_headroom, WARNING),

@@ -1,8 +1,9 @@
 """Gather the facts about a profile: its content, and how much a policy could gain on it.
 
-Every number is taken over profiled cells only. The headroom is in-sample (the static configuration
-is chosen on the samples that it is judged on) and the oracle knows the outcomes: it is only an
-upper bound on what a policy could gain. `attainable` is what quick policies gain out of fold.
+Every number is taken over profiled cells only. The headroom is in-sample: the static configuration
+is chosen on the samples that it is judged on, so it looks better than it is. `attainable` is what
+quick policies gain out of fold over static, and the oracle, which knows the outcomes: the upper
+bound on what a policy could gain.
 """
 
 from __future__ import annotations
@@ -29,9 +30,11 @@ from knobwise.experiments.evidence.profile_facts import configuration_rows, cost
 from knobwise.experiments.evidence.statistics import pareto_front
 from knobwise.experiments.inspection.attainable import (
     attainable,
+    is_scattered,
     learning_curve,
     oracle_of_halves,
     repeated_share,
+    samples_of_setting,
 )
 from knobwise.experiments.inspection.checks import CHECKS, FAULT, findings_by_check
 
@@ -66,7 +69,8 @@ def inspect_table(
         - `knobs`: means over the profiled cells with each value
         - `costs`: the further costs, whose means are `cost_usd_mean` in knobs and configurations
         - `headroom`: see `_headroom`; `default_budgets`: whether no others were given
-        - `attainable`, `oracle_of_halves`: see `knobwise.experiments.inspection.attainable`
+        - `samples_of_setting`, `scattered`, `attainable`, `oracle_of_halves`: see
+          `knobwise.experiments.inspection.attainable`
         - `learning_curve`: likewise; [] without `curve`
         - `configuration_means`: see `_configurations`; `pareto`: which of them are on the front
         - `examples`: samples from easy to hard, with the latency of their cheapest right answer
@@ -85,6 +89,7 @@ def inspect_table(
     plane = pl.DataFrame(means).select("accuracy", "latency_ms")
     front = pareto_front(*(column.to_numpy() for column in plane)).nonzero()[0]
     judged_at = judged_budgets(table, budgets_ms)
+    everything = torch.arange(table.num_samples)
     facts = {
         "name": table.name,
         "digest": whole.digest,
@@ -96,6 +101,8 @@ def inspect_table(
         "costs": costs_of(table),
         "default_budgets": budgets_ms is None,
         "headroom": _headroom(table, judged_at),
+        "samples_of_setting": samples_of_setting(table, everything),
+        "scattered": is_scattered(table, everything),
         "attainable": attainable(whole, judged_at),
         "oracle_of_halves": oracle_of_halves(table, judged_at),
         "learning_curve": learning_curve(whole, judged_at) if curve else [],
@@ -151,7 +158,7 @@ def _latencies(table: ProfileTable) -> dict[str, object]:
     Returns:
         - `median_latency_ms`: over all profiled cells
         - `latency_cv_within_configuration`: standard deviation / mean over the samples, mean over
-          the configurations
+          the configurations that were measured on several; None without any
         - `latency_jitter_within_cell`: standard deviation of ln latency over a cell's measurements,
           median over the cells; None if few cells were measured repeatedly
         - `repeated_share`: share of the cells that were measured more than once
@@ -161,13 +168,15 @@ def _latencies(table: ProfileTable) -> dict[str, object]:
     latency = table.latency_ms.double()
     mean_ms = latency.nanmean(0)
     deviation = (latency - mean_ms).square().nanmean(0).sqrt()
+    several = table.mask.sum(0) > 1
+    varies = (deviation / mean_ms.clamp_min(1e-9))[several]
     repeated = repeated_share(table)
     jitter = None
     if repeated > 0.5 or repeated * int(table.mask.sum()) >= FEWEST_REPEATED:
         jitter = _log_spread(table.measurements_ms)
     return {
         "median_latency_ms": float(median_of(table.latency_ms.flatten())),
-        "latency_cv_within_configuration": float((deviation / mean_ms.clamp_min(1e-9)).mean()),
+        "latency_cv_within_configuration": float(varies.mean()) if len(varies) else None,
         "latency_jitter_within_cell": jitter,
         "repeated_share": repeated,
         "latency_spread_between_configurations": _log_spread(table.latency_ms),

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import torch
+from scipy.stats import chi2
 
 from knobwise.common.errors import InputError
-from knobwise.common.words import format_number
+from knobwise.common.words import format_count, format_number
 from knobwise.envs.bandit.budgets import few_budgets
 from knobwise.experiments.inspection.measured import Finding, Findings, Measured
 
@@ -15,6 +18,8 @@ FEW_CLUSTERS = 100
 """Of fewer clusters the test part holds less than 20."""
 NEXT_TO_NOTHING = 0.02
 """A smaller share or variation counts as next to nothing."""
+FEWEST_DIFFERENCES = 10
+"""Of fewer, between samples of one configuration, not even equal times are certain to be so."""
 NO_FEATURES = (
     "No features: a policy sees only the budget, and cannot do better than budget-aware static; "
     "give features by profile.features."
@@ -56,6 +61,17 @@ def holes(measured: Measured) -> Findings:
         )
 
 
+def scattered_settings(measured: Measured) -> Findings:
+    """Hardly any setting was measured on several samples."""
+    if measured.facts["scattered"]:
+        count = format_count(measured.facts["samples_of_setting"], "sample")
+        yield _certain(
+            f"Most settings were measured on {count}, as in a random search: which fixed setting "
+            "is best, and what choosing per input gains over it, cannot be known; round the values "
+            "of the knobs to a grid, so that several samples share a setting."
+        )
+
+
 def same_accuracy(measured: Measured) -> Findings:
     """Accuracy hardly depends on the configuration."""
     if measured.facts["config_dependent_share"] < NEXT_TO_NOTHING:
@@ -66,24 +82,40 @@ def same_accuracy(measured: Measured) -> Findings:
 
 
 def same_latency(measured: Measured) -> Findings:
-    """Latency hardly differs between samples."""
+    """Latency hardly differs between samples.
+
+    That is certain where the deviation can be no larger, at 95 % confidence: of few samples of the
+    same configuration, or of a single one, nobody knows.
+    """
     varies = measured.facts["latency_cv_within_configuration"]
+    if varies is None or varies >= NEXT_TO_NOTHING:
+        return
+    # [C] samples of each configuration; all but one of them tell how much they differ
+    count = (~np.isnan(measured.log_ms)).sum(0)
+    differences = np.maximum(count - 1, 0).sum()
+    squares = np.nansum((measured.log_ms - np.nanmean(measured.log_ms, 0)) ** 2)
+    most = math.sqrt(squares / chi2.ppf(0.05, differences))
+    known = differences >= FEWEST_DIFFERENCES and most < NEXT_TO_NOTHING
+    sentence = (
+        "Latency hardly differs between samples: the configuration alone determines the time."
+    )
     if varies == 0:
-        yield _certain(
+        sentence = (
             "Latency is the same for every sample: these look like means per configuration, not "
             "measurements."
         )
-    elif 0 < varies < NEXT_TO_NOTHING:
-        yield _certain(
-            "Latency hardly differs between samples: the configuration alone determines the time."
-        )
+    yield Finding(sentence, "certain" if known else "perhaps")
 
 
 def little_headroom(measured: Measured) -> Findings:
     """Even the oracle gains next to nothing."""
+    # static is chosen on the samples that it is judged on: of settings of one sample as the oracle
+    if measured.facts["scattered"]:
+        return
     headroom = measured.facts["headroom"]
     gains = np.subtract(headroom["oracle"], headroom["budget_aware_static"])
-    if gains.max() < NEXT_TO_NOTHING:
+    attainable = measured.facts["attainable"] or {"oracle": 0.0}
+    if max(gains.max(), attainable["oracle"]) < NEXT_TO_NOTHING:
         yield _certain(
             "The oracle is hardly better than budget-aware static: choosing per input can gain "
             "next to nothing."

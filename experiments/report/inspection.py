@@ -40,21 +40,27 @@ SMALL_GRID = 16
 
 
 def lead(facts: Facts) -> Sentence:
-    """Say what a policy could gain over static: what looks predictable, and what an oracle has."""
+    """Say what a policy could gain over static: what looks predictable, and what an oracle has on
+    the same samples over the same static choices; or that nobody can know."""
+    if facts["scattered"]:
+        count = format_count(facts["samples_of_setting"], "sample")
+        return Sentence("scattered", count=count, samples=f"{facts['samples']:,}")
     static, oracle = mean_headroom(facts)
-    if facts["attainable"]:
-        line = learnable(facts["attainable"])
+    gain = oracle - static
+    ci95 = ""
+    if estimate := facts["attainable"]:
+        line = learnable(estimate)
+        gain, ci95 = estimate["oracle"], span(estimate["oracle_ci95"])
     else:
         line = Sentence("few_samples" if facts["features"] else "no_features")
     noise: Sentence | str = ""
-    if round(oracle - static, 3) > 0:
+    if round(gain, 3) > 0:
         # else nothing of it is noise
-        noise = _noise(facts)
-    most = points(oracle - static, ".1f")
-    return Sentence("headroom", learnable=line, most=most, noise=noise)
+        noise = _noise(facts, gain)
+    return Sentence("headroom", learnable=line, most=points(gain, ".1f"), ci95=ci95, noise=noise)
 
 
-def _noise(facts: Facts) -> Sentence:
+def _noise(facts: Facts, gain: float) -> Sentence:
     """Say how much of what an oracle gains is noise in latency, as far as that is known."""
     halves = facts["oracle_of_halves"]
     if halves is None:
@@ -62,8 +68,12 @@ def _noise(facts: Facts) -> Sentence:
     once: Sentence | str = ""
     if facts["repeated_share"] < 0.995:
         once = Sentence("measured_once", share=format_number(1 - facts["repeated_share"], ".0%"))
-    static, _ = mean_headroom(facts)
-    return Sentence("without_noise", points=points(halves - static, ".1f"), once=once)
+    _, oracle = mean_headroom(facts)
+    left = gain - (oracle - halves)
+    if facts["attainable"]:
+        # half of the repeats tell an oracle less than all of them tell a policy
+        left = max(left, facts["attainable"]["gain"])
+    return Sentence("without_noise", points=points(left, ".1f"), once=once)
 
 
 def contents(facts: Facts) -> list[Sentence]:
@@ -81,7 +91,7 @@ def contents(facts: Facts) -> list[Sentence]:
             "latency",
             differing=_differing(facts),
             median=quantity(facts["median_latency_ms"], facts["unit"]),
-            varies=format_number(facts["latency_cv_within_configuration"], ".0%"),
+            varies=_varying(facts),
         ),
     ]
     if facts["clusters"]:
@@ -98,12 +108,9 @@ def contents(facts: Facts) -> list[Sentence]:
                 spread=format_number(facts["latency_spread_between_configurations"], ".0%"),
             )
         )
-    static, oracle = mean_headroom(facts)
-    lines.append(
-        Sentence(
-            "mean_utility", static=format_number(static, ".3f"), oracle=format_number(oracle, ".3f")
-        )
-    )
+    if not facts["scattered"]:
+        static, oracle = (format_number(value, ".3f") for value in mean_headroom(facts))
+        lines.append(Sentence("mean_utility", static=static, oracle=oracle))
     if estimate := facts["attainable"]:
         narrowed: Sentence | str = ""
         if "components" in estimate:
@@ -140,6 +147,14 @@ def _differing(facts: Facts) -> Sentence:
     return Sentence("differing_by", share=share, range=points(facts["accuracy_range"], ".1f"))
 
 
+def _varying(facts: Facts) -> Sentence:
+    """Say how much the latency of a configuration varies between samples."""
+    varies = facts["latency_cv_within_configuration"]
+    if varies is None:
+        return Sentence("varying_unknown")
+    return Sentence("varying", varies=format_number(varies, ".0%"))
+
+
 def print_inspection(facts: Facts, console: Console) -> None:
     """Print the sentences and tables of the page; outside a terminal without colours and frames."""
     first = write_sentences([lead(facts)], facts["unit"])
@@ -157,10 +172,12 @@ def _sections(facts: Facts, figures: Mapping[str, list[Block]]) -> dict[str, lis
         for row in zip(*knob.values(), strict=True):
             knobs.append({"knob": name, **dict(zip(knob, map(spelled, row), strict=True))})
     pareto = "Pareto front (accuracy against mean latency)"
+    headroom = Folded(
+        "Gain of an oracle over static, per budget (in-sample)",
+        [records(budgets, "headroom", unit)],
+    )
     tables: dict[str, Block | None] = {
-        "Headroom": Folded(
-            "Gain of an oracle over static, per budget", [records(budgets, "headroom", unit)]
-        ),
+        "Headroom": None if facts["scattered"] else headroom,
         "What the profile holds": list(map(str, contents(facts))),
         **_how_much_to_measure(facts),
         **_noticed(facts),

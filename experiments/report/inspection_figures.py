@@ -60,6 +60,8 @@ def figures_of_inspection(facts: Facts) -> dict[str, list[Block]]:
             columns=2,
         ),
     }
+    if facts["scattered"]:
+        del figures["Headroom"]
     if facts["coverage"] < 1 or facts["grid"] > facts["configurations"]:
         figures["Coverage"] = Figure(
             coverage(facts["knobs"], facts["configuration_means"], facts["samples"]),

@@ -18,9 +18,11 @@ from knobwise.experiments.inspection.attainable import (
     add_shares,
     attainable,
     attainable_by,
+    is_scattered,
     learning_curve,
     oracle_of_halves,
     repeated_share,
+    samples_of_setting,
     utilities_out_of_fold,
 )
 from knobwise.profiling.design.cell_design import balanced_cells, with_cells
@@ -37,6 +39,74 @@ def test_kinds_that_the_features_show_can_be_told_apart():
     assert estimate["gain_ci95"][0] > 0.35
     assert estimate["samples"] == 200
     assert np.shape(estimate["learned"]) == (5, 2)
+
+
+def evenly_two_kinds():
+    """As many samples of each kind, each of which needs its own configuration: static is for the
+    kind that is rarer among the samples that it was not chosen on."""
+    kind = torch.arange(200) % 2
+    accuracy = torch.stack([kind, 1 - kind], 1).float()
+    return table_of(accuracy, torch.full((200, 2), 10.0), kind.float().unsqueeze(1))
+
+
+@pytest.mark.parametrize(
+    "table",
+    [
+        evenly_two_kinds(),
+        replace(two_kinds(90, shown=True), features_ms=0.5),
+        small_table(90),
+        small_table(90, holes=0.5),
+    ],
+)
+def test_nothing_gains_more_than_an_oracle_on_the_same_samples(table):
+    found = attainable(table, BUDGETS)
+    assert 0 < found["gain"] <= found["oracle"]
+    for learned, most in zip(found["gain_ci95"], found["oracle_ci95"], strict=True):
+        assert learned <= most
+
+
+def test_static_is_no_better_for_the_oracle_than_for_the_policy():
+    """Chosen on the samples that it is judged on, it has half of them right; by the other folds
+    less."""
+    found = attainable(evenly_two_kinds(), BUDGETS)
+    assert found["oracle"] == pytest.approx(found["gain"], abs=0.02)
+    assert found["oracle"] > 0.5
+
+
+def scattered(samples, share):
+    """Settings of which each is measured on so many samples, two on each sample."""
+    of_group = torch.arange(samples) // share
+    mask = torch.arange(2 * int(of_group.max() + 1)) // 2 == of_group.unsqueeze(1)
+    draws = torch.rand(2, *mask.shape, generator=torch.Generator().manual_seed(0))
+    accuracy, latency = draws.where(mask, torch.nan)
+    return table_of(accuracy, 1 + latency, torch.randn(samples, 2))
+
+
+@pytest.mark.parametrize(
+    ("table", "count", "known"),
+    [
+        (scattered(30, 1), 1, False),
+        (scattered(30, 2), 2, False),
+        (scattered(30, 3), 3, True),
+        # folds do not part samples of an image
+        (replace(scattered(30, 3), image_ids=tuple(str(row // 3) for row in range(30))), 1, False),
+        # too small to tell that it is a search
+        (scattered(2, 1), 1, True),
+    ],
+)
+def test_where_each_setting_was_seen_on_one_or_two_samples_nothing_is_estimated(
+    table, count, known
+):
+    rows = torch.arange(table.num_samples)
+    assert samples_of_setting(table, rows) == count
+    assert is_scattered(table, rows) != known
+    if len(rows) > 2:
+        budgets_ms = default_budgets(table)
+        assert (attainable(table, budgets_ms) is not None) == known
+        assert known or learning_curve(table, budgets_ms) == []
+        # as in training
+        experts = Experts.fit(table, rows, budgets_ms[:0], QUICK, 0, ways=WAYS, on_all=False)
+        assert (attainable_by(table, experts, budgets_ms) is not None) == known
 
 
 def test_features_cost_what_they_take():

@@ -242,6 +242,43 @@ def test_the_first_sentence_says_why_nothing_can_be_learned(table, name):
     assert lead(facts).fields["learnable"].name == name
 
 
+def test_where_nobody_knows_the_gain_none_is_said_or_drawn(tmp_path):
+    """Each of 30 samples has a setting of its own."""
+    alone = torch.eye(30, dtype=torch.bool)
+    cells = torch.rand(2, 30, 30, generator=torch.Generator().manual_seed(0))
+    accuracy, latency = cells.where(alone, NAN)
+    facts = inspect_table(table_of(accuracy, 1 + latency, torch.randn(30, 2)), curve=True)
+    assert facts["attainable"] is None
+    assert facts["learning_curve"] == []
+    assert facts["latency_cv_within_configuration"] is None
+    assert lead(facts).name == "scattered"
+    assert lead(facts).fields == {"count": "1 sample", "samples": "30"}
+    assert "mean_utility" not in said(contents(facts))
+    for text in (
+        printed(print_inspection, facts),
+        write_inspection(facts, tmp_path / "profile.html").read_text(),
+    ):
+        seen = re.sub(r"<script.*?</script>", "", text, flags=re.S)
+        assert str(lead(facts)) in seen
+        assert not re.search(r"Headroom|oracle would|[Pp]redictable", seen)
+
+
+@pytest.mark.parametrize("repeats", [1, 4])
+def test_what_looks_predictable_is_not_above_what_an_oracle_is_said_to_gain(repeats):
+    """Each kind of sample needs its own setting, and as many samples are of each: a static choice
+    by other samples is right for fewer than half of those that it is judged on."""
+    kind = torch.arange(100) % 2
+    accuracy = torch.stack([kind, 1 - kind], 1).float()
+    times = 10 + torch.rand(100, 2, repeats, generator=torch.Generator().manual_seed(1))
+    facts = inspect_table(table_of(accuracy, times, kind.float().unsqueeze(1)), budgets_ms=[12.0])
+    told = said([lead(facts)])
+    assert facts["headroom"]["budget_aware_static"] == [0.5]
+    gain = float(told["learnable"]["gain"])
+    assert 50 < gain <= float(told["headroom"]["most"])
+    if repeats > 1:
+        assert gain <= float(told["without_noise"]["points"]) <= float(told["headroom"]["most"])
+
+
 def test_an_oracle_that_gains_nothing_has_no_part_that_is_noise():
     """Of what it gains more, a part may be noise."""
     told = []
