@@ -29,7 +29,10 @@ if TYPE_CHECKING:
 Numbers = Union[ArrayLike, "Tensor"]
 Blocks = Mapping[str, Numbers] | Numbers | None
 Configuration = dict[str, "KnobValue"]
-UNLIKE = "a text is unlike those of training, or a number is missing that all of these have"
+UNLIKE = (
+    "a text is unlike those of training, or a number is missing that all of these have, or outside "
+    "their range"
+)
 """What is said of a request by whose features the policy is not asked."""
 EXACT = 1e-3
 """How exactly a change of the decision is located, in ln ms."""

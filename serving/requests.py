@@ -96,7 +96,9 @@ class Decision(NamedTuple):
         """True if the controller chose, by all that it reads, among all configurations."""
         request = self.request
         free = request.mask is None and request.limits is None
-        replaced = self.choice != self.best or "shadow" in (request.log_fields or {})
+        # also where the draw fell on what the controller had chosen
+        replaced = request.explored or "shadow" in (request.log_fields or {})
+        replaced |= self.choice != self.best
         return free and not replaced and self.features is not None
 
     @property

@@ -32,7 +32,7 @@ from knobwise.common.errors import InputError
 from knobwise.common.files import written_whole
 
 Arrays = dict[str, Array]
-ARRAYS = ("static", "latency", "costs", "mean", "judged")
+ARRAYS = ("static", "latency", "costs", "mean", "judged", "ranges")
 """Fields of `Calibration` that hold arrays; the others hold rows of plain values."""
 
 
@@ -63,6 +63,8 @@ class Calibration:
             `static` [n, B], and `cost_ms`, what a decision is charged.
         texts: what makes feature blocks of texts, by the name of both: the arrays of a
             `TextEncoder`.
+        ranges: with a promise the range of each feature in training, see
+            `agents.calibration.ranges.fit_ranges`; {} for none.
     """
 
     guard: list[GuardRow] = field(default_factory=list)
@@ -76,6 +78,7 @@ class Calibration:
     cost_names: list[str] = field(default_factory=list)
     mean: Arrays = field(default_factory=dict)
     judged: Arrays = field(default_factory=dict)
+    ranges: Arrays = field(default_factory=dict)
     texts: dict[str, Arrays] = field(default_factory=dict)
     limits: dict[str, Any] = field(default_factory=dict)
 
@@ -308,6 +311,8 @@ class DeployedController(nn.Module):
             parts["guard"] = guards.arrays_of(calibration.guard)
         if calibration.promise:
             parts["promise"] = promises.arrays_of(calibration.promise)
+        if calibration.ranges:
+            parts["range"] = {name: calibration.ranges[name] for name in ("low", "high")}
         for part, named in parts.items():
             for name, values in named.items():
                 arrays[f"{part}.{name}"] = values
@@ -343,6 +348,9 @@ class DeployedController(nn.Module):
         # what has no promise, texts or further costs stays as it was
         if calibration.promise:
             header["promise"] = True
+        if calibration.ranges:
+            # by which the ranges of training are widened, as a share of each
+            header["margin"] = float(calibration.ranges["margin"])
         if calibration.texts:
             header["texts"] = list(calibration.texts)
         if calibration.costs:
@@ -378,6 +386,8 @@ class DeployedController(nn.Module):
         teacher = None
         if plain["teacher"]:
             teacher = Teacher.restored(plain["teacher"], controller)
+        # checkpoints of earlier versions know no ranges
+        plain = {"ranges": {}, **plain}
         calibration = Calibration(**{name: plain[name] for name in vars(Calibration())})
         for part in ARRAYS:
             setattr(calibration, part, _numpy_of(plain[part]))

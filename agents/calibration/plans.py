@@ -31,7 +31,9 @@ from knobwise.agents.calibration.promise import (
     trials_of,
     with_smaller,
 )
+from knobwise.agents.calibration.ranges import fit_ranges
 from knobwise.agents.controller.actor import make_actor
+from knobwise.agents.deployed.arrays import pick
 from knobwise.agents.deployed.promise import LatencyModel
 from knobwise.agents.evaluation.baselines import fit_static
 from knobwise.agents.evaluation.policy import (
@@ -103,6 +105,8 @@ def promise_for_deadlines(
     folds = setup.folds
     assert problem.calibration is not None
     requests = requests_of(problem, problem.calibration)
+    names = list(problem.encoders)
+    calibration.ranges = fit_ranges(problem.facts, setup.fitted, setup.controller.normaliser, names)
     # the network that is deployed, with its model of latencies and its limits, and no rule yet
     decider = DeployedController(copy.deepcopy(setup.controller).cpu(), None, calibration).decider
     features, _ = inputs_of_rows(problem, requests.rows)
@@ -110,6 +114,9 @@ def promise_for_deadlines(
     allowed = torch.from_numpy(
         allowed_in_service(decider, problem, torch.arange(problem.facts.num_samples))
     )
+    # what is unlike training gets in service what is most often on time, and so it does here, so
+    # that what is promised holds of all requests, those outside the range of training included
+    unlike = decider.unlike(features, len(requests.rows))
     actor = make_actor(
         setup.controller, problem.facts, setup.group_size, all_networks=True, mask=allowed
     ).to(setup.device)
@@ -119,6 +126,8 @@ def promise_for_deadlines(
     def within(model: LatencyModel, rows: Tensor, limit_ms: float, quantile: float) -> Array:
         x = normaliser.of_rows(problem.facts, rows).numpy()
         return model.within(x, limit_ms, quantile, allowed[rows].numpy())
+
+    static = fit_static(problem.cells, setup.fitted, setup.rule)
 
     # for samples held out of a fold neither network nor model of latencies was fitted on them
     models = [LatencyModel(fit_latency_model(problem.facts, fit, normaliser)) for fit in folds[0]]
@@ -142,7 +151,10 @@ def promise_for_deadlines(
     def deployed(limit_ms: float, quantile: float) -> Tensor:
         expected = within(decider.latency, requests.rows, limit_ms, quantile)
         log_probs = log_probs_of_requests(limit_ms)
-        return torch.from_numpy(np.where(expected, log_probs, -np.inf).argmax(1))
+        chosen = np.where(expected, log_probs, -np.inf).argmax(1)
+        mask = allowed[requests.rows].numpy()
+        on_time = np.broadcast_to(static.on_time(limit_ms), mask.shape)
+        return torch.from_numpy(np.where(unlike, pick(on_time, static.latency_ms, mask), chosen))
 
     budgets = with_smaller(problem, rows, budgets_ms, setup.cost_ms)
 
@@ -150,7 +162,6 @@ def promise_for_deadlines(
         pairs = zip(trials, budgets.values(), strict=True)
         return [trial._replace(is_wanted=wanted).row(promise) for trial, wanted in pairs]
 
-    static = fit_static(problem.cells, setup.fitted, setup.rule)
     about = problem, rows, requests, torch.tensor([*budgets]).double(), static
     policy = trials_of(*about, held_out, deployed, allowed=allowed, cost_ms=setup.cost_ms)
     calibration.promise = promised(policy)

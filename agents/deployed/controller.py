@@ -66,9 +66,12 @@ class NumpyController:
         datasets: the columns of the block `dataset` if that is an input, else [].
         texts: what makes a feature block of a text, by the name of both. Such a block is NaN if the
             text is unlike those of training; static then decides, where there is a guard, and so it
-            does where a block without names lacks a number that no training sample lacked.
+            does where a block without names lacks a number that no training sample lacked, or,
+            with a promise, where a number is outside the range of training.
         guard, promise, static, mean: what was calibrated, each None where there is none.
         whole: int64, which of all columns of all blocks in a row no training sample lacked.
+        low, high: float32 [columns], the range of training of each of these columns, widened by a
+            margin; ∓∞ where there is none. None without a promise, or in files of earlier versions.
         budgets: what differs between kinds of budget.
         calibrated: `mean`, `promise` or `guard`, or None.
         latency: what answers are expected to take; the tracker compares it with what they take, and
@@ -113,6 +116,8 @@ class NumpyController:
                 # named values have a rule of their own, see `encode_request`
                 whole[columns] = False
         self.whole = np.flatnonzero(whole)
+        self.low: Array | None = arrays.get("range.low")
+        self.high: Array | None = arrays.get("range.high")
         by_knobs = self.header["heads"] == "knobs"
         one_hot = one_hot_of(self.configurations) if by_knobs else None
         self._heads = Heads(below(arrays, "network."), self.header, self._normaliser, one_hot)
@@ -165,12 +170,15 @@ class NumpyController:
         drift = (np.zeros(len(self._named)), 1.0) if self.budgets.allows_drift else None
         for index in range(len(self._named)):
             self.latency.expected(index, np.zeros(self._heads.width))
-        # all features 0; those missing (NaN) that may be, which takes another way through the
-        # heads; and all, which static may decide on
-        some = np.full(len(self._tiny), np.nan)
-        some[self.whole] = 0.0
+        # all features 0, or as near to it as training; those missing (NaN) that may be, which takes
+        # another way through the heads; and all, which static may decide on
+        inside = np.zeros(len(self._tiny))
+        if self.low is not None:
+            inside = np.clip(inside, self.low, self.high)
+        some = np.full_like(inside, np.nan)
+        some[self.whole] = inside[self.whole]
         borders = np.cumsum(self._widths)[:-1]
-        tried = np.zeros_like(some), some, np.full_like(some, np.nan)
+        tried = inside, some, np.full_like(some, np.nan)
         for values, budget in itertools.product(tried, budgets.tolist()):
             request = dict(zip(self.feature_sizes, np.split(values, borders), strict=False))
             self.decide_index(request, budget, drift)
@@ -390,21 +398,46 @@ class NumpyController:
 
     def is_unlike(self, features: Mapping[str, Any]) -> bool:
         """Tell whether a request that was decided is unlike those of training, by its blocks [d]: a
-        text is, or a block without names lacks a number that no training sample lacked."""
-        return bool(features) and self._lacks(self._joined(features))
+        text is, or a block without names lacks a number that no training sample lacked, or a number
+        is outside the range of training."""
+        return bool(features) and self._is_odd(self._joined(features))
 
     def unlike(self, features: Arrays, n: int) -> NDArray[np.bool_]:
         """Return which of n requests are unlike those of training, by blocks [n, d], bool [n]; see
         `is_unlike`."""
-        return self._lacking(self._checked(self._blocks(features), np.ones(n), None, None)[0])
+        return self._odd(self._checked(self._blocks(features), np.ones(n), None, None)[0])
 
-    def _lacks(self, raw: Array) -> bool:
-        """Tell whether features float32 [d] lack what all training samples have."""
+    def outside(self, features: Arrays, n: int) -> dict[str, NDArray[np.bool_]]:
+        """Return which of n requests are outside the range of training, bool [n], by blocks [n, d]:
+        by the names of the features in which any is."""
+        if self.low is None or not n:
+            return {}
+        raw = self._checked(self._blocks(features), np.ones(n), None, None)[0]
+        outside = self._outside(raw)
+        labels = []
+        for name, width in self.feature_sizes.items():
+            named = self.columns if name == "features" else []
+            # a word has a place for each that is known, and one for all others
+            of_block = [column for column, words, _ in named for _ in range(len(words or ()) + 1)]
+            labels += of_block or [f"{name}[{place}]" for place in range(width)]
+        return {labels[i]: outside[:, i] for i in np.flatnonzero(outside.any(0)).tolist()}
+
+    def _is_odd(self, raw: Array) -> bool:
+        """Tell whether features float32 [d] lack what all training samples have, or are outside
+        their range."""
+        if self.low is not None and np.count_nonzero(self._outside(raw)):
+            return True
         # hardly any request lacks a number, and a product shows it quickly
-        return math.isnan(raw.dot(self._tiny)) and bool(self._lacking(raw))
+        return math.isnan(raw.dot(self._tiny)) and bool(self._odd(raw))
 
-    def _lacking(self, raw: Array) -> Any:
-        return np.isnan(raw[..., self.whole]).any(-1)
+    def _odd(self, raw: Array) -> Any:
+        """Do the same for features [*, d]: bool [*]."""
+        odd = np.isnan(raw[..., self.whole]).any(-1)
+        return odd if self.low is None else odd | self._outside(raw).any(-1)
+
+    def _outside(self, raw: Array) -> Any:
+        # nothing is true of NaN
+        return (raw < self.low) | (raw > self.high)
 
     def _planned_for(
         self,
@@ -418,7 +451,7 @@ class NumpyController:
         where there is static; and what `_read` does."""
         fixed, limit = self._planned(budget_ms, drift, mask)
         raw = self._read(features, fixed, log_limits)
-        if fixed is None and self.static is not None and self._lacks(raw):
+        if fixed is None and self.static is not None and self._is_odd(raw):
             limit = as_limit(budget_ms) * self.factor(drift)
             fixed = self._unseen(limit, mask)
         return fixed, limit, raw
@@ -569,8 +602,9 @@ class NumpyController:
             best = scores.argmax(1)
             if self.calibrated is not None:
                 best = self.calibrated.with_fallback(best, limits[part], allowed)
-            if self.whole.size and self.calibrated is not None and self.static is not None:
-                unlike = self._lacking(raw[part])
+            judged = self.whole.size or self.low is not None
+            if judged and self.calibrated is not None and self.static is not None:
+                unlike = self._odd(raw[part])
                 # a configuration for all requests is that for these, too
                 unlike &= self.calibrated.reads_features(limits[part])
                 for row in np.flatnonzero(unlike):

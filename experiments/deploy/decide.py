@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -73,12 +74,17 @@ def decide_requests(config: DecideRun) -> int:
         raise InputError(f"{path}: holds no requests")
     untried = 0
     unlike = 0
+    beyond = 0
+    by_feature = Counter[str]()
     dear = 0
     with written_whole(out) as temporary, temporary.open("wb") as file, naming(path):
         for first in range(0, max(len(frame), 1), AT_ONCE):
             part = frame.slice(first, AT_ONCE)
-            limits, chosen, faults, odd, above = _decided(controller, part, config)
-            unlike += int(odd.sum())
+            limits, chosen, faults, odd, outside, above = _decided(controller, part, config)
+            outside_any = np.logical_or.reduce([np.zeros_like(odd), *outside.values()])
+            unlike += int((odd & ~outside_any).sum())
+            beyond += int(outside_any.sum())
+            by_feature.update({name: int(rows.sum()) for name, rows in outside.items()})
             dear += int(above.sum())
             number_of_line = pl.Series("line", lines.numbers[first : first + AT_ONCE])
             names = _ids(part, ids, [*settings.columns, "line", limits.name])
@@ -112,6 +118,13 @@ def decide_requests(config: DecideRun) -> int:
             f"{format_count(unlike, 'request')} with a text unlike those of training, or without a "
             f"number that all of these have: decided {words}"
         )
+    if beyond:
+        ((name, count),) = by_feature.most_common(1)
+        say(
+            f"{format_count(beyond, 'request')} outside the range of training, widened by "
+            f"{controller.header['margin']:.2g} of it, most often by {name} ({count:,}): decided "
+            "without features, and promised nothing"
+        )
     if dear:
         say(
             f"{format_count(dear, 'request')} for which no configuration is expected to keep "
@@ -134,13 +147,14 @@ def _ids(frame: pl.DataFrame, ids: Sequence[str | None], written: Sequence[str])
 
 def _decided(
     controller: NumpyController, frame: pl.DataFrame, config: DecideRun
-) -> tuple[pl.Series, Array, pl.Series, Array, Array]:
+) -> tuple[pl.Series, Array, pl.Series, Array, dict[str, Array], Array]:
     """Decide for the rows of a frame.
 
     Returns:
         The budget of each row, the configurations of those that are not refused, for each row why
         it is refused, null for nothing; and of those that are not refused, which are unlike those
-        of training, and for which no configuration is expected to keep the limits, bool each.
+        of training, which of these by the number of which feature (`NumpyController.outside`), and
+        for which no configuration is expected to keep the limits, bool each.
 
     Raises:
         InputError: a column is missing.
@@ -161,8 +175,9 @@ def _decided(
     features = {name: block[good] for name, block in blocks.items()}
     chosen = controller.choose(features, limits.to_numpy()[good])
     odd = controller.unlike(features, int(good.sum()))
+    outside = controller.outside(features, len(odd))
     above = ~controller.allowed(features, len(odd))[1]
-    return limits, chosen, fault, odd, above
+    return limits, chosen, fault, odd, outside, above
 
 
 def _limits(frame: pl.DataFrame, config: DecideRun) -> pl.Series:
