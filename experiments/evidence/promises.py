@@ -27,6 +27,7 @@ from knobwise.agents.evaluation.policy import (
     inputs_of_rows,
     reads_features,
 )
+from knobwise.common.progress import say
 from knobwise.envs.bandit.budgets import MIN_LATENCY_MS
 from knobwise.experiments.evidence.evaluate import OnTable
 from knobwise.experiments.evidence.schema import Interval, PromiseFacts
@@ -55,9 +56,27 @@ def promises_on_test(
         promised = controller.calibration.promise
         cost_ms = costs[seed].charged_ms.tolist()
         decider = controller.decider
+        outside = share_outside(evaluator, decider)
         for row in _judged(evaluator, "controller", decider, decider, promised, cost_ms):
-            rows.append({**row, "seed": seed})
+            rows.append({**row, "seed": seed, "outside": outside})
     return rows
+
+
+def share_outside(evaluator: OnTable, decider: NumpyController) -> float:
+    """Return the share of test requests that are outside the range of training, of which nothing is
+    promised, and say it; 0 for a controller without ranges."""
+    if decider.low is None or decider.high is None:
+        return 0.0
+    features, _ = inputs_of_rows(evaluator.problem, evaluator.rows)
+    outside = decider.outside(features, len(evaluator.rows)).values()
+    share = float(np.mean(np.logical_or.reduce([np.zeros(len(evaluator.rows), bool), *outside])))
+    judged = int((np.isfinite(decider.low) | np.isfinite(decider.high)).sum())
+    say(
+        f"promised where all features are in the range of training, widened by "
+        f"{decider.header['margin']:.2g} of it: {judged:,} of {len(decider.low):,} numbers have "
+        f"one, and {share:.1%} of the test requests are outside"
+    )
+    return share
 
 
 def _judged(

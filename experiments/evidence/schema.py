@@ -330,6 +330,7 @@ class PromiseFacts(TypedDict, total=False):
     test: float
     test_ci95: Interval
     test_requests: int
+    outside: float
     accuracy: float
     broken: bool
 
