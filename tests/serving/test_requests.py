@@ -5,9 +5,13 @@ import json
 
 import numpy as np
 import pytest
+import torch
 from helpers import input_error, small_table
 from replayed import Clock, small_stack, timed_by, untrained
 
+from knobwise.agents.calibration.ranges import fit_ranges
+from knobwise.agents.deployed.promise import POLICY
+from knobwise.agents.evaluation.baselines import fit_static
 from knobwise.agents.learning.logged import read_log
 from knobwise.serving.runtime import Runtime
 
@@ -242,3 +246,31 @@ def test_clients_that_leave_at_the_deadline_hide_no_slower_model(stack):
     assert runtime.tracker.answers > 0
     free = runtime.decide(runtime.begin(40.0), features_of(table, 0))
     assert free.log_latency < first.log_latency
+
+
+def test_nothing_is_promised_of_what_is_explored_or_outside_the_range_of_training():
+    """Also where the draw falls on what the controller chose."""
+    table = small_table(40)
+    agent = untrained(table)
+    calibration = agent.calibration
+    everyone = torch.arange(40)
+    calibration.static = fit_static(table, everyone).arrays()
+    rule = {"promise": 0.95, "kept": True, "probability": 0.0, "configuration": POLICY}
+    calibration.promise = [rule | {"budget_ms": 20.0, "planned_ms": 15.0}]
+    calibration.guard = []
+    calibration.ranges = fit_ranges(table, everyone, agent.controller.normaliser, [])
+
+    def decided(runtime, row, factor=1.0):
+        features = {name: factor * block for name, block in features_of(table, row).items()}
+        return runtime.decide(runtime.begin(40.0), features)
+
+    runtime = runtime_of(agent, explore=1.0, explore_loss=1.0, seed=0)
+    drawn = [decided(runtime, row) for row in range(40)]
+    assert any(each.choice == each.best for each in drawn)
+    assert [each.promised.share for each in drawn] == [0.0] * 40
+    runtime = runtime_of(agent)
+    assert {decided(runtime, row).promised.share for row in range(40)} == {0.95}
+    decision = decided(runtime, 0, 1000.0)
+    assert decision.unlike
+    assert decision.promised.share == 0
+    assert decision.choice == agent.decider.promise.safest(decision.limit_ms)

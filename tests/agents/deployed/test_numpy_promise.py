@@ -32,7 +32,7 @@ def row(budget_ms, configuration, probability=0.0, kept=True):
     }
 
 
-def promised(*rows, texts=None):
+def promised(*rows, texts=None, ranges=None):
     """A controller with these rules, whose latencies depend on its features."""
     agent = untrained(TABLE)
     everyone = torch.arange(SAMPLES)
@@ -41,6 +41,7 @@ def promised(*rows, texts=None):
     calibration.static = fit_static(TABLE, everyone).arrays()
     calibration.promise = list(rows)
     calibration.texts = texts or {}
+    calibration.ranges = ranges or {}
     return NumpyController(agent.arrays())
 
 
@@ -207,3 +208,52 @@ def test_texts_unlike_those_of_training_get_what_decides_for_all():
     for budget_ms, wanted in ((25.0, 5), (45.0, safest)):
         assert decider.decide_index(request, budget_ms) == wanted
         assert decider.choose(many, np.array([budget_ms])).tolist() == [wanted]
+
+
+def test_outside_the_range_of_training_the_safest_decides():
+    """Where a single configuration decides for all it does so for these, too."""
+    values = np.concatenate([*arrays(TABLE).values()], 1)
+    ends = {"low": values.min(0), "high": values.max(0), "margin": np.array(0.0)}
+    rules = row(20.0, 5), row(40.0, POLICY)
+    decider = promised(*rules, ranges=ends)
+    before = promised(*rules)
+    blocks = arrays(TABLE)
+    limits = np.full(SAMPLES, 45.0)
+    assert not decider.unlike(blocks, SAMPLES).any()
+    identical(decider.choose(blocks, limits), before.choose(blocks, limits))
+    (name, _) = TABLE.features
+    safest = decider.promise.safest(45.0)
+    assert safest != 5
+    for number in (ends["low"][2] - 0.01, ends["high"][2] + 0.01, -1e30, np.nan):
+        request = {each: block[0].copy() for each, block in blocks.items()}
+        request[name][2] = number
+        many = {each: block[None] for each, block in request.items()}
+        assert decider.is_unlike(request)
+        assert decider.unlike(many, 1).tolist() == [True]
+        assert list(decider.outside(many, 1)) == [f"{name}[2]"] * (not np.isnan(number))
+        for budget_ms, wanted in ((25.0, 5), (45.0, safest)):
+            assert decider.decide_index(request, budget_ms) == wanted
+            assert decider.decide_expected(request, budget_ms)[0] == wanted
+            assert decider.choose(many, np.array([budget_ms])).tolist() == [wanted]
+            assert decider.decides_by_static(request, budget_ms)
+    # files of earlier versions have no ranges
+    assert before.low is None
+    assert before.outside(many, 1) == {}
+    request[name][2] = 1e30
+    assert not before.is_unlike(request)
+
+
+def test_a_range_that_does_not_reach_to_0_is_tried_inside(tmp_path):
+    width = sum(block.shape[1] for block in arrays(TABLE).values())
+    ends = {"low": np.full(width, 2.0), "high": np.full(width, 3.0), "margin": np.array(0.1)}
+    agent = untrained(TABLE)
+    agent.calibration.ranges = {name: value.astype(np.float32) for name, value in ends.items()}
+    written = agent.export(tmp_path / "c.npz")
+    read = NumpyController.load(tmp_path / "c.npz")
+    assert read.digest == written.digest
+    assert read.header["margin"] == pytest.approx(0.1)
+    identical(read.low, np.full(width, 2.0, np.float32))
+    agent.calibration.ranges["low"] = np.zeros(width + 1, np.float32)
+    unfit = agent.arrays()
+    with pytest.raises(ValueError, match="broadcast"):
+        NumpyController(unfit)

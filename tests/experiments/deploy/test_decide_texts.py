@@ -244,3 +244,27 @@ def test_a_policy_of_texts_alone_takes_a_request_as_it_is(folder):
     policy.save(path)
     again = knobwise.load(path)
     assert again.agent.decider.digest == policy.agent.decider.digest
+
+
+def test_numbers_outside_the_range_of_training_are_counted_and_named(folder, capsys):
+    """An unseen word is none of them, nor what is missing."""
+    agent = promising(folder)
+    sizes = agent.decider.feature_sizes
+    width = sum(sizes.values())
+    low, high = np.full(width, -np.inf, np.float32), np.full(width, np.inf, np.float32)
+    # the block of named columns holds nothing but this one
+    assert sizes["features"] == 1
+    place = 0 if next(iter(sizes)) == "features" else sizes["prompt"]
+    low[place], high[place] = 0.5, 9.0
+    agent.calibration.ranges = {"low": low, "high": high, "margin": np.array(0.1)}
+    agent.export(folder / "ranged.npz")
+    tokens = [3, 9000, 4, 0]
+    frame = pl.DataFrame({"prompt": [ADD, ADD, FOREIGN, ADD], "tokens": tokens, "budget_ms": 20.0})
+    frame.write_csv(folder / "ranged.csv")
+    with chdir(folder):
+        assert main(["decide", "checkpoint=ranged.npz", "requests=ranged.csv", "out=d.csv"]) == 0
+        said = capsys.readouterr().err
+        assert "2 requests outside" in said
+        assert "tokens (2)" in said
+        assert "1 request with a text unlike" in said
+        assert pl.read_csv("d.csv")["promised"].to_list() == [0.95, 0, 0, 0]
