@@ -107,13 +107,13 @@ def widened_ranges(
     for _ in range(math.ceil(AT_LEAST / len(rows))):
         folds = draws.permutation(groups.max() + 1)[groups[rows]] % FOLDS
         for fold in np.unique(folds):
-            own = folds == fold
-            if own.all():
+            held_out = folds == fold
+            if held_out.all():
                 continue
             # which features have a range, and of which kind, is for the other folds to say
-            others = _Ranges(some[~own])
-            needed[own] = np.maximum(needed[own], others.margins(some[own]))
-            is_new[own] |= others.is_new(some[own])
+            others = _Ranges(some[~held_out])
+            needed[held_out] = np.maximum(needed[held_out], others.margins(some[held_out]))
+            is_new[held_out] |= others.is_new(some[held_out])
     # the next sample is beyond the k-th smallest of n with the chance 1 − k/(n + 1)
     place = min(math.ceil((1 - REFUSED) * (len(needed) + 1)), len(needed))
     margin = max(float(np.sort(needed)[place - 1]), LEAST_MARGIN)
