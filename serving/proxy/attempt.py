@@ -32,6 +32,8 @@ CHAT = "/chat/completions"
 RESPONSES = "/responses"
 RETRIED = (404, 408, 429)
 """Statuses below 500 after which another setting is tried: that of another model may do better."""
+BUSY = (408, 429)
+"""Statuses below 500 with which an endpoint says that it has too much to do."""
 NO_ROUTE = (404, 405, 501)
 """Statuses that say that the endpoint has no such route, unless they are about the model."""
 EVENTS = "text/event-stream"
@@ -103,6 +105,11 @@ class Attempt:
     def is_answer(self) -> bool:
         """True unless it is an error."""
         return not self.fault and 200 <= self.status < 300
+
+    @property
+    def is_of_request(self) -> bool:
+        """True for an error that says nothing of the endpoint, but of what was asked."""
+        return 400 <= self.status < 500 and self.status not in BUSY
 
     @property
     def is_stream(self) -> bool:

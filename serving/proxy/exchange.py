@@ -66,6 +66,7 @@ class Exchange:
         self._path = path
         self._send = send
         self._attempt: Attempt | None = None
+        self._noted: Attempt | None = None
         self._gave_up = False
         self._settled = False
         self.ended = False
@@ -102,6 +103,8 @@ class Exchange:
             fault = error
         else:
             fault = FaultyAnswer(attempt.fault) if attempt.fault else None
+        if fault is not None and not (isinstance(fault, FaultyAnswer) and attempt.is_of_request):
+            self._note(attempt, False)
         # nothing has been sent yet, so another answer can take its place
         if fault is not None and self._choice is not None:
             other = self._walk.again(self._choice)
@@ -209,6 +212,8 @@ class Exchange:
         if self.ended:
             return
         reader = attempt.reader
+        whole = self._choice is None or reader.is_whole
+        self._note(attempt, whole and error is None and not attempt.fault)
         if attempt.fault:
             await self._fail("endpoint_error", FaultyAnswer(attempt.fault))
             return
@@ -216,7 +221,7 @@ class Exchange:
             self.end("unchanged", began=attempt.began)
             self._walk.count_usd(attempt.usd())
             return
-        if self._choice is None or not reader.is_whole:
+        if self._choice is None or not whole:
             fault = error or FaultyAnswer("a stream that does not say why it ended")
             await self._fail("cut", fault)
             return
@@ -236,6 +241,12 @@ class Exchange:
         await asyncio.to_thread(self._walk.finish, choice, ended, attempt.usd(), reader.answer_id)
         # whoever has its last byte was not broken off
         self.settle()
+
+    def _note(self, attempt: Attempt, good: bool) -> None:
+        """Note how the endpoint answered an attempt, once."""
+        if attempt is not self._noted:
+            self._noted = attempt
+            self._proxy.answers.add(good)
 
     def settle(self) -> None:
         """Count the request as under way no longer, once."""

@@ -8,7 +8,7 @@ import re
 import struct
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from knobwise.serving.proxy.promises import CAUSES, WINDOW, PromiseWindow
 
@@ -96,6 +96,7 @@ class ServerMetrics:
             multiprocess_mode="mostrecent",
         )
         self._windows: dict[str, PromiseWindow] = {}
+        self._promised: dict[str, float] = {}
         # what is read is the sum over processes, not the counts of this one
         self._generate: Callable[[CollectorRegistry], bytes] = library.generate_latest
         self._registry = library.CollectorRegistry()
@@ -110,10 +111,15 @@ class ServerMetrics:
             met: whether the answer was.
             slower: see `PromiseWindow.cause`.
         """
-        window = self._windows.setdefault(budget, PromiseWindow())
-        window.add(met)
+        self._windows.setdefault(budget, PromiseWindow()).add(met)
+        self._promised[budget] = promise
+        self._show_promise(budget, slower)
+
+    def _show_promise(self, budget: str, slower: float) -> None:
+        """Set what /metrics says of a promise."""
+        window = self._windows[budget]
         self._share.labels(budget).set(window.share)
-        cause = window.cause(promise, slower)
+        cause = window.cause(self._promised[budget], slower)
         for name in CAUSES:
             self._broken.labels(budget, name).set(float(cause == name))
 
@@ -126,6 +132,22 @@ class ServerMetrics:
         )
         counts = {word: round(float(count)) for word, count in pairs}
         return counts.get("yes", 0), sum(counts.values())
+
+    def promises(self) -> dict[str, dict[str, Any]]:
+        """Return how each promise was kept in this process, in plain values, by budget."""
+        kept = {}
+        for budget, window in self._windows.items():
+            kept[budget] = {"promise": self._promised[budget], "met": window.met}
+        return kept
+
+    def take_promises(self, promises: Mapping[str, Mapping[str, Any]], slower: float) -> None:
+        """Go on with what `promises` returned in another process. Raises KeyError, TypeError or
+        ValueError for anything else, and changes nothing then."""
+        windows = {name: PromiseWindow(map(bool, kept["met"])) for name, kept in promises.items()}
+        promised = {name: float(kept["promise"]) for name, kept in promises.items()}
+        self._windows, self._promised = windows, promised
+        for budget in windows:
+            self._show_promise(budget, slower)
 
     def text(self) -> bytes:
         """Return everything in Prometheus' text format."""

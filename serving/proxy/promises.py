@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections import deque
+from collections.abc import Iterable
 
 WINDOW = 200
 """Number of answers under a budget that a share is taken over."""
@@ -20,16 +21,27 @@ CAUSES = ("slower_machine", "other_requests")
 
 
 class PromiseWindow:
-    """The last answers under one promised budget."""
+    """The last answers under one promised budget.
 
-    def __init__(self) -> None:
+    Args:
+        met: whether earlier answers were on time, the oldest first.
+    """
+
+    def __init__(self, met: Iterable[bool] = ()) -> None:
         self._met: deque[bool] = deque(maxlen=WINDOW)
         self._in_a_row = 0
+        for each in met:
+            self.add(each)
 
     def add(self, met: bool) -> None:
         """Count an answer."""
         self._met.append(met)
         self._in_a_row = self._in_a_row + 1 if met else 0
+
+    @property
+    def met(self) -> list[bool]:
+        """Whether the answers were on time, the oldest first."""
+        return list(self._met)
 
     @property
     def share(self) -> float:

@@ -13,6 +13,7 @@ from knobwise.common.errors import InputError
 from knobwise.common.progress import say
 from knobwise.serving.proxy.attempt import RESPONSES, no_chat
 from knobwise.serving.proxy.chat import parse
+from knobwise.serving.proxy.endpoint_answers import EndpointAnswers
 from knobwise.serving.proxy.exchange import Exchange
 from knobwise.serving.proxy.guards import Guards, refusal
 from knobwise.serving.proxy.metrics import ServerMetrics
@@ -29,6 +30,7 @@ class ChatProxy:
         walk: decides and finishes.
         upstream: answers.
         metrics: counts.
+        answers: how the endpoint's last answers were.
         first_counts: True if the first chunk, not the whole answer, is to come in time.
         at_once: how many requests were under way in each process, at most, when the profile was
             measured; None if that is not known.
@@ -48,6 +50,7 @@ class ChatProxy:
         walk: Walk,
         upstream: Upstream,
         metrics: ServerMetrics,
+        answers: EndpointAnswers,
         first_counts: bool = False,
         at_once: float | None = None,
     ) -> None:
@@ -55,6 +58,7 @@ class ChatProxy:
         self.walk = walk
         self.upstream = upstream
         self.metrics = metrics
+        self.answers = answers
         self.first_counts = first_counts
         self.at_once = at_once
         self.was_crowded = False

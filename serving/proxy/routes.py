@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractAsyncContextManager
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +24,7 @@ from knobwise.serving.proxy.chat import (
     json_object,
     refuse_other_units,
 )
+from knobwise.serving.proxy.endpoint_answers import EndpointAnswers
 from knobwise.serving.proxy.guards import Guards, refusal
 from knobwise.serving.proxy.metrics import ServerMetrics
 from knobwise.serving.proxy.passing import METHODS, Passing
@@ -46,7 +47,13 @@ class Routes:
         runtime: decides.
         metrics: what is counted.
         broken: requests that servers before this one left unfinished.
+        answers: how the endpoint's last answers were; None without one.
+
+    Attributes:
+        stopping: set in each process; returns True once it ends what is under way.
     """
+
+    stopping: Callable[[], bool]
 
     def __init__(
         self,
@@ -54,11 +61,13 @@ class Routes:
         runtime: Runtime,
         metrics: ServerMetrics,
         broken: int = 0,
+        answers: EndpointAnswers | None = None,
     ) -> None:
         self._guards = guards
         self._runtime = runtime
         self._metrics = metrics
         self._broken = broken
+        self._answers = answers
 
     async def decide(self, request: Request) -> Response:
         """Decide for features and a budget, and do nothing else."""
@@ -121,7 +130,22 @@ class Routes:
         reads = {"blocks": controller.feature_sizes, "columns": controller.columns}
         budget = {"unit": controller.unit, "mean": not controller.budgets.of_request}
         state = {"controller": controller.digest, "knobs": controller.knobs, **reads, **budget}
+        if self._answers is not None:
+            state["endpoint"] = self._answers.summary()
         return JSONResponse({**state, "broken_before": self._broken})
+
+    async def ready(self, request: Request) -> Response:
+        """Say whether requests should come here: 503 while this process stops, and while the
+        endpoint only fails. Everybody may know that."""
+        self._guards.check_host(request.headers)
+        reason = None
+        if self.stopping():
+            reason = "stopping"
+        elif self._answers is not None and self._answers.is_failing():
+            reason = "endpoint"
+        if reason is not None:
+            return JSONResponse({"ready": False, "reason": reason}, 503)
+        return JSONResponse({"ready": True})
 
     async def metrics(self, request: Request) -> Response:
         """Return what Prometheus reads."""
@@ -151,6 +175,7 @@ def application(
     """
     listed = [
         Route("/health", routes.health),
+        Route("/ready", routes.ready),
         Route("/metrics", routes.metrics),
         Route("/decide", routes.decide, methods=["POST"]),
         Route("/label", routes.label, methods=["POST"]),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -22,11 +23,13 @@ from knobwise.envs.tables.units import MS
 from knobwise.profiling.endpoint.messages import message_function
 from knobwise.profiling.endpoint.prices import Price, lacking_tiers, read_prices
 from knobwise.serving.proxy.chat import RequestFeatures
+from knobwise.serving.proxy.endpoint_answers import EndpointAnswers
 from knobwise.serving.proxy.guards import LOOPBACK, Guards, hosts_of
 from knobwise.serving.proxy.knob_fields import KnobFields
 from knobwise.serving.proxy.metrics import ServerMetrics
 from knobwise.serving.proxy.passing import Passing
 from knobwise.serving.proxy.proxy import ChatProxy
+from knobwise.serving.proxy.restart import leave, take_over
 from knobwise.serving.proxy.routes import Routes, application
 from knobwise.serving.proxy.settings import ServeRun
 from knobwise.serving.proxy.under_way import UnderWay, cut_off, running
@@ -82,6 +85,7 @@ def serve(config: ServeRun, controller: NumpyController) -> None:
             metrics = ServerMetrics(folder)
             chats = None
             passing = None
+            answers = None
             if upstream is not None and fields is not None:
                 walk = Walk(
                     runtime,
@@ -94,25 +98,35 @@ def serve(config: ServeRun, controller: NumpyController) -> None:
                     prices=prices,
                 )
                 # what is no time is the cost of a whole answer
+                answers = EndpointAnswers()
                 first_counts = config.timed == "first_chunk" and controller.unit == MS
-                chats = ChatProxy(guards, walk, upstream, metrics, first_counts, _at_once(config))
+                timed = first_counts, _at_once(config)
+                chats = ChatProxy(guards, walk, upstream, metrics, answers, *timed)
                 models = [str(values["model"]) for values in known if "model" in values]
                 models = [*dict.fromkeys(models)]
                 passing = Passing(guards, upstream, metrics, models, config.opened)
-            routes = Routes(guards, runtime, metrics, broken)
+            routes = Routes(guards, runtime, metrics, broken, answers)
             app = application(routes, chats, passing, _connected(upstream))
 
             def began(server: uvicorn.Server) -> None:
+                routes.stopping = lambda: server.should_exit
                 if chats is not None:
                     chats.under_way = UnderWay(folder)
                     chats.stopping = lambda: server.should_exit
+
+            def leaves() -> None:
+                try:
+                    leave(Path(config.log), runtime.tracker.state(), metrics.promises())
+                except OSError as error:
+                    say(f"log={config.log}: the tracker's state cannot be written ({error})")
 
             def gone(process: int) -> None:
                 metrics.broken.inc(cut_off(folder, str(process)))
 
             metrics.broken.inc(broken)
-            worker = Worker(app, began, listening, config.drain_s)
+            worker = Worker(app, began, leaves, listening, config.drain_s)
             _say(config, listening.getsockname()[1], broken, token, controller)
+            _go_on(config, runtime, metrics)
             if prices and (lacking := lacking_tiers(prices, known)):
                 say(f"{config.prices}: {lacking}; until then nobody knows what such answers cost")
             if fields is not None and (texts := fields.texts_of_truth):
@@ -161,6 +175,28 @@ def _say(
         say(f"whoever can reach this port can use it; set {TOKEN} in the environment")
     if config.host not in LOOPBACK and not config.names:
         say("any host name is taken, also one that a foreign page points here; give names=[…]")
+
+
+def _go_on(config: ServeRun, runtime: Runtime, metrics: ServerMetrics) -> None:
+    """Go on with what the server before this one has left of the same controller."""
+    state = take_over(Path(config.log), runtime.controller.digest)
+    if state is None:
+        return
+    tracker = runtime.tracker
+    try:
+        if config.tracker:
+            tracker.restore(state["tracker"])
+        slower = math.exp(tracker.level)
+        metrics.take_promises(state["promises"], slower)
+    except (AttributeError, InputError, KeyError, TypeError, ValueError):
+        # whoever has changed it; nothing of it is needed
+        return
+    if tracker.answers:
+        metrics.level.set(slower)
+    say(
+        f"goes on with what the server before this one has learned from {tracker.answers} answers: "
+        f"latencies are {slower:.3g} times those of the profile"
+    )
 
 
 def _at_once(config: ServeRun) -> float | None:
