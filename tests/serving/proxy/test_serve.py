@@ -195,6 +195,11 @@ def test_what_is_promised_stands_in_headers_and_metrics(promised, endpoint, tmp_
         assert len(labels) == 2
     (line,) = (line for line in client.said() if "promised of" in line)
     assert " 2 of 4 " in line
+    # the next server goes on counting
+    with serving(tmp_path, *words) as client:
+        assert client.metric(f"promise_on_time{label}") == 1 / 2
+        client.chat(features=features, budget_ms=highest + 100)
+        assert client.metric(f"promise_on_time{label}") == 2 / 3
 
 
 def test_on_a_slower_machine_a_promise_counts_at_the_budget_that_was_asked_for(promised):
