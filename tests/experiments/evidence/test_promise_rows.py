@@ -3,23 +3,25 @@
 from dataclasses import replace
 from types import SimpleNamespace
 
+import numpy as np
 import polars as pl
 import pytest
 import torch
-from helpers import table_of
+from helpers import small_table, table_of
+from replayed import untrained
 
 from knobwise.agents.calibration.promise import arrays_of, requests_of, trials_of
 from knobwise.agents.deployed.promise import Promise
 from knobwise.agents.evaluation.baselines import StaticUnderPromise, fit_static
 from knobwise.agents.problem import Problem
-from knobwise.experiments.evidence.promises import promises_on_test
+from knobwise.experiments.evidence.promises import promises_on_test, share_outside
 
 
 def judged(problem, test, budgets, rows, static):
     """What results say of single configurations without limits."""
     policy = StaticUnderPromise(Promise(arrays_of(rows), static))
     calibration = SimpleNamespace(promise=[], promise_of_static=rows)
-    decider = SimpleNamespace(allowed=lambda features, count: (None, None))
+    decider = SimpleNamespace(allowed=lambda features, count: (None, None), low=None)
     controller = SimpleNamespace(
         static_under_promise=policy, calibration=calibration, decider=decider
     )
@@ -82,3 +84,21 @@ def test_what_was_not_measured_of_test_samples_is_chosen_counts_as_late_and_brea
         shares[late, holes] = row["test"], row["broken"]
         assert row["accuracy"] == pytest.approx(0.5 * (1 - holes / 100))
     assert shares == {(0, 40): (0.6, False), (50, 10): (0.4, True)}
+
+
+def test_the_share_of_test_samples_outside_the_range_of_training_is_that_of_any_feature():
+    table = small_table(40)
+    values = torch.cat([*table.features.values()], 1).numpy()
+    agent = untrained(table)
+    low = np.full(values.shape[1], -np.inf, np.float32)
+    high = np.full(values.shape[1], np.inf, np.float32)
+    # the smaller half by one feature, and by another three of the rest
+    low[1] = np.sort(values[:, 1])[20]
+    above = values[:, 1] >= low[1]
+    high[2] = np.sort(values[above, 2])[-4]
+    agent.calibration.ranges = {"low": low, "high": high, "margin": np.array(0.1)}
+    inside = (values[:, 1] >= low[1]) & (values[:, 2] <= high[2])
+    evaluator = SimpleNamespace(problem=Problem.from_table(table), rows=torch.arange(40))
+    assert inside.sum() == 17
+    assert share_outside(evaluator, agent.decider) == pytest.approx(23 / 40)
+    assert share_outside(evaluator, untrained(table).decider) == 0
