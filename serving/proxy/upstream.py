@@ -8,11 +8,12 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 import re
-from collections.abc import AsyncIterator, Iterable, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager
 from urllib.parse import urlsplit
 
 import aiohttp
+from aiohttp.http import HttpProcessingError
 from yarl import URL
 
 from knobwise.common.errors import InputError
@@ -47,8 +48,9 @@ class UnknownStatus(aiohttp.ClientError):
     """An answer whose status is none of HTTP's."""
 
 
-FAULTS = (aiohttp.ClientError, TimeoutError, ValueError)
-"""What an endpoint that gives no whole answer raises; a ValueError for an address that is none."""
+FAULTS = (aiohttp.ClientError, HttpProcessingError, TimeoutError, ValueError)
+"""What an endpoint that gives no whole answer raises; a ValueError for an address that is none, an
+HttpProcessingError for what is no HTTP where aiohttp has no compiled parser."""
 
 
 class Upstream:
@@ -122,28 +124,31 @@ class Upstream:
         if response.status not in STATUSES:
             response.close()
             raise UnknownStatus(f"status {response.status}")
-        _end_with_connection(response)
         return response
 
     async def chunks_of(self, response: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
         """Yield the content of an answer as it comes.
 
         Raises:
-            aiohttp.ClientError: it breaks off; a `SocketTimeoutError` where the endpoint keeps
-                silent, or the whole takes too long.
+            aiohttp.ClientError: it breaks off, or is silent.
+            TimeoutError: the whole takes too long.
         """
         loop = asyncio.get_running_loop()
         last = loop.time() + WHOLE_ANSWER * self._timeout_s
         chunks = response.content.iter_any()
-        while True:
-            try:
-                async with asyncio.timeout_at(min(loop.time() + self._timeout_s, last)):
-                    chunk = await anext(chunks, None)
-            except TimeoutError as error:
-                raise aiohttp.SocketTimeoutError("no more of the answer came in time") from error
-            if chunk is None:
-                return
-            yield chunk
+        with _ending_with_connection(response):
+            while True:
+                # aiohttp's own timer of silence comes first, where it has not stopped it
+                until = min(loop.time() + self._timeout_s + 1, last)
+                try:
+                    async with asyncio.timeout_at(until):
+                        chunk = await anext(chunks, None)
+                except RuntimeError as error:
+                    # what aiohttp raises to whoever waits on a closed connection
+                    raise aiohttp.ClientPayloadError(str(error)) from error
+                if chunk is None:
+                    return
+                yield chunk
 
     async def content_of(self, response: aiohttp.ClientResponse) -> bytes:
         """Return the content of an answer that is no stream.
@@ -230,8 +235,9 @@ def passed_back(response: aiohttp.ClientResponse, rewritten: bool = False) -> Pa
     return pairs
 
 
-def _end_with_connection(response: aiohttp.ClientResponse) -> None:
-    """Let whoever reads an answer learn that its connection is gone, however that came.
+@contextmanager
+def _ending_with_connection(response: aiohttp.ClientResponse) -> Iterator[None]:
+    """Let whoever reads an answer in the block learn that its connection is gone.
 
     aiohttp 3.14 says nothing to the reader, and stops its own timer, where what the endpoint sent
     was no HTTP any more: it closes the connection, and the reader would wait for ever.
@@ -240,16 +246,26 @@ def _end_with_connection(response: aiohttp.ClientResponse) -> None:
     content = response.content
     # an answer that is whole has given its connection back
     if connection is None or connection.protocol is None:
+        yield
         return
 
-    def end(_: object = None) -> None:
+    def end(closed: asyncio.Future[None] | None) -> None:
+        if closed is not None and not closed.cancelled():
+            # it has been looked at, so nobody is warned of it
+            closed.exception()
         if not content.is_eof() and content.exception() is None:
             content.set_exception(aiohttp.ClientPayloadError("the connection broke off"))
 
-    if (closed := connection.protocol.closed) is None:
-        end()
-    else:
-        closed.add_done_callback(end)
+    closed = connection.protocol.closed
+    if closed is None:
+        end(None)
+        yield
+        return
+    closed.add_done_callback(end)
+    try:
+        yield
+    finally:
+        closed.remove_done_callback(end)
 
 
 def media_type(headers: Mapping[str, str]) -> str:
