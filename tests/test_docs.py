@@ -3,6 +3,7 @@ runs log."""
 
 import functools
 import itertools
+import os
 import re
 import shlex
 from dataclasses import asdict, replace
@@ -392,6 +393,7 @@ def test_what_shows_each_behaviour_of_another_tool_exists_in_the_version_that_is
     rows = [line.strip("| ").split(" | ") for line in page.splitlines() if line.startswith("| ")]
     rows = [row for row in rows if row[0] != "tool, version"]
     assert len(rows) > 30
+    assert all(os.access(script, os.X_OK) for script in (ROOT / "findings").glob("*.sh"))
     pins = [ROOT / "constraints.txt", ROOT / "tests/data/README.md"]
     pins += [path for path in (ROOT / "campaign").rglob("requirements*/*") if path.is_file()]
     pins += [*(ROOT / "campaign").rglob("requirements.txt"), *(ROOT / "findings").glob("*.sh")]
