@@ -10,7 +10,12 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from knobwise.agents.calibration.guard import CONFIDENCE, GuardRow, reason_for
+from knobwise.agents.calibration.guard import (
+    CONFIDENCE,
+    GuardRow,
+    reason_for,
+    unknown_row,
+)
 from knobwise.agents.calibration.prices import (
     calibrate_prices,
     choose_at_price,
@@ -26,6 +31,7 @@ from knobwise.agents.teacher.regressors import FAMILIES
 from knobwise.common.paired import is_better, standard_error
 from knobwise.envs.bandit.budgets import value_range
 from knobwise.envs.tables.cells import Cells, averages
+from knobwise.envs.tables.measured_decisions import are_known
 from knobwise.envs.tables.profile_table import ProfileTable
 
 VALUES = 400
@@ -63,14 +69,25 @@ class Mixture(NamedTuple):
         return accuracy, torch.lerp(first_ms, second_ms, share)
 
     def weight(self, weight: Tensor) -> Tensor:
-        """Return how many cells the measured ones among these stand for, float64 [n, B].
+        """Return how many cells the measured ones among these stand for, float64 [n, B]; 0 where
+        one of two that share the requests was not measured.
 
         Args:
             weight: [n, C], of each cell.
         """
         first = weight.double().gather(1, self.first)
         second = weight.double().gather(1, self.second)
-        return torch.lerp(first, second, self.share.double().nan_to_num(0.0))
+        mean = torch.lerp(first, second, self.share.double().nan_to_num(0.0))
+        return mean.where(self.measured(weight > 0), 0.0)
+
+    def measured(self, mask: Tensor) -> Tensor:
+        """Return whether all configurations of these were measured, bool [n, B].
+
+        Args:
+            mask: bool [n, C], the measured cells.
+        """
+        drawn = self.share.nan_to_num(0.0) > 0
+        return mask.gather(1, self.first) & (mask.gather(1, self.second) | ~drawn)
 
 
 class MixingPolicy(Protocol):
@@ -315,6 +332,7 @@ def compare_with_mix(
     *,
     unit: str = "ms",
     clusters: Tensor | None = None,
+    measured: tuple[Tensor, Tensor] | None = None,
 ) -> list[GuardRow]:
     """Compare a policy with the static mix at each budget.
 
@@ -326,29 +344,42 @@ def compare_with_mix(
         mixed: the mix's expected accuracy, likewise.
         unit: of costs and budgets, for the reasons.
         clusters: int64 [n], see `guard.cluster_numbers`; by default each sample is one.
+        measured: how many of the n choices of the policy and of the mix are measured cells, int64
+            [B] each; None where all are. Where these are too few, the mix is deployed.
     """
-    rows = []
-    for budget, right, ms, rival in zip(
+    rows: list[GuardRow] = []
+    row: GuardRow
+    samples = len(accuracy)
+    whole = torch.full((len(budgets_ms),), samples)
+    counts = torch.stack(measured or (whole, whole), 1).tolist()
+    for (of_policy, of_mix), budget, right, ms, rival in zip(
+        counts,
         budgets_ms.tolist(),
         accuracy.double().unbind(1),
         cost.double().unbind(1),
         mixed.double().unbind(1),
         strict=True,
     ):
+        if not (are_known(of_policy, samples) and are_known(of_mix, samples)):
+            row = unknown_row(budget, "static mix", (of_policy, of_mix), samples)
+            known = are_known(of_mix, samples)
+            rows.append({**row, "accuracy_static_mix": float(rival.mean()) if known else None})
+            continue
         gains = right - rival
         spent = float(ms.mean())
         kept = spent <= budget * (1 + 1e-9)
-        row: GuardRow = {
+        gain = float(gains.mean()), standard_error(gains, clusters)
+        row = {
             "budget_ms": budget,
             "deployed": kept and is_better(gains, CONFIDENCE, clusters),
             "reason": "",
             "accuracy_policy": float(right.mean()),
             "accuracy_static_mix": float(rival.mean()),
             "latency_ms_mean": spent,
-            "gain": float(gains.mean()),
-            "gain_se": standard_error(gains, clusters),
+            "gain": gain[0],
+            "gain_se": gain[1],
         }
-        row["reason"] = reason_for(row, "static mix", "accuracy")
+        row["reason"] = reason_for(row["deployed"], gain, "static mix", "accuracy")
         if not kept:
             lowest = f"its lowest mean latency is {spent:.4g}"
             row["reason"] = (

@@ -195,9 +195,11 @@ def plan_for_mean_budgets(
     if setup.policy.guard:
         # the mix for held-out samples is fitted on the others
         mixed = []
+        of_mix = torch.zeros(len(budgets_ms), dtype=torch.int64)
         for fit, hold in zip(*setup.folds, strict=True):
             mix = StaticMix.fit(problem.cells, fit, budgets_ms)
             mixed.append(mix.expected(problem, hold)[0])
+            of_mix += mix.mixture(problem, hold).measured(problem.facts.mask[hold]).sum(0)
         accuracy, _ = outcomes_of(problem, rows, chosen)
         _, latency_ms = outcomes_of(problem, rows, chosen, checked=False)
         calibration.guard = compare_with_mix(
@@ -207,6 +209,7 @@ def plan_for_mean_budgets(
             budgets_ms,
             unit=problem.facts.unit,
             clusters=cluster_numbers(problem.facts, rows),
+            measured=(problem.facts.mask[rows[:, None], chosen].sum(0), of_mix),
         )
         mean["deployed"] = np.array([row["deployed"] for row in calibration.guard])
         # the mix that is deployed is fitted on all samples

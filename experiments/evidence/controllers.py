@@ -11,20 +11,24 @@ import torch
 from torch import Tensor
 
 from knobwise.agents.calibration.deployed_controller import DeployedController
+from knobwise.agents.calibration.guard import are_gains_known
 from knobwise.agents.calibration.mean_policies import MixingPolicy
 from knobwise.agents.evaluation.own_cost import OwnCost, own_costs
 from knobwise.agents.evaluation.policy import Baseline
 from knobwise.agents.problem import Problem
 from knobwise.agents.training.checkpoint import Loaded
+from knobwise.common.words import is_known
 from knobwise.envs.bandit.reward import RewardTable
+from knobwise.envs.tables.measured_decisions import are_known
 from knobwise.experiments.evidence.decisions import BEFORE, IF_FREE, SAMPLE
 from knobwise.experiments.evidence.evaluate import Deadlines, Policies, alone, evaluate
 from knobwise.experiments.evidence.mean_budgets import MeanBudgets
 from knobwise.experiments.evidence.profile_facts import configuration_rows, costs_of, profile_of
 from knobwise.experiments.evidence.promises import promises_on_test
-from knobwise.experiments.evidence.results import value_of
+from knobwise.experiments.evidence.results import rows_at, value_of
 from knobwise.experiments.evidence.schema import (
     Chosen,
+    ConfigurationRow,
     DatasetRow,
     GrpoGain,
     PolicyRow,
@@ -37,7 +41,7 @@ from knobwise.experiments.evidence.summarise import (
     usage,
     with_score_of,
 )
-from knobwise.experiments.evidence.task import PROMISED, Metric, Task, with_costs
+from knobwise.experiments.evidence.task import PROMISED, Metric, Task, task_of, with_costs
 
 P = TypeVar("P")
 LEARNED = "controller"
@@ -108,7 +112,8 @@ def evaluate_controllers(
         gained = gained.filter(policy=LEARNED)
         metric = Metric("test", value=pl.col(score) - pl.col("before"))
         (row,) = summarise(gained, [metric], conditions=False)
-        results["grpo_gain"] = {"test": row["test"], "test_ci95": row["test_ci95"]}
+        if row["test"] is not None:
+            results["grpo_gain"] = {"test": row["test"], "test_ci95": row["test_ci95"]}
     return results, decisions
 
 
@@ -141,16 +146,14 @@ def controller_results(
         "unit": table.unit,
         "budgets_ms": evaluator.conditions,
         "rows": policy_rows(task, with_reference_scores(decisions, evaluator.compared)),
-        "configurations": configuration_rows(
-            problem.values, evaluator.rows, evaluator.utility_budgets, problem.cells, problem.rule
-        ),
+        "configurations": _known_configurations(evaluator),
         "knob_usage": usage(decisions, (LEARNED, task.low, task.high), settings, knobs),
     }
     if problem.rule.is_own:
         results["rule"] = {"name": problem.rule.name, "numbers": problem.rule.numbers}
     if costs:
         results["costs"] = costs
-    if bins := reliability(decisions, LEARNED):
+    if is_score_known(results) and (bins := reliability(decisions, LEARNED)):
         results["reliability"] = bins
     # the means once more, for each of several data sets
     names = decisions.select(SAMPLE).unique(maintain_order=True)["dataset"]
@@ -164,6 +167,26 @@ def controller_results(
                 head: DatasetRow = {"dataset": dataset, "samples": len(part.rows)}
                 results["by_dataset"].append({**head, **row})
     return results
+
+
+def is_score_known(results: RunResults, policy: str = LEARNED) -> bool:
+    """Return whether enough of what a policy decides was measured to know its score, as a mean over
+    the budgets; False without a row of it."""
+    return is_known(rows_at(results, None).get(policy, {}).get(task_of(results).score))
+
+
+def _known_configurations(evaluator: Deadlines | MeanBudgets) -> list[ConfigurationRow]:
+    """Return the means of configurations on the test samples, without those that rest on
+    predictions, see `knobwise.envs.tables.measured_decisions`."""
+    problem = evaluator.problem
+    rows = configuration_rows(
+        problem.values, evaluator.rows, evaluator.utility_budgets, problem.cells, problem.rule
+    )
+    if problem.beliefs is None:
+        return rows
+    measured = problem.facts.mask[evaluator.rows].sum(0).tolist()
+    counts = dict(zip(evaluator.labels, measured, strict=True))
+    return [row for row in rows if are_known(counts[row["label"]], len(evaluator.rows))]
 
 
 def with_reference_scores(
@@ -221,17 +244,22 @@ def held_out_choices(loaded: Sequence[Loaded]) -> RunResults:
         if teacher is not None:
             choice = teacher.chosen()
         extra = checkpoint.extra
-        choice |= {"iteration": extra["iteration"], "grpo": extra.get("grpo", {})}
+        guard = checkpoint.controller.calibration.guard
+        start = extra.get("grpo", {}) if are_gains_known(guard) else {}
+        choice |= {"iteration": extra["iteration"], "grpo": start}
         choices["chosen"].append(choice)
-        if guard := checkpoint.controller.calibration.guard:
+        if guard:
             choices["guard"].append(guard)
     return choices
 
 
 def validation_scores(loaded: Sequence[Loaded]) -> RunResults:
     """Return the best score of each seed on validation, under the name of what was judged:
-    `validation_utility` or `validation_reward`; {} for a checkpoint that does not say it."""
+    `validation_utility` or `validation_reward`; {} for a checkpoint that does not say it, or whose
+    guard found that too few of its choices were measured to know it."""
     if "validation_utility" not in loaded[0].extra:
+        return {}
+    if not all(are_gains_known(each.controller.calibration.guard) for each in loaded):
         return {}
     scores = [float(checkpoint.extra["validation_utility"]) for checkpoint in loaded]
     return cast("RunResults", {f"validation_{loaded[0].extra['judged_by']}": scores})

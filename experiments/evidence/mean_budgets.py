@@ -25,6 +25,7 @@ from knobwise.envs.bandit.reward import RewardTable
 from knobwise.envs.tables.cells import averages
 from knobwise.experiments.evidence.decisions import Columns, array_of
 from knobwise.experiments.evidence.evaluate import OnTable, Policies
+from knobwise.experiments.evidence.results import SINGLE
 from knobwise.experiments.evidence.schema import ConfigurationRow, RunResults
 from knobwise.experiments.evidence.summarise import with_score_of
 from knobwise.experiments.evidence.task import MEAN_BUDGET
@@ -135,7 +136,7 @@ class MeanBudgets(OnTable):
         drawn = ~mixture.share.isnan()
         second = mixture.second.where(drawn, -1)
         columns = {}
-        if checked and self.problem.beliefs is not None:
+        if self.problem.beliefs is not None:
             columns["sampling_weight"] = mixture.weight(self.problem.beliefs.weight[self.rows])
         # a further cost is the mean of both sides
         costs = further_costs(self.problem, self.rows, mixture.first, checked)
@@ -162,8 +163,16 @@ class MeanBudgets(OnTable):
 
     def compared(self, decisions: pl.DataFrame) -> pl.DataFrame:
         """Add to decisions the scores that they are compared with, at equal mean latency."""
-        at_budget = with_score_of(decisions, self.task.low, self.task.score, "of_mix_at_budget")
-        return self.reference.at_equal_latency(at_budget)
+        others = {
+            "of_mix_at_budget": self.task.low,
+            "of_reference": self.task.low,
+            "of_upper_bound": self.task.high,
+            "of_best_single": SINGLE,
+        }
+        # at another latency as many of their cells were measured as at the budget, nearly
+        for column, policy in others.items():
+            decisions = with_score_of(decisions, policy, self.task.score, column)
+        return self.reference.at_equal_latency(decisions)
 
     def add_facts(self, results: RunResults, policies: Policies) -> None:
         """Add the corners of the static mix, and to rows `price` (λ) and `worth_ms` (1/λ, None at

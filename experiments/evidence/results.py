@@ -7,6 +7,7 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from functools import cache
+from itertools import chain
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import TYPE_CHECKING, Any, get_args, get_origin, get_type_hints, is_typeddict
@@ -17,6 +18,7 @@ from knobwise.common.errors import Damaged, InputError
 from knobwise.common.files import sha256_of, write_json
 from knobwise.common.json_text import decode_json, is_deeper
 from knobwise.common.words import is_known
+from knobwise.envs.tables.measured_decisions import are_known, not_known_words
 from knobwise.experiments.evidence.decisions import FILE
 from knobwise.experiments.evidence.schema import (
     DifferenceRow,
@@ -170,6 +172,22 @@ def value_of(row: Mapping[str, object], metric: str = "utility") -> float:
     """Return the number of a row to rank by; −∞ where it is not known."""
     value = row.get(metric)
     return float(value) if is_known(value) else -math.inf
+
+
+def not_known(row: Mapping[str, Any]) -> str:
+    """Say why a row has no numbers: `not known: 0 of 40 decisions were measured`; "" of a row that
+    has some."""
+    measured, decisions = row.get("measured_decisions"), row.get("decisions")
+    # without these every decision was measured
+    if measured is None or decisions is None or are_known(measured, decisions):
+        return ""
+    return not_known_words(measured, decisions)
+
+
+def are_held_out_known(results: RunResults) -> bool:
+    """Return whether enough of what a controller chose for held-out samples was measured to know
+    its score there, as far as the guard counted that; earlier versions did not."""
+    return all(row.get("gain", 0.0) is not None for row in chain(*(results.get("guard") or [])))
 
 
 def mean_of(rows: Sequence[Mapping[str, object]], name: str) -> float:

@@ -37,48 +37,53 @@ class CostFacts(TypedDict, total=False):
 
 class PolicyRow(TypedDict, total=False):
     """A policy at a budget or number of shots, or with its means over the budgets. For each further
-    cost, such as usd, it also has `cost_usd_mean`, and with a limit `cost_usd_over`."""
+    cost, such as usd, it also has `cost_usd_mean`, and with a limit `cost_usd_over`.
+
+    Where not every cell was measured, `measured_decisions` says how many of the `decisions` were;
+    where these are too few, every number that rests on them is None."""
 
     policy: str
     budget_ms: float | None
     shots: int
     queries: int
-    accuracy: float
-    accuracy_ci95: Interval
-    accuracy_per_seed: list[float]
-    accuracy_per_split: list[float]
-    utility: float
-    utility_ci95: Interval
-    utility_per_seed: list[float]
-    utility_per_split: list[float]
+    accuracy: float | None
+    accuracy_ci95: Interval | None
+    accuracy_per_seed: list[float] | None
+    accuracy_per_split: list[float] | None
+    utility: float | None
+    utility_ci95: Interval | None
+    utility_per_seed: list[float] | None
+    utility_per_split: list[float] | None
     utility_free: float | None
     reward: float | None
     gap_closed: float | None
-    gap_closed_ci95: Interval
+    gap_closed_ci95: Interval | None
     attained: float | None
-    latency_ms_mean: float
-    latency_ms_mean_ci95: Interval
+    latency_ms_mean: float | None
+    latency_ms_mean_ci95: Interval | None
     latency_ms_p95: float | None
     satisfaction: float | None
-    satisfaction_ci95: Interval
+    satisfaction_ci95: Interval | None
     satisfaction_feasible: float | None
     satisfaction_feasible_ci95: Interval | None
     infeasible: float | None
     effective_cells: float | None
+    measured_decisions: int
+    decisions: int
     decision_us_p50: float | None
     price: float | None
     worth_ms: float | None
-    oracle_accuracy: float
-    over_static: float
-    over_static_ci95: Interval
-    over_static_mix: float
-    over_static_mix_ci95: Interval
-    over_static_mix_at_budget: float
-    over_static_mix_at_budget_ci95: Interval
-    over_best_single: float
-    over_best_single_ci95: Interval
-    behind: float
-    behind_ci95: Interval
+    oracle_accuracy: float | None
+    over_static: float | None
+    over_static_ci95: Interval | None
+    over_static_mix: float | None
+    over_static_mix_ci95: Interval | None
+    over_static_mix_at_budget: float | None
+    over_static_mix_at_budget_ci95: Interval | None
+    over_best_single: float | None
+    over_best_single_ci95: Interval | None
+    behind: float | None
+    behind_ci95: Interval | None
 
 
 class DatasetRow(PolicyRow, total=False):

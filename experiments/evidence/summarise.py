@@ -14,6 +14,7 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
+from knobwise.envs.tables.measured_decisions import are_known
 from knobwise.experiments.evidence.decisions import SAMPLE, splits_of
 from knobwise.experiments.evidence.schema import ReliabilityBin, UsageRow
 from knobwise.experiments.evidence.statistics import ends_of_means, resampled_means
@@ -22,6 +23,9 @@ from knobwise.experiments.evidence.task import Metric, Task
 if TYPE_CHECKING:
     from knobwise.envs.tables.profile_table import KnobValue
 
+WEIGHT = "sampling_weight"
+"""The column that says of a decision whether it was measured, see
+`knobwise.experiments.evidence.decisions`."""
 BINS = 10
 """Number of bins of predicted probabilities."""
 Array = NDArray[np.float64]
@@ -41,6 +45,8 @@ def summarise(
             its seeds may differ from those of others.
         metrics: their numbers become those of a row, see `Metric`. A number without an interval is
             None where it is unknown, and a ratio with its interval where nothing could be gained.
+            Numbers that rest on decisions of which too few were measured are None, see
+            `_without_unknown`.
         conditions: whether there are rows for each condition.
         over_conditions: whether there are rows with the mean over the conditions.
     """
@@ -76,7 +82,60 @@ def summarise(
     for row, metric in itertools.product(rows, metrics):
         if metric.share:
             _cut_off(row, metric.key)
+    _without_unknown(rows, decisions, metrics)
     return rows
+
+
+OF_MEASURING = ("sampling_weight", "decision_us")
+"""The columns of decisions that no measured cell is needed for."""
+
+
+def _without_unknown(
+    rows: Sequence[dict[str, Any]], decisions: pl.DataFrame, metrics: Sequence[Metric]
+) -> None:
+    """Add to rows how many decisions were measured, where that is not all, and replace by None
+    every number that rests on too few of them (`knobwise.envs.tables.measured_decisions`).
+
+    A number rests on the policy's own decisions, and where it compares on those of the others. Each
+    seed counts for itself. A mean over the conditions is known if it is known at each of them, and
+    has the count of the condition where fewest were measured.
+    """
+    weights = [name for name in decisions.columns if name.endswith(WEIGHT)]
+    weights = [name for name in weights if not decisions[name].is_null().all()]
+    if not weights:
+        return
+    # a row for each policy, seed and condition: how many decisions, and how many were measured
+    measured = [(pl.col(name).is_null() | (pl.col(name) > 0)).sum().alias(name) for name in weights]
+    counts = decisions.group_by("policy", "condition", "seed").agg(pl.len(), *measured)
+    for row in rows:
+        judged = counts.filter(policy=row["policy"])
+        if row["condition"] is not None:
+            judged = judged.filter(condition=row["condition"])
+        known = {
+            name: all(are_known(*pair) for pair in judged.select(name, "len").iter_rows())
+            for name in weights
+        }
+        fewest = judged.sort(WEIGHT, "len").row(0, named=True) if WEIGHT in weights else None
+        if fewest is not None:
+            row["measured_decisions"], row["decisions"] = fewest[WEIGHT], fewest["len"]
+        for metric in metrics:
+            columns = {
+                name
+                for side in (metric.value, metric.per, metric.aggregate)
+                if side is not None
+                for name in side.meta.root_names()
+            }
+            if columns <= {*OF_MEASURING}:
+                continue
+            needed = [WEIGHT, *(f"{name}_{WEIGHT}" for name in columns)]
+            if not all(known.get(name, True) for name in needed):
+                names = [name for name in row if name in _keys(metric.key)]
+                row.update(dict.fromkeys(names))
+
+
+def _keys(key: str) -> tuple[str, ...]:
+    """Return the names under which a row has a number, its interval and its parts."""
+    return key, f"{key}_ci95", f"{key}_per_seed", f"{key}_per_split"
 
 
 def _cut_off(row: dict[str, Any], key: str) -> None:
@@ -86,7 +145,7 @@ def _cut_off(row: dict[str, Any], key: str) -> None:
     would not mend that: with predictions in it, it may lie outside too. Whatever the truth is, it
     is in the range, so an estimate that is cut off is no farther from it.
     """
-    for name in (key, f"{key}_ci95", f"{key}_per_seed", f"{key}_per_split"):
+    for name in _keys(key):
         if row.get(name) is not None:
             row[name] = np.clip(row[name], 0.0, 1.0).tolist()
 
@@ -212,9 +271,16 @@ def with_references(task: Task, decisions: pl.DataFrame) -> pl.DataFrame:
 def with_score_of(
     decisions: pl.DataFrame, policy: str, score: str, column: str, seeds: bool = False
 ) -> pl.DataFrame:
-    """Add a column with a score of a policy for the same request, with the same seed if wanted."""
+    """Add a column with a score of a policy for the same request, with the same seed if wanted.
+
+    Where not every cell was measured a second column, `{column}_sampling_weight`, says whether that
+    decision was.
+    """
     keys = [*SAMPLE, "condition", *(["seed"] if seeds else [])]
-    other = decisions.filter(policy=policy).select(*keys, pl.col(score).alias(column))
+    added = [pl.col(score).alias(column)]
+    if not decisions[WEIGHT].is_null().all():
+        added.append(pl.col(WEIGHT).alias(f"{column}_{WEIGHT}"))
+    other = decisions.filter(policy=policy).select(*keys, *added)
     return decisions.join(other, on=keys, how="left", nulls_equal=True, maintain_order="left")
 
 

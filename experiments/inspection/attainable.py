@@ -395,10 +395,11 @@ def repeated_share(table: ProfileTable) -> float:
 
 def add_shares(results: RunResults) -> None:
     """Write into the means over the budgets which share of what looked attainable each policy
-    gained over static, `attained`; None where nothing looked attainable."""
+    gained over static, `attained`; None where nothing looked attainable, or it is not known."""
     estimate = results.get("attainable")
     for row in results["rows"]:
         if estimate and row["budget_ms"] is None:
             row["attained"] = None
-            if estimate["gain_ci95"][0] > 0:
-                row["attained"] = row["over_static"] / estimate["gain"]
+            gained = row["over_static"]
+            if estimate["gain_ci95"][0] > 0 and gained is not None:
+                row["attained"] = gained / estimate["gain"]

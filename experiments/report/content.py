@@ -10,7 +10,12 @@ from knobwise.common.progress import duration
 from knobwise.common.words import format_number, is_known
 from knobwise.envs.tables.cost_words import in_words
 from knobwise.envs.tables.units import TIMES
-from knobwise.experiments.evidence.results import baselines, differences_at, unit_of
+from knobwise.experiments.evidence.results import (
+    baselines,
+    differences_at,
+    not_known,
+    unit_of,
+)
 from knobwise.experiments.evidence.schema import RunFacts, RunResults
 from knobwise.experiments.evidence.statistics import Difference
 from knobwise.experiments.evidence.task import (
@@ -100,6 +105,9 @@ def tiles_of(comparison: Comparison) -> list[Tile]:
     judged = next((each for each in shares if is_known(row.get(each.key))), ACCURACY)
     for metric in (judged, DECISION):
         value, _, detail = cell(row, metric).partition("\n")
+        if metric is judged and (unknown := not_known(row)):
+            tiles.append(Tile("–", metric.name, unknown, unsure=True))
+            continue
         if metric in (FEASIBLE, ON_TIME):
             others = run.row(against, comparison.main)
             detail = f"{policy_name(against)}: {cell(others, metric)}"
@@ -145,7 +153,12 @@ def _metrics(comparison: Comparison, rows: Sequence[Row]) -> list[Metric]:
     metrics = [
         metric
         for metric in metrics
-        if metric not in left_out and any(is_known(row.get(metric.key)) for row in rows)
+        if metric not in left_out
+        and (
+            any(is_known(row.get(metric.key)) for row in rows)
+            # where it says why a number is not known
+            or (metric.key == task.ranked_by and any(map(not_known, rows)))
+        )
     ]
     return sorted(metrics, key=lambda metric: metric.key != task.ranked_by)
 
@@ -171,7 +184,10 @@ def table_at(comparison: Comparison, condition: float | None) -> Table:
         line = {"policy": name}
         if not comparison.single:
             line = {"run": name} | tested_cells(tested.get(name))
-        lines.append(line | {each.name: cell(row, each, comparison.unit) for each in metrics})
+        cells = {each.name: cell(row, each, comparison.unit) for each in metrics}
+        if unknown := not_known(row):
+            cells[metrics[0].name] = unknown
+        lines.append(line | cells)
     return reword_costs(table_of(lines, _strong(comparison)), comparison.unit)
 
 
@@ -196,5 +212,7 @@ def by_dataset(results: RunResults) -> Table:
         for metric in task.metrics:
             if metric not in (DECISION, PRICE) and (metric is not FREE or unit in TIMES):
                 line[metric.name] = cell(row, metric, unit)
+                if metric.key == task.ranked_by:
+                    line[metric.name] = not_known(row) or line[metric.name]
         lines.append(line)
     return reword_costs(table_of(lines, list(map(policy_name, task.trained))), unit)

@@ -10,7 +10,7 @@ import numpy as np
 import polars as pl
 
 from knobwise.envs.tables.units import MS
-from knobwise.experiments.evidence.results import unit_of
+from knobwise.experiments.evidence.results import not_known, unit_of
 from knobwise.experiments.evidence.statistics import FEWEST, Difference, paired_differences
 from knobwise.experiments.report.runs import Run
 from knobwise.experiments.report.sentences import Sentence
@@ -121,6 +121,8 @@ def _comparable(
     """Return the decisions of both, or why they cannot be compared."""
     sides = []
     for side, policy in zip((reference, run), policies, strict=True):
+        if unknown := not_known(side.row(policy, side.task.main_condition(side.results))):
+            return [], Sentence("not_known_of", run=side.label, reason=unknown)
         if "split_seeds" in side.results:
             return [], Sentence("several_splits", run=side.label)
         decisions = decisions_of(side, policy)

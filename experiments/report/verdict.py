@@ -7,11 +7,13 @@ import math
 from collections import Counter
 
 from knobwise.common.words import format_number, is_known, join_words, points, quantity
+from knobwise.envs.tables.measured_decisions import FEWEST_MEASURED
 from knobwise.experiments.evidence.results import (
     baselines,
     differences_at,
     guard_by_budget,
     kept_before_grpo,
+    not_known,
     rank_rows,
     rows_at,
     unit_of,
@@ -57,6 +59,8 @@ def shown_by_run(results: RunResults) -> list[Sentence]:
         others = [row for row in rank_rows(results) if row["policy"] != ORACLE]
         best = with_score(others[0], task.ranked_by) if others else ""
         return [Sentence("no_policy", best=Sentence("best_policy", policy=best) if others else "")]
+    if unknown := _on_unknown(results, learned):
+        return [*unknown, *_on_sample(results), *on_training(results), *_on_guard(results)]
     lines = [_answer(results, learned), *_on_promise(results)]
     lines += [*_on_estimates(results, learned), *_on_sample(results)]
     if task.equal_latency:
@@ -122,6 +126,26 @@ def _answer(results: RunResults, learned: Row) -> Sentence:
     )
 
 
+def _on_unknown(results: RunResults, learned: PolicyRow) -> list[Sentence]:
+    """Say why nothing is known of the controller, of what it is compared with, or of what it would
+    gain, where too few of their decisions were measured; [] where that is known."""
+    low = rows_at(results, None).get(task_of(results).low, {})
+    rows = {"the controller": learned, _static(results): low}
+    counts = [
+        f"{row['measured_decisions']:,} of {row['decisions']:,} decisions of {name}"
+        for name, row in rows.items()
+        if not_known(row)
+    ]
+    if not counts:
+        return []
+    also: Sentence | str = ""
+    known = [row for row in (learned, low) if row and not not_known(row)]
+    if known:
+        also = Sentence("still_known", policy=with_score(known[0], task_of(results).score))
+    filled = {"counts": join_words(counts), "fewest": FEWEST_MEASURED, "also": also}
+    return [Sentence("not_known_gain", static=_static(results), **filled)]
+
+
 def _static(results: RunResults) -> str:
     """Name what the controller is compared with, and falls back to, for a sentence."""
     task = task_of(results)
@@ -163,7 +187,7 @@ def _at_tight_budgets(results: RunResults) -> Sentence:
     rows = [task.row(results, LEARNED, budget) for budget in task.conditions(results)[:2]]
     return Sentence(
         "at_tight_budgets",
-        gains=join_words([points(row["over_best_single"]) for row in rows]),
+        gains=join_words([points(row.get("over_best_single")) for row in rows]),
         latencies=join_words([quantity(row["latency_ms_mean"], unit_of(results)) for row in rows]),
     )
 
@@ -223,7 +247,8 @@ def _on_rivals(results: RunResults, learned: Row) -> list[Sentence]:
         return []
     # higher by more than the last digit that is printed: a tie is not better
     gaps = [value_of(row, score) - value_of(learned, score) for row in rivals]
-    better = sum(round(gap, 3) > 0 for gap in gaps)
+    # what is not known is −∞
+    better = sum(round(gap, 3) > 0 for gap in gaps if math.isfinite(gap))
     return [
         Sentence(
             "rivals",
@@ -316,19 +341,25 @@ def _on_guard(results: RunResults) -> list[Sentence]:
         if any(math.isclose(seeds[0]["budget_ms"], budget, rel_tol=1e-4) for budget in judged)
     ]
     cases = list(itertools.chain(*by_budget))
-    fell_back = sum(not row["deployed"] for row in cases)
-    if not fell_back:
-        return []
-    return [
-        Sentence(
-            "fell_back",
-            static=_static(results),
-            count=f"{fell_back:,}",
-            cases=f"{len(cases):,}",
-            pairs="seed–budget pairs" if len(results["guard"]) > 1 else "budgets",
-            why=Sentence("no_price") if task_of(results).equal_latency else "",
-        )
-    ]
+    fell_back = [row for row in cases if not row["deployed"]]
+    # earlier versions judged whatever was measured
+    unknown = [row for row in fell_back if row.get("gain", 0.0) is None]
+    filled = {
+        "static": _static(results),
+        "cases": f"{len(cases):,}",
+        "pairs": "seed–budget pairs" if len(results["guard"]) > 1 else "budgets",
+    }
+    lines = []
+    if count := len(fell_back) - len(unknown):
+        why = Sentence("no_price") if task_of(results).equal_latency else ""
+        lines.append(Sentence("fell_back", count=f"{count:,}", why=why, **filled))
+    if unknown:
+        of_static = [row.get("utility_static", row.get("accuracy_static_mix")) for row in unknown]
+        too: Sentence | str = Sentence("static_unknown", static=_static(results))
+        if all(map(is_known, of_static)):
+            too = ""
+        lines.append(Sentence("fell_back_unknown", count=f"{len(unknown):,}", too=too, **filled))
+    return lines
 
 
 # -- training --------------------------------------------------------------------------------------

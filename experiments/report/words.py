@@ -16,7 +16,7 @@ from knobwise.common.words import (
     quantity,
 )
 from knobwise.envs.tables.cost_words import in_words
-from knobwise.experiments.evidence.results import unit_of, value_of
+from knobwise.experiments.evidence.results import not_known, unit_of, value_of
 from knobwise.experiments.evidence.schema import RunResults
 from knobwise.experiments.evidence.statistics import Difference, sign_of
 from knobwise.experiments.evidence.task import Metric, Row, task_of
@@ -156,5 +156,7 @@ def in_seeds(count: int, seeds: int) -> str:
 
 def with_score(row: Row, score: str) -> str:
     """Name a policy with its score, and the interval of that."""
+    if unknown := not_known(row):
+        return f"{policy_name(row['policy'])} ({unknown})"
     interval = span(row.get(f"{score}_ci95"), ".3f")
     return f"{policy_name(row['policy'])} ({format_number(value_of(row, score), '.3f')}{interval})"

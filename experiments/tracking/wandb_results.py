@@ -15,6 +15,7 @@ import polars as pl
 from knobwise.common.progress import say
 from knobwise.common.words import spelled
 from knobwise.experiments.evidence.decisions import SAMPLE, read_decisions
+from knobwise.experiments.evidence.results import not_known, rows_at
 from knobwise.experiments.evidence.schema import RunResults
 from knobwise.experiments.evidence.summarise import summarise, with_references
 from knobwise.experiments.evidence.task import (
@@ -163,10 +164,14 @@ def _curves(results: RunResults) -> dict[str, CustomChart]:
 
     task = task_of(results)
     axis = task.condition
-    rows = _table([row for row in _rows(results) if row.get(axis) is not None])
+    # a policy of which too little was measured has no score
+    scored = [row for row in _rows(results) if row.get(task.score) is not None]
+    rows = [row for row in scored if row.get(axis) is not None]
     title = f"{task.score} by {task.condition_words[0]}".capitalize()
     name = f"Test/by_{axis.removesuffix('_ms')}"
-    curves = {name: wandb.plot.line(rows, axis, task.score, "policy", title)}
+    curves = {}
+    if rows:
+        curves[name] = wandb.plot.line(_table(rows), axis, task.score, "policy", title)
     usage = [{**use, "value": str(spelled(use["value"]))} for use in results.get("knob_usage", [])]
     for knob in dict.fromkeys(use["knob"] for use in usage):
         shares = [use for use in usage if (use["policy"], use["knob"]) == (task.trained[0], knob)]
@@ -234,7 +239,12 @@ def _decisions(results: RunResults, folder: Path) -> list[dict[str, object]]:
     task = task_of(results)
     trained = {*task.trained, *(results.get("variants") or ())} - set(task.controls)
     references = {task.low, task.high} if task.averaged else {task.high}
-    frame = _decided(results, folder, trained | references)
+    main = rows_at(results, task.main_condition(results))
+    # single outcomes of a policy of which too little was measured are predictions
+    unknown = {policy for policy, row in main.items() if not_known(row)}
+    frame = _decided(results, folder, (trained | references) - unknown)
+    if not len(frame):
+        return []
     names = [name for name in frame.columns if not frame[name].is_null().all()]
     # samples are numbered from 1, in the order of their ids
     sample = pl.struct(name for name in SAMPLE if name in names).rank("dense")

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import polars as pl
 from torch import Tensor
 
+from knobwise.agents.calibration.guard import are_gains_known
 from knobwise.agents.controller.features import FeatureNormaliser
 from knobwise.agents.controller.settings import PolicyConfig, hidden_for
 from knobwise.agents.evaluation.own_cost import expected_cost_ms
@@ -120,13 +121,15 @@ class SplitTraining:
                 trainer.folder = seed_folder(folder, trainer.seed)
                 trainer.resume(trainer.folder / "last.pt")
                 run_logged(trainer, self.config, folder, self.problem.facts)
-                say(best_of(trainer))
                 best = trainer.folder / "best.pt"
+                loaded = load_checkpoint(best)
                 # else an earlier process calibrated it
-                if "before_grpo" not in load_checkpoint(best).extra:
+                if "before_grpo" not in loaded.extra:
                     from knobwise.experiments.train.judging import calibrate_trained
 
-                    calibrate_trained(self, trainer).save(best)
+                    loaded = calibrate_trained(self, trainer)
+                    loaded.save(best)
+                say(best_of(trainer, are_gains_known(loaded.controller.calibration.guard)))
                 tick(done)
 
 
@@ -235,12 +238,17 @@ def width_for(problem: Problem, budgets_ms: Tensor, policy: PolicyConfig) -> int
     return hidden_for(inputs, table.num_configurations, policy.utility_head, budget_us)
 
 
-def best_of(trainer: Trainer) -> str:
-    """Return a line with the validation score of the kept weights, and when it was reached."""
+def best_of(trainer: Trainer, known: bool = True) -> str:
+    """Return a line with the validation score of the kept weights, and when it was reached.
+
+    Args:
+        known: False where the score is of predictions, which say nothing.
+    """
     state = trainer.state
     iteration, keep = state.best.iteration, trainer.settings.keep
+    score = f"{state.best.score:.4f}" if known else "(by predictions, so not known)"
     line = (
-        f"{trainer.title}: {keep} validation {trainer.judged_by} {state.best.score:.4f} at "
+        f"{trainer.title}: {keep} validation {trainer.judged_by} {score} at "
         f"iteration {iteration} of {trainer.total}"
     )
     last = trainer.stages[-1]

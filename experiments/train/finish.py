@@ -16,7 +16,7 @@ from knobwise.common.progress import say
 from knobwise.envs.demonstrations.beam_table import BeamTable
 from knobwise.envs.tables.profile_table import ProfileTable
 from knobwise.experiments.evidence.decisions import write_decisions
-from knobwise.experiments.evidence.results import METRICS, write_results
+from knobwise.experiments.evidence.results import METRICS, not_known, write_results
 from knobwise.experiments.evidence.run_folder import command_of
 from knobwise.experiments.evidence.schema import RunResults
 from knobwise.experiments.evidence.statistics import sign_of
@@ -96,11 +96,11 @@ def words_of_inspect(results: RunResults) -> list[str]:
 
 def sign_of_gain(results: RunResults) -> int | None:
     """Return 1 or −1 for a controller that is shown to be better or worse than static, 0 for one
-    that is neither, and None where nothing is compared."""
+    that is neither or of which that is not known, and None where nothing is compared."""
     task = task_of(results)
     learned: Row = task.row(results, "controller", task.main_condition(results))
     ci95 = learned.get(f"{task.compared[0]}_ci95") if task.compared else None
-    return None if ci95 is None else sign_of(ci95)
+    return None if ci95 is None and not not_known(learned) else sign_of(ci95)
 
 
 def next_command(

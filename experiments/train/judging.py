@@ -31,6 +31,7 @@ from knobwise.experiments.evidence.controllers import (
     evaluator_of,
     gain_on_held_out,
     held_out_choices,
+    is_score_known,
     validation_scores,
 )
 from knobwise.experiments.evidence.evaluate import Deadlines
@@ -225,7 +226,8 @@ def evaluate_beside_baselines(
     results, decisions = evaluate_controllers(
         evaluator, controllers, seeds, baselines, config.own_cost, before
     )
-    if estimate:
+    # it too rests on predictions where a static choice was hardly ever measured
+    if estimate and is_score_known(results, evaluator.task.low):
         results["attainable"] = estimate
         add_shares(results)
     return results, decisions
