@@ -123,25 +123,32 @@ class Explained:
         return self.rule.mean_utility(accuracy, measured_ms, self.budgets_ms)
 
 
-def explain_policy(explained: Explained, questions: Mapping[str, str]) -> WhyExplained:
+def explain_policy(
+    explained: Explained, questions: Mapping[str, str], known: bool = True
+) -> WhyExplained:
     """Return the entry `explanation` of `results.json`.
 
     Args:
         questions: by the id of their sample, where they are known.
+        known: whether enough of the choices was measured to say what they are worth; else only the
+            choices are explained, and what needs their outcomes is empty or null.
 
     Returns:
         `samples`: their number. `reads`: the budgets at which the policy decides by features.
         `difficulty`, `more_time`, `importance`, `tree`: see `by_difficulty`, `with_more_time`,
         `importance`, `distilled`. `best` and `worst`: see `best_and_worst`.
     """
+    extremes: BestAndWorst = {"best": [], "worst": []}
+    if known:
+        extremes = best_and_worst(explained, questions)
     return {
         "samples": len(explained.rows),
         "reads": explained.budgets_ms[explained.reads].tolist(),
-        "difficulty": by_difficulty(explained),
-        "more_time": with_more_time(explained),
-        "importance": importance(explained),
+        "difficulty": by_difficulty(explained) if known else {"groups": [], "points": []},
+        "more_time": with_more_time(explained) if known else None,
+        "importance": importance(explained) if known else [],
         "tree": fit_tree(explained),
-        **best_and_worst(explained, questions),
+        **extremes,
     }
 
 

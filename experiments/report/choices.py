@@ -54,7 +54,7 @@ def explanation(results: RunResults) -> list[Block]:
     blocks: list[Block] = [
         about["why"].format(**filled),
         list(map(str, on_usage(results))),
-        *map(str, on_difficulty(results)),
+        *(map(str, on_difficulty(results)) if "unanswered" in why["difficulty"] else ()),
         records(why["difficulty"]["groups"], "difficulty", unit),
         about["importance"].format(score=score) if features else "",
         records(features, "importance"),

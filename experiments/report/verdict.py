@@ -342,6 +342,8 @@ def _on_guard(results: RunResults) -> list[Sentence]:
     ]
     cases = list(itertools.chain(*by_budget))
     fell_back = [row for row in cases if not row["deployed"]]
+    if not fell_back:
+        return []
     # earlier versions judged whatever was measured
     unknown = [row for row in fell_back if row.get("gain", 0.0) is None]
     filled = {

@@ -81,7 +81,7 @@ def judge_run(experiment: ControllerExperiment, folder: Path) -> tuple[RunResult
     """
     first, *others = experiment.splits
     results, decisions = judge_split(first, folder)
-    results |= facts_of_deployed(experiment, folder)
+    results |= facts_of_deployed(experiment, folder, is_score_known(results))
     if not others:
         return results, decisions
     promises = results.get("promises", [])
@@ -118,9 +118,9 @@ def judge_split(training: SplitTraining, folder: Path) -> tuple[RunResults, pl.D
     return results, decisions
 
 
-def facts_of_deployed(experiment: ControllerExperiment, folder: Path) -> RunResults:
+def facts_of_deployed(experiment: ControllerExperiment, folder: Path, known: bool) -> RunResults:
     """Return what is noted of the split whose controller is deployed: warnings, why the controller
-    chooses as it does, and what a large table was sampled for."""
+    chooses as it does, and what a large table was sampled for; for `known` see `explain_policy`."""
     first = experiment.splits[0]
     problem = first.problem
     config = experiment.config
@@ -143,7 +143,7 @@ def facts_of_deployed(experiment: ControllerExperiment, folder: Path) -> RunResu
         budgets_ms, static, prices = evaluator.explained_by(kept)
         test = problem.split.test
         explained = Explained(problem, test, kept, budgets_ms, static, prices=prices)
-        facts["explanation"] = explain_policy(explained, questions)
+        facts["explanation"] = explain_policy(explained, questions, known)
     return facts
 
 

@@ -96,6 +96,79 @@ def test_an_estimated_share_is_cut_off_where_no_share_can_be():
     assert rows["controller", None]["utility"] == pytest.approx(2.6 / 6)
 
 
+# -- what too little was measured of ---------------------------------------------------------------
+
+
+def measured_at(samples, counts, weight=2.0):
+    """The weights of decisions [samples, budgets], of which so many were measured at each budget."""
+    return np.where(np.arange(samples)[:, None] < counts, weight, 0.0)
+
+
+def with_weights(policies, samples):
+    """Decisions of policies, of which so many were measured at each of two budgets."""
+    frames = []
+    for policy, (score, counts) in policies.items():
+        utility = np.full((1, samples, 2), score, np.float32)
+        weight = measured_at(samples, counts)
+        frames.append(decisions_of({policy: utility}, sampling_weight=weight))
+    return with_references(DEADLINE, pl.concat(frames))
+
+
+def test_nothing_is_said_of_decisions_of_which_too_few_were_measured():
+    counts = {"controller": [0, 29], "budget_aware_static": [30, 40], "oracle": [40, 40]}
+    scores = {"controller": 0.9, "budget_aware_static": 0.5, "oracle": 1.0}
+    table = with_weights({name: (scores[name], counts[name]) for name in counts}, 40)
+    rows = by_condition(summarise(table, [UTILITY, ACCURACY, GAP, DEADLINE.metrics[-1]]))
+    for condition, fewest in {None: 0, 10.0: 0, 20.0: 29}.items():
+        row = rows["controller", condition]
+        assert (row["measured_decisions"], row["decisions"]) == (fewest, 40)
+        for key in ("utility", "utility_ci95", "accuracy", "gap_closed", "gap_closed_ci95"):
+            assert row[key] is None
+        static = rows["budget_aware_static", condition]
+        assert static["utility"] == pytest.approx(0.5)
+    assert rows["budget_aware_static", None]["measured_decisions"] == 30
+
+
+def test_what_is_compared_with_something_unknown_is_not_known():
+    counts = {"controller": [40, 40], "budget_aware_static": [40, 3], "oracle": [40, 40]}
+    scores = {"controller": 0.75, "budget_aware_static": 0.5, "oracle": 1.0}
+    table = with_weights({name: (scores[name], counts[name]) for name in counts}, 40)
+    gain = Metric("gain", value=over("utility"))
+    rows = by_condition(summarise(table, [UTILITY, gain, GAP]))
+    assert rows["controller", 10.0]["gain"] == pytest.approx(0.25)
+    assert rows["controller", 10.0]["gap_closed"] == pytest.approx(0.5)
+    for condition in (None, 20.0):
+        row = rows["controller", condition]
+        # its own number is known
+        assert row["utility"] == pytest.approx(0.75)
+        assert (row["gain"], row["gain_ci95"], row["gap_closed"]) == (None, None, None)
+
+
+@pytest.mark.parametrize(("samples", "measured"), [(200, 100), (40, 30), (12, 12)])
+def test_half_of_many_decisions_and_all_of_a_few_are_enough(samples, measured):
+    rows = summarise(with_weights({"controller": (0.8, [measured] * 2)}, samples), [UTILITY])
+    for row in rows:
+        assert row["utility"] == pytest.approx(0.8)
+        assert (row["measured_decisions"], row["decisions"]) == (measured, samples)
+
+
+def test_a_seed_of_which_nothing_was_measured_makes_the_mean_unknown():
+    frames = []
+    for seed, count in enumerate([40, 0]):
+        one = decisions_of(
+            {"controller": np.full((1, 40, 2), 0.5)}, sampling_weight=measured_at(40, [count] * 2)
+        )
+        frames.append(one.with_columns(seed=pl.lit(seed, pl.Int64)))
+    for row in summarise(pl.concat(frames), [UTILITY]):
+        assert (row["utility"], row["utility_per_seed"]) == (None, None)
+        assert row["measured_decisions"] == 0
+
+
+def test_a_profile_that_was_measured_whole_has_no_counts():
+    (row, *_) = summarise(decisions_of({"controller": np.ones((1, 5, 2))}), [UTILITY])
+    assert "measured_decisions" not in row
+
+
 # -- what somebody adds ----------------------------------------------------------------------------
 
 
