@@ -104,6 +104,44 @@ def test_what_would_have_to_be_measured_is_counted():
     assert "missing" not in reason_in(replace(known, facts=table))
 
 
+def partly_measured(of_policy, of_static, budgets=1, n=60):
+    """The rows of a guard that is asked about a policy that is always right and about static, which
+    never is; so many choices of each were measured."""
+    table = table_of(torch.tensor([[0.0, 1.0, 0.5]]).repeat(n, 1), torch.full((n, 3), 5.0))
+    mask = torch.arange(n)[:, None] < torch.tensor([of_static, of_policy, n])
+    holes = torch.ones(n, 3).where(mask, NAN)
+    weight = mask.float() * n / mask.sum(0).clamp_min(1)
+    beliefs = Beliefs(measured=table, filled=table, predicted=table, weight=weight)
+    facts = table_of(table.accuracy * holes, 5 * holes)
+    problem = replace(Problem.from_table(table), facts=facts, beliefs=beliefs)
+    budgets_ms = BUDGET * torch.arange(1.0, budgets + 1)
+    static = torch.zeros(n, budgets, dtype=torch.int64)
+    about = problem, torch.arange(n), budgets_ms, static, torch.ones_like(static)
+    return calibrate(*about, pooled=budgets > 1)
+
+
+@pytest.mark.parametrize("budgets", [1, 3])
+@pytest.mark.parametrize(
+    ("of_policy", "of_static", "known"),
+    [(30, 30, True), (29, 30, False), (30, 29, False), (1, 1, False), (60, 60, True)],
+)
+def test_static_decides_where_too_few_choices_were_measured(of_policy, of_static, known, budgets):
+    for row in partly_measured(of_policy, of_static, budgets):
+        assert row["deployed"] == known
+        assert (row["gain"], row["gain_se"]) == ((1.0, 0.0) if known else (None, None))
+        # nothing is said of static either where it was hardly measured
+        static_known = of_static >= 30
+        assert (row["utility_static"] is not None) == static_known
+        assert (row["on_time"] is not None) == (known or static_known)
+
+
+def test_a_budget_that_is_not_known_carries_no_other_and_is_not_carried():
+    gains = torch.tensor([[-0.5, 5.0]]).repeat(10, 1).double()
+    clusters = torch.arange(10)
+    assert deployed_at(gains, clusters, [True, False], pooled=True) == [False, False]
+    assert deployed_at(gains, clusters, [True, True], pooled=True) == [False, True]
+
+
 @pytest.mark.parametrize(
     ("policy", "confidence", "deployed"),
     [

@@ -15,6 +15,7 @@ from knobwise.agents.calibration.calibrate import calibrate_controller
 from knobwise.agents.calibration.mean_policies import (
     VALUES,
     MeanBudgetPolicy,
+    Mixture,
     StaticMix,
     calibrated_values,
     compare_with_mix,
@@ -52,6 +53,26 @@ def test_the_guard_wants_the_budget_kept_and_a_gain_above_chance(monkeypatch):
     assert not compare_with_mix(accuracy, cost, mixed, budgets_ms)[0]["deployed"]
     alone = accuracy[:1], cost[:1], mixed[:1]
     assert not any(row["deployed"] for row in compare_with_mix(*alone, budgets_ms))
+
+
+def test_the_mix_decides_where_too_few_choices_were_measured():
+    accuracy, mixed = torch.full((40, 3), 1.0), torch.full((40, 3), 0.5)
+    budgets_ms = torch.tensor([2.0, 3.0, 4.0])
+    measured = torch.tensor([30, 29, 40]), torch.tensor([40, 40, 0])
+    rows = compare_with_mix(accuracy, accuracy, mixed, budgets_ms, measured=measured)
+    assert [row["deployed"] for row in rows] == [True, False, False]
+    assert [row["gain"] for row in rows] == [0.5, None, None]
+    assert [row["accuracy_static_mix"] for row in rows] == [0.5, 0.5, None]
+
+
+def test_a_draw_was_measured_if_both_sides_were():
+    first, second = torch.tensor([[0, 0, 1]]), torch.tensor([[0, 1, 0]])
+    mixture = Mixture(first, second, torch.tensor([[NAN, 0.5, 0.0]]).double())
+    for mask, measured in (((1, 0), [1, 0, 0]), ((0, 1), [0, 0, 1]), ((1, 1), [1, 1, 1])):
+        known = torch.tensor([mask]).bool()
+        assert mixture.measured(known).tolist() == [list(map(bool, measured))]
+        # how many cells a decision stands for is 0 where it was not measured
+        assert (mixture.weight(2.0 * known) > 0).tolist() == mixture.measured(known).tolist()
 
 
 def test_the_lowest_price_that_keeps_each_mean_budget_is_found():

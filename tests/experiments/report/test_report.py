@@ -134,6 +134,20 @@ def with_guard(*seeds, **more):
     return content | more
 
 
+def unknown(*policies, measured=0):
+    """Results of a run that measured so many of 40 decisions of these policies: what rests on them
+    is not known."""
+    content = results() | {"test_samples": 40}
+    counts = {"measured_decisions": measured, "decisions": 40}
+    kept = ("policy", "budget_ms", "decision_us_p50")
+    for row in content["rows"]:
+        if row["policy"] in policies:
+            row |= {key: None for key in row if key not in kept} | counts
+        elif "budget_aware_static" in policies:
+            row |= {key: None for key in row if key.startswith(("over_static", "gap_closed"))}
+    return content
+
+
 def trained(warm_up, iterations=100, **more):
     return {"training": {"warmup_iterations": warm_up, "iterations": iterations} | more}
 
@@ -716,3 +730,47 @@ def test_quantities_have_three_digits():
     values = 0.0123, 2.5, 99.96, 1234.5, None, math.inf
     wanted = ["0.0123 ms", "2.50 ms", "100 ms", "1,234 ms", "–", "–"]
     assert [quantity(value) for value in values] == wanted
+
+
+# -- where nothing was measured --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("policies", [["controller"], ["budget_aware_static"], [*POLICIES]])
+def test_nothing_is_claimed_of_what_was_not_measured(tmp_path, policies):
+    content = unknown(*policies)
+    by_name = said(shown_by_run(content))
+    assert not {"beats", "loses", "no_gain", "on_time", "rivals"} & by_name.keys()
+    assert "0 of 40" in by_name["not_known_gain"]["counts"]
+    page = report_of(tmp_path, content)
+    # a line in the table of the page for each, and one at each budget
+    assert page.count("not known: 0 of 40 decisions were measured") >= 3 * len(policies)
+    shown = printed(print_results, content)
+    assert shown.count("not known: 0 of 40") >= len(policies)
+    drawn = {
+        point["policy"]
+        for chart in charts_of(page)
+        for points in chart.get("datasets", {}).values()
+        for point in points
+        if "policy" in point and ("utility" in point or "accuracy" in point or "gain" in point)
+    }
+    assert drawn.isdisjoint(map(policy_name, policies))
+
+
+def test_a_guard_that_knew_nothing_says_so_of_static_too():
+    """The sentence about static follows from what the guard's rows hold of it."""
+    nothing = {"deployed": False, "gain": None, "gain_se": None, "on_time": None}
+    for static, words in ((None, 1), (0.5, 0)):
+        content = with_guard([nothing | {"utility_static": static}] * 2)
+        by_name = said(shown_by_run(content))
+        assert by_name["fell_back_unknown"]["count"] == "2"
+        assert ("static_unknown" in by_name) == bool(words)
+        assert "fell_back" not in by_name
+
+
+def test_half_measured_decisions_keep_their_numbers():
+    content = unknown()
+    for row in content["rows"]:
+        row |= {"measured_decisions": 30, "decisions": 60, "effective_cells": 25.0}
+    content["test_samples"] = 60
+    by_name = said(shown_by_run(content))
+    assert {"beats", "estimated"} <= by_name.keys()
