@@ -67,7 +67,7 @@ def test_the_mix_decides_where_too_few_choices_were_measured():
 
 def test_a_draw_was_measured_if_both_sides_were():
     first, second = torch.tensor([[0, 0, 1]]), torch.tensor([[0, 1, 0]])
-    mixture = Mixture(first, second, torch.tensor([[NAN, 0.5, 0.0]]).double())
+    mixture = Mixture(first, second, torch.tensor([[math.nan, 0.5, 0.0]]).double())
     for mask, measured in (((1, 0), [1, 0, 0]), ((0, 1), [0, 0, 1]), ((1, 1), [1, 1, 1])):
         known = torch.tensor([mask]).bool()
         assert mixture.measured(known).tolist() == [list(map(bool, measured))]
