@@ -278,7 +278,8 @@ def with_score_of(
     """
     keys = [*SAMPLE, "condition", *(["seed"] if seeds else [])]
     added = [pl.col(score).alias(column)]
-    if not decisions[WEIGHT].is_null().all():
+    # requests that were served have none
+    if WEIGHT in decisions.columns and not decisions[WEIGHT].is_null().all():
         added.append(pl.col(WEIGHT).alias(f"{column}_{WEIGHT}"))
     other = decisions.filter(policy=policy).select(*keys, *added)
     return decisions.join(other, on=keys, how="left", nulls_equal=True, maintain_order="left")

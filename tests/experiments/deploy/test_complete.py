@@ -77,6 +77,12 @@ def test_what_is_chosen_is_measured_and_decides(trained):
     results = read_json(f"{RUN}/results.json")
     learned = results["rows"][0]
     assert learned["effective_cells"] < results["test_samples"]
+    # of so few nothing is known, of what is deployed neither
+    assert learned["measured_decisions"] < learned["decisions"] == results["test_samples"]
+    for row in results["rows"]:
+        assert (row["utility"], row["utility_ci95"], row["satisfaction"]) == (None, None, None)
+    assert not any(row["deployed"] for row in results["guard"][0])
+    assert not {"validation_utility", "attainable", "reliability"} & results.keys()
     assert "held_out" not in results.get("grpo_gain", {})
     decisions = read_decisions(RUN)
     assert decisions["sampling_weight"].unique().sort().to_list()[:2] == [0.0, 3.0]
@@ -119,7 +125,11 @@ def test_what_is_chosen_is_measured_and_decides(trained):
     assert again == after.controller.calibration.guard
 
     # every decision of the controller and of static on test samples is measured now
-    launch(f"evaluate checkpoint={RUN} own_cost=false decisions=d.parquet")
+    launch(f"evaluate checkpoint={RUN} own_cost=false decisions=d.parquet json=again.json")
+    by_name = {row["policy"]: row for row in reversed(read_json("again.json")["rows"])}
+    for policy in ("controller", "budget_aware_static"):
+        assert by_name[policy]["measured_decisions"] == by_name[policy]["decisions"]
+        assert 0 <= by_name[policy]["utility"] <= 1
     judged = pl.read_parquet("d.parquet")
     for policy in ("controller", "budget_aware_static"):
         weights = judged.filter(policy=policy)["sampling_weight"]

@@ -54,6 +54,7 @@ UNTAUGHT_MEAN = words_of(
     TABLE,
     UNTAUGHT,
     "optimiser.pretrain_iterations=10 optimiser.iterations=4",
+    "split.train=0.3",
 )
 MEAN = words_of(UNTAUGHT_MEAN, "optimiser.teacher_iterations=4")
 SMALL = small_table(60)
@@ -66,6 +67,7 @@ REFERENCES = [Always(0, "budget_aware_static"), Always(1, "oracle")]
 def folder(tmp_path, monkeypatch):
     """An empty folder with a long table and its features, holes in the grid."""
     monkeypatch.chdir(tmp_path)
+    # so many that of half of them, the test part, enough was measured
     write_table(90, holes=0.1)
     return tmp_path
 

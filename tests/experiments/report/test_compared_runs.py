@@ -445,3 +445,21 @@ def test_results_without_a_checksum_are_refused(tmp_path, monkeypatch, capsys):
     line = refused(["compare", str(tmp_path), f"html={tmp_path / 'page.html'}"], capsys)
     assert f"{folder}/results.json" in line
     assert not (tmp_path / "page.html").exists()
+
+
+@pytest.mark.parametrize("unknown", ["a", "b"])
+def test_a_run_of_which_too_little_was_measured_is_not_compared(tmp_path, unknown):
+    for name, gain in (("a", 0.0), ("b", 0.3)):
+        write_run(tmp_path / name, gain=gain)
+    results = read_results(tmp_path / unknown)
+    for row in results["rows"]:
+        if row["policy"] == "controller":
+            row |= {key: None for key in row if key not in ("policy", "budget_ms")}
+            row |= {"measured_decisions": 29, "decisions": 60}
+    write_results(tmp_path / unknown, results)
+    comparison = read_comparison([str(tmp_path / "a"), str(tmp_path / "b")])
+    assert comparison.differences == comparison.by_condition == []
+    assert said(comparison.notes)["not_known_of"]["run"] == unknown
+    assert write_page(comparison, tmp_path / "page.html").exists()
+    (line,) = [row for row in main_table(comparison).rows if row[0] == unknown]
+    assert "not known: 29 of 60 decisions were measured" in line

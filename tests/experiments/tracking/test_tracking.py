@@ -18,14 +18,17 @@ import torch
 import wandb
 from hypothesis import strategies as st
 from tensorboard.summary.writer import event_file_writer
+from run_folders import write_run
 from wandb_stub import forget_wandb, offline_runs
 
 from knobwise.agents.training.state import TrainingState
 from knobwise.common.errors import InputError
+from knobwise.experiments.evidence.results import read_results
 from knobwise.experiments.settings.tracking import TrackingSettings
-from knobwise.experiments.tracking import wandb_run
+from knobwise.experiments.tracking import wandb_results, wandb_run
 from knobwise.experiments.tracking.metrics_file import MetricsFile
 from knobwise.experiments.tracking.tracker import THROUGHPUT, Tracker, short_name, wandb_mode
+from knobwise.experiments.tracking.wandb_results import summaries_of
 
 CONFIG = {"optimiser": {"lr": 0.003}, "loss": {"ends": [math.inf, 1.0]}, "seeds": [0, 1]}
 STEPS = (0, 10, 20)
@@ -410,3 +413,19 @@ def test_several_processes_lose_nothing(tmp_path):
         rows = [values_of(row) for row in written(tmp_path) if row["seed"] == str(seed)]
         assert rows == [{f"seed{seed}/{step // 5}": seed + step / 100} for step in range(40)]
     assert [entry.name for entry in tmp_path.iterdir()] == ["metrics.csv"]
+
+
+def test_what_was_not_measured_is_not_logged(tmp_path):
+    run = write_run(tmp_path / "r")
+    known = summaries_of(read_results(run))
+    results = read_results(run)
+    for row in results["rows"]:
+        row |= {key: None for key in row if key not in ("policy", "budget_ms", "decision_us_p50")}
+        row |= {"measured_decisions": 0, "decisions": 60}
+    assert "Test/controller/utility" in known
+    assert summaries_of(results) == {"Test/controller/decision_us_p50": 12.0}
+    tables = wandb_results._tables(results, run)
+    assert "Test/decisions" not in tables
+    columns = tables["Test/policies"].columns
+    assert not {"utility_ci95_low", "utility_ci95_high"} & {*columns}
+    assert wandb_results._curves(results).keys() == {"Knobs/crops"}
