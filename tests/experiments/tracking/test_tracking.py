@@ -17,8 +17,8 @@ import pytest
 import torch
 import wandb
 from hypothesis import strategies as st
-from tensorboard.summary.writer import event_file_writer
 from run_folders import write_run
+from tensorboard.summary.writer import event_file_writer
 from wandb_stub import forget_wandb, offline_runs
 
 from knobwise.agents.training.state import TrainingState
