@@ -208,8 +208,10 @@ def policy_rows(task: Task, compared: pl.DataFrame, conditions: bool = True) -> 
     """Return the rows of all policies as `results.json` has them: the mean over the conditions,
     then a row for each."""
     rows = summarise(compared, (*task.metrics, *task.numbers), conditions)
+    counts = dict.fromkeys(("measured_decisions", "decisions"))
     named = [
-        {"policy": row.pop("policy"), task.condition: row.pop("condition"), **row} for row in rows
+        {"policy": row.pop("policy"), task.condition: row.pop("condition"), **counts, **row}
+        for row in rows
     ]
     return cast("list[PolicyRow]", named)
 

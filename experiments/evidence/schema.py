@@ -40,7 +40,7 @@ class PolicyRow(TypedDict, total=False):
     cost, such as usd, it also has `cost_usd_mean`, and with a limit `cost_usd_over`.
 
     Where not every cell was measured, `measured_decisions` says how many of the `decisions` were;
-    where these are too few, every number that rests on them is None."""
+    where these are too few, every number that rests on them is None. Elsewhere both are None."""
 
     policy: str
     budget_ms: float | None
@@ -68,8 +68,8 @@ class PolicyRow(TypedDict, total=False):
     satisfaction_feasible_ci95: Interval | None
     infeasible: float | None
     effective_cells: float | None
-    measured_decisions: int
-    decisions: int
+    measured_decisions: int | None
+    decisions: int | None
     decision_us_p50: float | None
     price: float | None
     worth_ms: float | None

@@ -60,7 +60,7 @@ def place(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         forget_wandb(patch, folder)
         patch.chdir(folder)
-        write_table(90, holes=0.2)
+        write_table(90)
         small_beams(60)[0].save("b.safetensors")
         yield folder
 

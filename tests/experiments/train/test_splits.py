@@ -53,7 +53,7 @@ def _made(tmp_path_factory):
     """Work in a folder with a profile, a run on three splits, and a run on each of them at the same
     budgets; with a CSV of 12 users, and a run on it."""
     with chdir(tmp_path_factory.mktemp("splits")):
-        write_table(60, holes=0.2)
+        write_table(60)
         launch(TRAIN, "split.seed=1 split.repeats=3 name=three")
         budgets = f"budgets_ms={results_of('three')['budgets_ms']}".replace(" ", "")
         for seed in SPLITS:
