@@ -32,7 +32,7 @@ test: $(INSTALLED)-test
 suite: export OMP_NUM_THREADS = 1
 suite: export POLARS_MAX_THREADS = 1
 suite: $(INSTALLED)-test
-	$(BIN)/python -m pytest -n 3 --dist worksteal
+	$(BIN)/python -m pytest -n 3 --dist worksteal --durations=20 --durations-min=1
 
 lint: $(INSTALLED)-test
 	$(BIN)/ruff check .

@@ -470,7 +470,11 @@ def shortened(words):
     return words + [word for word in SHORTER if word.partition("=")[0] not in stated]
 
 
-@pytest.mark.parametrize("guide", GUIDES)
+# those of the README on each run, of all other pages by `make campaign`
+@pytest.mark.parametrize(
+    "guide",
+    [pytest.param(guide, marks=pytest.mark.campaign if "/" in guide else ()) for guide in GUIDES],
+)
 def test_every_command_of_a_guide_and_then_every_snippet(
     guide, folder, endpoint, monkeypatch, capsys
 ):

@@ -39,6 +39,7 @@ def test_a_library_pays_for_the_features_that_it_read(peers):
     assert judged.utility.tolist() == [[0.0, 1.0, 1.0]]
 
 
+@pytest.mark.campaign
 def test_a_library_is_judged_beside_ours_on_the_same_samples(peers, tmp_path):
     first = peers.Unit(small_table(60), 0, tmp_path / "0", **BRIEF)
     second = peers.Unit(small_table(60), 1, tmp_path / "1", first.budgets_ms.tolist(), **BRIEF)

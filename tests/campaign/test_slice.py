@@ -26,12 +26,13 @@ def test_changed_files_are_read_rightly_or_refused_in_a_line(name, tmp_path, mon
     assert not [trial for trial in made if trial[1] not in ("fine", "refused")]
 
 
+@pytest.mark.campaign
 @pytest.mark.parametrize(
     ("name", "torn"),
     [
         ("request log", False),
         ("export", True),
-        pytest.param("request log", True, marks=pytest.mark.campaign),
+        ("request log", True),
     ],
 )
 def test_what_was_killed_ends_like_what_was_not(name, torn, tmp_path):
@@ -47,6 +48,7 @@ def test_limits_are_met_in_a_line(name, tmp_path):
     assert outcome in ("fine", "refused"), note
 
 
+@pytest.mark.campaign
 def test_no_answer_is_lost_and_no_label_mixed_up_when_workers_are_killed(tmp_path):
     seen, faults, wrong = load(tmp_path, seconds=4, seed=SEED, workers=2, clients=8)
     assert not faults, wrong
@@ -54,12 +56,14 @@ def test_no_answer_is_lost_and_no_label_mixed_up_when_workers_are_killed(tmp_pat
     assert seen["labels taken"] > 0
 
 
+@pytest.mark.campaign
 def test_no_answer_of_a_hostile_endpoint_is_lost_or_taken_for_what_it_is_not(tmp_path):
     seen, faults, examples, _ = hostile_load(tmp_path, 6, SEED, workers=2, clients=8)
     assert not faults, examples
     assert seen["workers killed"] > 1
 
 
+@pytest.mark.campaign
 def test_odd_names_leave_nothing_in_a_server(tmp_path):
     seen, faults = odd(tmp_path, 500)
     assert not faults, seen

@@ -72,7 +72,7 @@ env.close()
 @pytest.mark.parametrize(
     "command",
     [
-        pytest.param([TORCHRL, "fork", "2"], id="fork"),
+        pytest.param([TORCHRL, "fork", "2"], id="fork", marks=pytest.mark.campaign),
         # each of its processes imports torch anew
         pytest.param([TORCHRL, "spawn", "1"], id="spawn", marks=pytest.mark.campaign),
         pytest.param([GYMNASIUM], id="gymnasium"),

@@ -82,6 +82,7 @@ def rows_of(run):
         return [{cell for cell in row.items() if cell[1]} for row in csv.DictReader(file)]
 
 
+@pytest.mark.campaign
 @pytest.mark.parametrize(("system", "file", "cut"), CASES)
 def test_a_run_with_a_torn_file_ends_like_the_unbroken_run(
     stopped, tmp_path, monkeypatch, capsys, system, file, cut
