@@ -158,7 +158,7 @@ def unknown_row(budget: float, rival: str, measured: tuple[int, int], decisions:
 def are_gains_known(rows: Sequence[GuardRow]) -> bool:
     """Return whether enough of what a policy chose for held-out samples was measured to know how
     good it is there, at each calibrated budget; True without a guard, which did not count."""
-    return all(row["gain"] is not None for row in rows)
+    return all(row.get("gain", 0.0) is not None for row in rows)
 
 
 def _with_cells(row: GuardRow, problem: Problem, rows: Tensor, choices: Tensor) -> GuardRow:

@@ -139,7 +139,9 @@ def test_what_a_decision_costs_is_added_to_the_latency_in_rewards_too():
         (2.0, True, 1 / 3),
     ],
 )
-def test_a_guard_counts_answers_above_a_limit_as_late_by_hand(limit, holes, on_time):
+def test_a_guard_counts_answers_above_a_limit_as_late_by_hand(limit, holes, on_time, monkeypatch):
+    # of three samples
+    monkeypatch.setattr("knobwise.envs.tables.measured_decisions.FEWEST_MEASURED", 1)
     problem = problem_under(Deadline({"usd": limit} if limit else {}), holes)
     second = torch.ones(3, 1, dtype=torch.int64)
     (row,) = calibrate(problem, ROWS, torch.tensor([7.0]), second, second)

@@ -175,7 +175,9 @@ def test_mixtures_under_mean_budgets_are_judged_by_estimates():
     judged = MeanBudgets(problem, budgets_ms)
     oracle = judged.outcomes(OracleAtMean(budgets_ms))
     assert oracle["accuracy"].max() <= 1
-    assert "sampling_weight" not in oracle
-    # half of a cell that stands for 4, and half of one that nobody measured
+    # which tells how many of its choices were measured
+    assert oracle["sampling_weight"].shape == oracle["accuracy"].shape
+    # half of a cell that stands for 4, and half of one that stands for 2, or that nobody measured
     mixture = Mixture(torch.tensor([[0]]), torch.tensor([[1]]), torch.tensor([[0.5]]))
-    assert mixture.weight(torch.tensor([[4.0, 0.0]])) == 2
+    assert mixture.weight(torch.tensor([[4.0, 2.0]])) == 3
+    assert mixture.weight(torch.tensor([[4.0, 0.0]])) == 0

@@ -14,7 +14,8 @@ from knobwise.experiments.studies import sparse_guard as study
 
 @pytest.fixture
 def brief(monkeypatch):
-    """Trainings of a second, on a small profile."""
+    """Trainings of a second, on a small profile, of which a few decisions are enough."""
+    monkeypatch.setattr("knobwise.envs.tables.measured_decisions.FEWEST_MEASURED", 1)
     for module in (study, sparse, sparse_tables):
         monkeypatch.setattr(module, "profile_named", lambda profile: small_table(60))
     few = {"contexts": 16, "minibatch": 16, "iterations": 4, "evaluate_every": 4}

@@ -117,7 +117,9 @@ def test_requests_that_nothing_keeps_the_limits_for_are_counted(table, capsys, m
     assert f"usd={LIMIT:g}" in lines[0]
 
 
-def test_a_profile_with_holes_is_trained_and_judged_within_limits(table, tmp_path):
+def test_a_profile_with_holes_is_trained_and_judged_within_limits(table, tmp_path, monkeypatch):
+    # of few samples
+    monkeypatch.setattr("knobwise.envs.tables.measured_decisions.FEWEST_MEASURED", 1)
     whole = pl.read_parquet("t.parquet")
     whole.sample(fraction=0.5, seed=0).write_parquet("t.parquet")
     launch("train", QUICK, PROFILE, "baselines=false", f"budget.limits={{usd:{LIMIT}}}")
