@@ -1,16 +1,11 @@
 """Every loss on fixed draws: its value, its diagnostics and its gradient, in double precision."""
 
 import torch
+from actors import actor_of
 from golden.tables import number
 from tensordict import TensorDict
-from tensordict.nn import (
-    ProbabilisticTensorDictModule,
-    ProbabilisticTensorDictSequential,
-    TensorDictModule,
-)
 from torch import nn
 
-from knobwise.agents.controller.distributions import ConfigurationCategorical, KnobCategoricals
 from knobwise.losses import ADVANTAGES, ExactGRPOLoss, GRPOLoss, RCELoss
 
 GRID = torch.cartesian_prod(torch.arange(3), torch.arange(2))
@@ -79,19 +74,7 @@ class Scores(nn.Linear):
 
 def _actor(knobs=None, holes=False):
     """A linear policy over six configurations; with `knobs` each has a key of its own."""
-    settings = {"configurations": GRID, "group_size": GROUP}
-    if knobs:
-        settings["names"] = knobs
-    draw = ProbabilisticTensorDictModule(
-        in_keys=["log_probs"],
-        out_keys=knobs or ["action"],
-        distribution_class=KnobCategoricals if knobs else ConfigurationCategorical,
-        distribution_kwargs=settings,
-        return_log_prob=True,
-        log_prob_key=None if knobs else "action_log_prob",
-    )
-    read = TensorDictModule(Scores(holes), ["observation"], ["log_probs"])
-    return ProbabilisticTensorDictSequential(read, draw)
+    return actor_of(Scores(holes), GRID, GROUP, knobs)
 
 
 def _mask():
