@@ -232,6 +232,7 @@ def names(runs):
     return logged
 
 
+@pytest.mark.campaign
 def test_every_logged_name_is_explained_and_no_other(names):
     controller, selector = section("Training").split("For each stage of a selector")
     scores, results = section("Results").split("\nThe run with")
@@ -254,6 +255,7 @@ def test_every_logged_name_is_explained_and_no_other(names):
             assert any(re.fullmatch(pattern_of(line), column) for line in columns), name
 
 
+@pytest.mark.campaign
 def test_the_workspace_shows_every_logged_curve_and_no_name_that_is_not_logged(runs, names):
     view = asdict(view_of(WorkspaceRun()))
     wanted = set(re.findall(r"'([A-Z]\w+/[^']+?)(?:_table)?'", repr(view)))
@@ -270,6 +272,7 @@ def test_the_workspace_shows_every_logged_curve_and_no_name_that_is_not_logged(r
             assert set(panel["chart_fields"].values()) <= columns
 
 
+@pytest.mark.campaign
 def test_metrics_csv_holds_the_training_names(runs, names):
     headers = [pl.read_csv(run / "metrics.csv", n_rows=0).columns for run in runs.values()]
     columns = set().union(*headers)
@@ -288,6 +291,7 @@ def columns_of(value):
     return columns
 
 
+@pytest.mark.campaign
 def test_every_policy_and_every_name_of_results_json_is_explained_and_no_other(runs):
     names, policies, variants = set(), set(), set()
     results = [read_results(run) for run in runs.values()]
@@ -340,16 +344,19 @@ def check_type(value, hint, where):
         assert isinstance(value, hint), where
 
 
+@pytest.mark.campaign
 def test_results_json_is_of_its_type(runs):
     for kind, run in runs.items():
         check_type(read_results(run), RunResults, kind)
 
 
+@pytest.mark.campaign
 def test_every_column_of_decisions_is_explained_and_no_other(runs):
     columns = [pl.read_parquet_schema(run / "decisions.parquet") for run in runs.values()]
     explains_each(names_in(section("decisions.parquet")), set().union(*columns))
 
 
+@pytest.mark.campaign
 def test_the_run_of_the_results_holds_the_validation_score(runs):
     """Settings are chosen by it."""
     scores = {"guarded": "Utility", "sampled": "Utility", "mean": "Reward_Mean"}

@@ -31,11 +31,13 @@ def test_an_example_fits_on_a_page(name):
     assert sum(bool(line.strip()) for line in code.splitlines()) <= 60
 
 
+@pytest.mark.campaign
 def test_the_loop_learns():
     torch.manual_seed(1)
     assert example("torchrl_loop").main(warm_up=60, iterations=20) > 0.4
 
 
+@pytest.mark.campaign
 @pytest.mark.parametrize(
     ("name", "settings"),
     [

@@ -300,6 +300,7 @@ print(about.version, command.name, compileall.compile_dir(sys.argv[1], quiet=1))
 """
 
 
+@pytest.mark.campaign
 @pytest.mark.parametrize("version", pythons())
 def test_the_wheel_installs_and_compiles_on_each_python(version, wheel, tmp_path):
     """Where the dependencies are installed it also trains, below; elsewhere this does not download
@@ -326,6 +327,7 @@ sys.exit(knobwise.__main__.main(["train", *sys.argv[1:]]))
 """
 
 
+@pytest.mark.campaign
 def test_the_wheel_holds_everything_and_only_knobwise(wheel, tmp_path):
     """Help and a training run from another folder, without the checkout."""
     installed = install(sys.executable, wheel, tmp_path / "site")

@@ -62,6 +62,7 @@ for process in children:
 """
 
 
+@pytest.mark.campaign
 def test_forked_processes_answer_and_each_label_is_of_its_own_request(tmp_path):
     with child(FORKED, tmp_path) as process:
         printed, _ = process.communicate(timeout=120)

@@ -63,6 +63,7 @@ def test_a_file_gets_everything():
 def test_a_run_in_a_terminal_says_what_it_does_and_what_to_do_next(home):
     write_table(90)
     more = "experiment=lean baselines=false seeds=[0,1] tracking=offline name=a"
+    more += " policy.experts=[ridge] policy.fold_networks=2"
     words = words_of("train", TABLE, OPTIMISER, more)
     controller, terminal = pty.openpty()
     environment = {**os.environ, **VARIABLES, "COLUMNS": "80", "TERM": "xterm"}

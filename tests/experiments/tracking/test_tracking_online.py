@@ -291,7 +291,9 @@ def test_an_online_run_sends_every_row_table_and_artifact(place, stub):
     assert stub.unknown == []
 
 
-@pytest.mark.parametrize("kind", ["controller", "selector"])
+@pytest.mark.parametrize(
+    "kind", ["controller", pytest.param("selector", marks=pytest.mark.campaign)]
+)
 def test_sync_brings_every_row_table_and_artifact(offline, stub, kind):
     run = offline[kind]
     found = sync(stub, run)

@@ -189,16 +189,16 @@ def press(trainer, iteration, times=1):
 @pytest.mark.parametrize(
     ("make", "how", "stops", "crash"),
     [
-        (controller, "teacher exact", [2, 5, 9, 20], 25),
+        pytest.param(controller, "teacher exact", [2, 5, 9, 20], 25, marks=pytest.mark.campaign),
         (controller, "teacher sampled", [13], 19),
-        (controller, "rewards sampled", [7, 12], 19),
+        pytest.param(controller, "rewards sampled", [7, 12], 19, marks=pytest.mark.campaign),
         (controller, "mean exact", [], 2),
-        (controller, "mean sampled", [], 15),
-        (selector, "sft best", [1, 4], 10),
+        pytest.param(controller, "mean sampled", [], 15, marks=pytest.mark.campaign),
+        pytest.param(selector, "sft best", [1, 4], 10, marks=pytest.mark.campaign),
         (selector, "rce best", [2], 5),
-        (selector, "rce last", [], 9),
+        pytest.param(selector, "rce last", [], 9, marks=pytest.mark.campaign),
         (selector, "grpo best", [3], 9),
-        (selector, "live best_kl", [5], 11),
+        pytest.param(selector, "live best_kl", [5], 11, marks=pytest.mark.campaign),
     ],
 )
 def test_what_was_stopped_ends_bit_for_bit_like_any(tmp_path, make, how, stops, crash):
