@@ -396,7 +396,8 @@ def make_trainer(
         validate=lambda logged: setup.held_out.validation(
             setup.held_out.policies(setup.held_out_log_probs), logged
         ),
-        judged_by=setup.judged_by,
+        # where cells are missing it rests on predictions, also where it says how training goes
+        judged_by=f"predicted {setup.judged_by}" if setup.problem.beliefs else setup.judged_by,
         identity=setup.identity,
         trained_on="another profile, split, policy, loss, reward, budget, optimiser or start",
         provenance=provenance,
