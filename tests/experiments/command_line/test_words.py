@@ -73,7 +73,15 @@ def folder(home):
 # -- what is typed ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", NAMES)
+def by_day(names, every=4):
+    """Each fourth of these on each run, the others by `make campaign`: each is composed by Hydra."""
+    return [
+        name if place % every == 0 else pytest.param(name, marks=pytest.mark.campaign)
+        for place, name in enumerate(names)
+    ]
+
+
+@pytest.mark.parametrize("name", by_day(NAMES))
 def test_a_file_that_exists_is_taken_by_its_name(name, folder):
     shutil.copy("t.parquet", f"{name}.parquet")
     Path("f.npz").rename(name)  # without any ending
@@ -133,7 +141,7 @@ def test_null_is_none_and_quotes_and_interpolations_mean_what_they_do_in_hydra(h
 EXP = words_of("profile.exp5_dir=5 profile.exp6_dir=6")
 
 
-@pytest.mark.parametrize("name", PLAIN)
+@pytest.mark.parametrize("name", by_day(PLAIN))
 def test_a_file_that_is_missing_is_named_as_it_was_typed(name, home, capsys):
     words = ["inspect", "profile=table", f"profile.path={name}"]
     if name == "[a]":
@@ -182,7 +190,7 @@ def pasted(command):
 
 
 @pytest.mark.parametrize("exists", [True, False])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", by_day(NAMES))
 def test_a_printed_word_is_read_back_as_this_text(name, exists, home):
     if exists:
         Path(name).mkdir()
@@ -204,7 +212,7 @@ def trained(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("name", NAMES[::2])
+@pytest.mark.parametrize("name", by_day(NAMES[::2]))
 def test_the_next_command_of_a_run_works_whatever_its_name(name, trained, monkeypatch):
     monkeypatch.chdir(trained)
     run = Path("runs/controller/one")
@@ -295,7 +303,7 @@ def test_the_next_command_of_a_run_is_printed_and_runs(trained, monkeypatch, cap
     assert read_settings("train", pasted(command)[1:]).name == name
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", by_day(NAMES))
 def test_the_next_command_of_a_measured_profile_reads_it(name, folder, monkeypatch, capsys):
     measured = Path(name)
     measured.mkdir()
@@ -311,7 +319,7 @@ def test_the_next_command_of_a_measured_profile_reads_it(name, folder, monkeypat
     assert settings.features == str(measured / "features.safetensors")
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", by_day(NAMES))
 def test_the_next_command_of_recorded_beams_reads_them(name, home, monkeypatch, capsys):
     recorded = "knobwise.profiling.demonstrations.profile.profile_beams"
     monkeypatch.setattr(recorded, lambda out, *_: Path(out).mkdir())
@@ -333,7 +341,7 @@ def next_line(capsys):
     return command
 
 
-@pytest.mark.parametrize("name", PLAIN)
+@pytest.mark.parametrize("name", by_day(PLAIN))
 def test_a_command_to_resume_and_one_that_is_kept_have_the_same_words(name):
     words = ["train", f"name={name}", f"profile.path={name}"]
     (line,) = command_line._how_to_resume(words)
@@ -354,7 +362,7 @@ def test_the_command_of_a_job_in_a_sweep_is_read_as_its_settings(home):
         assert "/" not in run_name(job_words)
 
 
-@pytest.mark.parametrize("folder_of_run", ["runs/mine", "./runs/mine", "/", "a b"])
+@pytest.mark.parametrize("folder_of_run", by_day(["./runs/mine", "runs/mine", "/", "a b"]))
 @pytest.mark.parametrize("verb", ["serve", "export", "decide", "evaluate", "explain", "update"])
 def test_a_run_that_was_given_alone_is_suggested_as_the_checkpoint(
     verb, folder_of_run, home, capsys

@@ -135,6 +135,7 @@ def test_a_word_that_no_job_of_a_sweep_reads_is_refused(words, home, capsys):
     refused(words_of("train -m", words), capsys)
 
 
+@pytest.mark.campaign
 @pytest.mark.parametrize("name", experiments())
 def test_no_experiment_sets_what_none_of_its_jobs_reads(name, home):
     words = words_of(f"experiment={name}", "beams.path=b.json" * (name == "selector_replay"))
