@@ -50,7 +50,6 @@ from tensordict.nn import CompositeDistribution
 from torch.nn.functional import cosine_similarity
 from torchrl.collectors import Collector
 from torchrl.data import LazyTensorStorage, ReplayBuffer
-from wandb.sdk.launch.sweeps.utils import create_sweep_command_args
 from wandb.sdk.lib.config_util import save_config_file_from_dict
 from wandb_stub import forget_wandb, offline_runs
 
@@ -306,6 +305,8 @@ def test_c5_experiment_files_are_launched_and_compared_in_wandb(seeds_run):
 def test_c6_wandb_agent_launches_the_sweep_and_sees_its_score(seeds_run):
     """W&B ships its schema of sweeps in another package, so what our file uses of it stands
     here."""
+    # takes seconds, which each process would spend that collects tests
+    from wandb.sdk.launch.sweeps.utils import create_sweep_command_args
 
     sweep = yaml.safe_load((CONF / "wandb_sweep.yaml").read_text())
     keys = words_of("program name method run_cap metric parameters command")
