@@ -62,8 +62,10 @@ def explanation(results: RunResults) -> list[Block]:
         _rules(results),
     ]
     for title, decisions in (("gain most over", why["best"]), ("lose most against", why["worst"])):
-        table = records(decisions, "decisions", unit)
-        blocks.append(Folded(f"The decisions that {title} static", [table]))
+        # there are none where nothing is known of gains
+        if decisions:
+            table = records(decisions, "decisions", unit)
+            blocks.append(Folded(f"The decisions that {title} static", [table]))
     return [block for block in blocks if not isinstance(block, Table) or block.rows]
 
 
